@@ -1,0 +1,291 @@
+"""The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
+
+Names follow verl's where the meaning is the same. No torch here, and no reading of files
+(see load.py); `__post_init__` checks what one section can check by itself, `validate` in load.py
+checks what needs two sections.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass
+class DataConfig:
+    """Which prompts are read, and in which sizes."""
+
+    train_files: list[str]
+    """Parquet files of training prompts (a single string is taken as a list of one)."""
+    val_files: list[str] = field(default_factory=list)
+    """Parquet files of validation prompts; empty: no validation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: chat messages (list of {role, content}) or a plain string."""
+    reward_fn_key: str = "data_source"
+    """Column that says which reward function scores the row."""
+    train_max_samples: int = -1
+    """Use only the first so many rows of the training set; -1: all."""
+    val_max_samples: int = -1
+    """Use only the first so many rows of the validation set; -1: all."""
+    max_prompt_length: int = 512
+    """Longest prompt, in tokens after the chat template."""
+    max_response_length: int = 512
+    """Longest response, in tokens; generation stops there."""
+    train_batch_size: int = 1024
+    """Prompts per step, over all ranks."""
+    shuffle: bool = True
+    """Draw the training prompts in a new order each epoch (a function of trainer.seed and the epoch)."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than max_prompt_length; false: such a prompt is an error that names its row."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments for the tokenizer's chat template."""
+
+
+@dataclass
+class ModelConfig:
+    """The Hugging Face checkpoint that actor and reference start from."""
+
+    path: str
+    """Directory with config.json, the tokenizer, and safetensors weights."""
+    dist_checkpointing_path: str | None = None
+    """Megatron checkpoint (of tools/convert_hf_to_mcore.py) to read the weights from; null: the safetensors of path."""
+    tokenizer_path: str | None = None
+    """Directory of the tokenizer; null: model.path."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule. One optimizer step per PPO mini-batch; the schedule counts PPO steps."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: int = 0
+    """PPO steps of linear warm-up from 0."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape from lr to min_lr between warm-up and the last training step."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay (not on biases and norms)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's moment coefficients."""
+    eps: float = 1e-8
+    """Adam's denominator term."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+@dataclass
+class MegatronConfig:
+    """How Megatron-Core spreads a model over the ranks. Data-parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into."""
+    use_distributed_optimizer: bool = True
+    """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights and activations; with bfloat16 main parameters and gradient reduction are float32."""
+
+
+@dataclass
+class ActorConfig:
+    """The policy's update."""
+
+    ppo_mini_batch_size: int = 256
+    """Prompts per optimizer step, over all ranks (each with its rollout.n responses)."""
+    ppo_epochs: int = 1
+    """Passes over the step's batch."""
+    shuffle: bool = False
+    """Draw the mini-batches in a new order each PPO epoch (a function of trainer.seed and the step)."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Token budget of one micro-batch (prompt + response, packed); at least the longest sequence."""
+    clip_ratio_low: float = 0.2
+    """Policy ratio clip, lower range: 1 - clip_ratio_low."""
+    clip_ratio_high: float = 0.2
+    """Policy ratio clip, upper range: 1 + clip_ratio_high."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: where A < 0, the loss is at most -A * clip_ratio_c; must be > 1."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become the mini-batch's loss."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that KL term."""
+    kl_loss_type: KLEstimator = "k3"
+    """Its estimator."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The actor's optimizer."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """The training layout; critic and reference use the same one."""
+
+
+@dataclass
+class CriticConfig:
+    """The value model's update."""
+
+    model_path: str | None = None
+    """Hugging Face checkpoint that the critic starts from; null: the actor's body with a new value head."""
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step, over all ranks; null: the actor's."""
+    ppo_epochs: int | None = None
+    """Passes over the step's batch; null: the actor's."""
+    shuffle: bool = False
+    """As actor.shuffle."""
+    ppo_max_token_len_per_gpu: int = 32768
+    """Token budget of one micro-batch of the update."""
+    forward_max_token_len_per_gpu: int = 32768
+    """Token budget of one micro-batch of the values pass."""
+    cliprange_value: float = 0.5
+    """Values move at most this far from the old values before their loss is clipped."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become the mini-batch's loss."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """The critic's optimizer."""
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference policy. It exists only where a KL term uses it."""
+
+    log_prob_max_token_len_per_gpu: int = 16384
+    """Token budget of one micro-batch of the reference pass."""
+
+
+@dataclass
+class ValKwargsConfig:
+    """Sampling for validation."""
+
+    temperature: float = 0.0
+    """0: greedy."""
+    n: int = 1
+    """Responses per validation prompt; val-core/<data_source>/acc/mean@n is their mean."""
+
+
+@dataclass
+class RolloutConfig:
+    """The in-process vLLM engine. Its training samples are drawn from the full distribution
+    (no top-k, no top-p), so that its log-probs and the trainer's are of the same distribution."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share one vLLM engine."""
+    n: int = 1
+    """Responses per training prompt."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs are taken at the same one."""
+    gpu_memory_utilization: float = 0.5
+    """GPU only: share of the device's memory for vLLM's weights and KV cache."""
+    cpu_kvcache_space_gb: float = 1.0
+    """CPU only: GiB of KV cache per rank."""
+    enforce_eager: bool = False
+    """GPU only: no CUDA graphs. (The CPU build always runs eagerly.)"""
+    max_num_seqs: int = 256
+    """Sequences that one engine decodes at a time."""
+    max_num_batched_tokens: int = 8192
+    """Tokens that one engine step may process."""
+    log_prob_max_token_len_per_gpu: int = 16384
+    """Token budget of one micro-batch of the old-log-prob pass."""
+    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    """Sampling for validation."""
+
+
+@dataclass
+class KLCtrlConfig:
+    """The coefficient of the KL term in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: moves kl_coef so that the KL stays near target_kl (Ziegler et al. 2019, arXiv 1909.08593)."""
+    kl_coef: float = 0.001
+    """The coefficient, or its start value."""
+    target_kl: float = 0.1
+    """adaptive: the aim for the mean over tokens of a sequence's KL, averaged over sequences."""
+    horizon: int = 10000
+    """adaptive: sequences over which the coefficient adapts."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Rewards to advantages."""
+
+    adv_estimator: Literal["gae"] = "gae"
+    """Advantage estimator."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_coef * KL(actor, reference) from each token's reward."""
+    kl_penalty: KLEstimator = "k1"
+    """Its estimator."""
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    """Its coefficient."""
+
+
+@dataclass
+class CustomRewardFunctionConfig:
+    """A reward function of the user's own, in place of the built-in rules."""
+
+    path: str | None = None
+    """Python file that defines it; null: the built-in rule of the row's data_source."""
+    name: str = "compute_score"
+    """compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}."""
+
+
+@dataclass
+class TrainerConfig:
+    """The run: how long, how often, where to."""
+
+    default_local_dir: str
+    """Directory of everything the run writes."""
+    total_epochs: int = 30
+    """Passes over the training prompts."""
+    total_training_steps: int | None = None
+    """PPO steps; null: as many as total_epochs gives."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    test_freq: int = -1
+    """Validate every so many steps, and after the last; -1: never."""
+    save_freq: int = -1
+    """Write the actor as a Hugging Face checkpoint every so many steps; -1: only after the last (to hf/)."""
+    log_val_generations: int = 8
+    """Validation generations written as text each time."""
+    target_val_acc: float | None = None
+    """End the run early once the mean validation accuracy has reached this; null: never."""
+    logger: list[Literal["console", "jsonl", "tensorboard"]] = field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"]
+    )
+    """Where metrics go."""
+    seed: int = 1
+    """Seed of everything random."""
+    dist_timeout_seconds: int = 600
+    """Time after which a collective that some rank has not reached is an error, for every process group."""
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    data: DataConfig
+    """Prompts."""
+    model: ModelConfig
+    """The checkpoint to start from."""
+    trainer: TrainerConfig
+    """The run."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The policy."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference policy."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Rewards to advantages."""
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    """A reward function of the user's own."""
