@@ -18,7 +18,6 @@ setup(
         "PyYAML",
         "tensorboard",
         "matplotlib",
-        "tqdm",
     ],
     extras_require={
         # vLLM's build for CPUs. Its own requirements bring CUDA builds of torchvision and torchaudio that break

@@ -1,0 +1,146 @@
+"""A picture of a run from its metrics.jsonl: reward, accuracy, KL and throughput over steps. Nothing is computed here
+that is not in that file, save the smoothing of the curves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.progress import validation_accuracies
+
+Row = dict[str, Any]
+COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
+SMOOTH_FROM_STEPS = 15  # shorter curves are shown as they are
+
+
+def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> None:
+    """Write a PNG of 2 x 2 panels to `output`. A panel whose metrics were not logged says so. Raises UserError where
+    metrics_file cannot be read or `output` cannot be written."""
+    rows = read_metrics(metrics_file)
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)  # no display, no global state
+    (reward, accuracy), (kl, throughput) = figure.subplots(2, 2)
+
+    _panel(reward, rows, "Training reward", "mean score of the step's responses", {"critic/score/mean": ""})
+    _accuracy_panel(accuracy, rows)
+    kl_curves = {
+        "actor/reward_kl_penalty": "to the reference (in the reward)",
+        "actor/kl_loss": "to the reference (in the loss)",
+        "actor/ppo_kl": "to the sampling policy",
+    }
+    _panel(kl, rows, "KL divergence of the policy", "nats per token", kl_curves)
+    _panel(throughput, rows, "Throughput", "tokens / s per rank", {"perf/throughput": ""})
+    throughput.set_ylim(bottom=0, top=throughput.get_ylim()[1] * 1.1)
+    last_step = max([row["step"] for row in rows], default=0)
+    for axes in (reward, accuracy, kl, throughput):
+        axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))  # one time axis, also for few points
+    figure.align_ylabels()
+
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+    try:
+        figure.savefig(output, format="png")
+    except OSError as error:
+        raise UserError(f"cannot write the plot {output}: {error.strerror or error}") from error
+
+
+def read_metrics(path: Path | str) -> list[Row]:
+    """The rows of a metrics.jsonl. A last line that was cut short (the run was killed while writing) is left out; any
+    other line that is not a JSON object with a step raises UserError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the metrics file {path}: {error}") from error
+    lines = text.splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("no step")
+        except ValueError:
+            if number == len(lines) and not text.endswith("\n"):
+                break
+            raise UserError(f'{path}, line {number}: not a JSON object with an integer "step"') from None
+        rows.append(row)
+    return rows
+
+
+def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]) -> None:
+    """One panel with a curve for each key of `labels` that was logged, steps that lack it left out."""
+    _dress(axes, title, ylabel)
+    num_curves = 0
+    for key, label in labels.items():
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            _curve(axes, points, COLORS[num_curves], label)
+            num_curves += 1
+    _finish(axes, num_curves)
+
+
+def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """Validation accuracy by data source. Few points, so each is marked."""
+    _dress(axes, "Validation accuracy", "share answered correctly")
+    by_row = [(row["step"], validation_accuracies(row)) for row in rows]
+    sources = sorted({source for _, accuracies in by_row for source in accuracies})
+    num_curves = 0
+    for source in sources:
+        points = [(step, accuracies[source]) for step, accuracies in by_row if accuracies.get(source) is not None]
+        if points:
+            steps, values = zip(*points, strict=True)
+            color = COLORS[num_curves % len(COLORS)]
+            axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=source)
+            side = "right" if steps[-1] > 0 else "left"
+            where = {"xytext": (0, -14), "textcoords": "offset points", "ha": side}
+            axes.annotate(f"{values[-1]:.0%}", (steps[-1], values[-1]), color=color, fontweight="bold", **where)
+            num_curves += 1
+    axes.set_ylim(-0.02, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    _finish(axes, num_curves, legend="lower right")
+
+
+def _curve(axes: Axes, points: list[tuple[int, float]], color: str, label: str) -> None:
+    """The points as they are; where there are many, pale, under their running mean."""
+    steps, values = zip(*points, strict=True)
+    if len(points) < SMOOTH_FROM_STEPS:
+        axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=3.5, label=label)
+        return
+    axes.plot(steps, values, color=color, linewidth=1.0, alpha=0.3)
+    axes.plot(steps, _running_mean(values, window=max(5, len(values) // 20)), color=color, linewidth=1.8, label=label)
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean over the values within window // 2 on both sides, as far as there are any."""
+    half = window // 2
+    neighbours = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(near) / len(near) for near in neighbours]
+
+
+def _dress(axes: Axes, title: str, ylabel: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.grid(True, color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def _finish(axes: Axes, num_curves: int, legend: str = "best") -> None:
+    if num_curves == 0:
+        axes.text(
+            0.5, 0.5, "not logged in this run", transform=axes.transAxes, ha="center", va="center", color="#9ca3af"
+        )
+        axes.set_xticks([])
+        axes.set_yticks([])
+    elif any(label and not label.startswith("_") for label in axes.get_legend_handles_labels()[1]):
+        axes.legend(frameon=False, fontsize=9, loc=legend)

@@ -1,0 +1,127 @@
+"""Where a step's metrics go: metrics.jsonl, TensorBoard events, the console. What they mean is not decided here.
+
+One rank (0) builds Sinks; the others log nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from torch.utils.tensorboard import SummaryWriter
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.observability.progress import Progress
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+
+
+class Sink(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All of trainer.logger. Files lie in trainer.default_local_dir and replace those of an earlier run there."""
+
+    def __init__(self, config: TrainerConfig, total_steps: int, stream: TextIO | None = None) -> None:
+        """`stream`: where the progress line goes, null: standard output. Raises UserError where a file cannot be
+        written."""
+        directory = Path(config.default_local_dir)
+        self._sinks: list[Sink] = []
+        if "jsonl" in config.logger:
+            self._sinks.append(JsonlSink(directory / METRICS_FILE))
+        if "tensorboard" in config.logger:
+            self._sinks.append(TensorBoardSink(directory / TENSORBOARD_DIR))
+        if "console" in config.logger:
+            self._sinks.append(ConsoleSink(total_steps, stream))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write all metrics of one step; call it once a step (step 0: validation before the first step). Raises
+        UserError where the disk refuses."""
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonlSink:
+    """One JSON object a line and step, `{"step": n, key: value, ...}`, on disk as soon as the step is logged."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
+        with _disk_errors(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with _disk_errors(self._path):
+            self._file.close()
+
+
+class TensorBoardSink:
+    """TensorBoard scalars under the metrics' own names."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with _disk_errors(directory):
+            # purge_step: of an earlier run in the same directory TensorBoard then shows nothing.
+            self._writer = SummaryWriter(str(directory), purge_step=0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with _disk_errors(self._directory):
+            for key, value in metrics.items():
+                self._writer.add_scalar(key, value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with _disk_errors(self._directory):
+            self._writer.close()
+
+
+class ConsoleSink:
+    """The progress line."""
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
+        self._progress = Progress(total_steps, stream)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.update(step, metrics)
+
+    def close(self) -> None:
+        self._progress.close()
+
+
+def _json_number(value: float) -> float | int | None:
+    """The value as strict JSON can hold it: null for NaN and the infinities."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"trainer.default_local_dir: cannot write {path}: {error.strerror or error}; "
+            "give a directory that can be written to and has space"
+        ) from error

@@ -1,0 +1,282 @@
+"""Metrics, timers, the three sinks, the progress line and the plot; events, JSON and PNG are read back with the
+libraries that users read them with."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.observability.metrics import Metrics, PhaseTimer, summarize, summarize_lengths
+from rlhf_mc.observability.plots import plot_run, read_metrics
+from rlhf_mc.observability.progress import Progress, format_seconds, validation_accuracies
+from rlhf_mc.observability.sinks import Sinks
+
+
+class FakeClock:
+    """Time that moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_metrics_reduce_each_key_in_its_own_way() -> None:
+    metrics = Metrics()
+    metrics.add("loss", 1.0, weight=3)
+    metrics.add("loss", torch.tensor(5.0), weight=1)
+    for value in (2.0, 7.0, 4.0):
+        metrics.add("sum", value, "sum")
+        metrics.add("max", value, "max")
+        metrics.add("min", value, "min")
+        metrics.update({"last": value}, "last")
+    assert metrics.result() == {"loss": 2.0, "sum": 13.0, "max": 7.0, "min": 2.0, "last": 4.0}
+
+
+def test_one_key_has_one_reduction() -> None:
+    metrics = Metrics()
+    metrics.add("loss", 1.0)
+    with pytest.raises(AssertionError, match="loss"):
+        metrics.add("loss", 1.0, "max")
+
+
+def test_mean_of_no_weight_is_nan() -> None:
+    metrics = Metrics()
+    metrics.add("loss", 1.0, weight=0)
+    assert math.isnan(metrics.result()["loss"])
+
+
+def test_summarize() -> None:
+    values = torch.tensor([[1, 2], [3, 8]], dtype=torch.int32)
+    assert summarize("critic/score", values) == {
+        "critic/score/mean": 3.5,
+        "critic/score/max": 8.0,
+        "critic/score/min": 1.0,
+    }
+    assert all(math.isnan(value) for value in summarize("x", torch.empty(0)).values())
+
+
+def test_summarize_bfloat16_takes_the_mean_in_high_precision() -> None:
+    # 257 ones are 256 in a bfloat16 sum
+    assert summarize("x", torch.ones(257, dtype=torch.bfloat16))["x/mean"] == 1.0
+
+
+def test_summarize_lengths_counts_those_at_the_limit() -> None:
+    found = summarize_lengths("response_length", torch.tensor([4, 16, 16, 7]), limit=16)
+    assert found["response_length/clip_ratio"] == 0.5
+    assert found["response_length/mean"] == 10.75
+
+
+def test_phase_timer_adds_up_and_synchronizes() -> None:
+    calls = []
+    timer = PhaseTimer(synchronize=lambda: calls.append(1))
+    with timer.phase("step"):
+        for _ in range(2):
+            with timer.phase("gen"):
+                time.sleep(0.02)
+    seconds = timer.result()
+    assert list(seconds) == ["timing_s/gen", "timing_s/step"]
+    assert 0.04 <= seconds["timing_s/gen"] <= seconds["timing_s/step"] < 10
+    assert len(calls) == 6
+
+
+def test_phase_timer_counts_a_phase_that_raises() -> None:
+    timer = PhaseTimer()
+    with pytest.raises(RuntimeError), timer.phase("gen"):
+        raise RuntimeError
+    assert timer.result().keys() == {"timing_s/gen"}
+
+
+def strict_json(line: str) -> dict:
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_jsonl_is_strict_flushed_each_step_and_replaces_an_earlier_run(tmp_path: Path) -> None:
+    config = TrainerConfig(default_local_dir=str(tmp_path / "new" / "run"), logger=["jsonl"])
+    path = tmp_path / "new" / "run" / "metrics.jsonl"
+    for _ in range(2):
+        sinks = Sinks(config, total_steps=2)
+        sinks.log(0, {"val-core/gsm8k/acc/mean@1": 0.5})
+        sinks.log(1, {"a": float("nan"), "b": float("-inf"), "training/global_step": 1, "c": torch.tensor(0.25)})
+        rows = [strict_json(line) for line in path.read_text().splitlines()]  # before close
+        assert rows == [
+            {"step": 0, "val-core/gsm8k/acc/mean@1": 0.5},
+            {"step": 1, "a": None, "b": None, "training/global_step": 1, "c": 0.25},
+        ]
+        sinks.close()
+    assert not (tmp_path / "new" / "run" / "tensorboard").exists()
+
+
+def test_tensorboard_events_read_back_and_replace_an_earlier_run(tmp_path: Path) -> None:
+    config = TrainerConfig(default_local_dir=str(tmp_path), logger=["tensorboard"])
+    for run, num_steps in ((1, 3), (2, 2)):
+        sinks = Sinks(config, total_steps=num_steps)
+        for step in range(num_steps):
+            sinks.log(step, {"val-core/gsm8k/acc/mean@1": run + step / 4})
+        sinks.close()
+        time.sleep(1.1)  # event files are named, and so ordered, by the second
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("val-core/gsm8k/acc/mean@1")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [(0, 2.0), (1, 2.25)]
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("logger", ["jsonl", "tensorboard"])
+def test_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path, logger: str) -> None:
+    (tmp_path / "file").write_text("")
+    config = TrainerConfig(default_local_dir=str(tmp_path / "file"), logger=[logger])
+    with pytest.raises(UserError, match=r"^trainer\.default_local_dir: cannot write .*/file/.+") as caught:
+        Sinks(config, total_steps=1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    sinks = Sinks(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl"]), total_steps=1)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+        sinks.log(1, {"a": 1.0})
+
+
+def test_progress_line_in_a_file() -> None:
+    stream = io.StringIO()
+    clock = FakeClock()
+    progress = Progress(total_steps=40, stream=stream, clock=clock)
+    clock.now += 30  # validation before the first step
+    progress.update(0, {"val-core/gsm8k/acc/mean@1": 0.25, "val-core/math/acc/mean@1": 0.75})
+    for step, seconds in enumerate((60, 10, 12, 11), start=1):  # the first step is slow
+        clock.now += seconds
+        progress.update(
+            step,
+            {"critic/score/mean": 0.5 + step / 100, "actor/reward_kl_penalty": float("nan"), "perf/throughput": 1234.4},
+        )
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == f"step 0/40 [{'.' * 20}]   0% | 0:30 elapsed | val acc 0.500"
+    # median of 60, 10, 12, 11 is 11.5; 36 steps are left: 414 s
+    assert lines[4] == (
+        f"step 4/40 [##{'.' * 18}]  10% | 2:03 elapsed, 6:54 left"
+        " | val acc 0.500 | reward 0.540 | 1,234 tokens/s per rank"
+    )
+    assert len(lines) == 5
+
+
+def test_progress_line_on_a_terminal_is_rewritten_and_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    progress = Progress(total_steps=2, stream=stream, clock=FakeClock())
+    for step in (1, 2):
+        progress.update(step, {"critic/score/mean": 0.5, "actor/ppo_kl": 0.125, "perf/throughput": 1000.0})
+    assert "\n" not in stream.getvalue()
+    progress.close()
+    progress.close()
+    shown = stream.getvalue().removesuffix("\n").split("\r")[1:]
+    assert stream.getvalue().count("\n") == 1
+    assert len(shown) == 2
+    assert all(line.endswith("\x1b[K") and len(line.removesuffix("\x1b[K")) == 59 for line in shown)
+
+
+def test_progress_prefers_the_kl_to_the_reference() -> None:
+    progress = Progress(total_steps=1, stream=io.StringIO(), clock=FakeClock())
+    progress.update(1, {"actor/ppo_kl": 0.5, "actor/reward_kl_penalty": 0.125})
+    assert progress.line(1).endswith("KL 0.1250")
+
+
+def test_format_seconds() -> None:
+    assert [format_seconds(value) for value in (0, 59.6, 61, 3600, 36061)] == [
+        "0:00", "1:00", "1:01", "1:00:00", "10:01:01",
+    ]  # fmt: skip
+
+
+def test_validation_accuracies_of_a_source_with_slashes() -> None:
+    metrics = {"val-core/openai/gsm8k/acc/mean@4": 0.5, "val-core/x/reward/mean@1": 1.0, "critic/score/mean": 1.0}
+    assert validation_accuracies(metrics) == {"openai/gsm8k": 0.5}
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+FULL_ROW = {
+    "critic/score/mean": 0.5,
+    "actor/ppo_kl": 0.001,
+    "actor/kl_loss": 0.002,
+    "actor/reward_kl_penalty": 0.01,
+    "perf/throughput": 900.0,
+}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"step": 1, **FULL_ROW}],
+        [{"step": 0, "val-core/a/acc/mean@1": 0.4}],
+        [{"step": 1, "critic/score/mean": None}, {"step": 2, "critic/score/mean": 0.5, "val-core/a/acc/mean@1": None}],
+        [{"step": step, **FULL_ROW, f"val-core/{step % 6}/acc/mean@1": 0.5} for step in range(40)],
+    ],
+    ids=["empty", "one step", "validation alone", "nulls", "many steps"],
+)
+def test_plot_is_a_png_whatever_was_logged(tmp_path: Path, rows: list[dict]) -> None:
+    output = tmp_path / "plot.png"
+    plot_run(write_rows(tmp_path / "metrics.jsonl", rows), output, title="a run")
+    with Image.open(output) as image:
+        image.load()
+        assert image.format == "PNG"
+        assert image.size == (1320, 840)
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 20  # something is drawn
+
+
+def test_plot_shows_the_numbers(tmp_path: Path) -> None:
+    """Another reward curve gives another picture; a metric that has no panel does not."""
+    pictures = []
+    for change in ({}, {"actor/lr": 1.0}, {"critic/score/mean": 0.9}):
+        path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}])
+        plot_run(path, tmp_path / "plot.png")
+        with Image.open(tmp_path / "plot.png") as image:
+            pictures.append(image.tobytes())
+    assert pictures[0] == pictures[1] != pictures[2]
+
+
+def test_metrics_of_a_killed_run_are_read_without_the_last_piece(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 2.0}\n{"step": 2, "a"')
+    assert read_metrics(path) == [{"step": 1, "a": 2.0}]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"a": 1}', "NaN"])
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_metrics(path)
+
+
+def test_missing_metrics_and_unwritable_plot_are_clear(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+        read_metrics(tmp_path / "nowhere.jsonl")
+    path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
+    with pytest.raises(UserError, match=r"cannot write the plot .*plot\.png"):
+        plot_run(path, tmp_path / "no-such-directory" / "plot.png")
