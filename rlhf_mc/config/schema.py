@@ -1,8 +1,7 @@
 """The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
 
 Names follow verl's where the meaning is the same. No torch here, and no reading of files
-(see load.py); `__post_init__` checks what one section can check by itself, `validate` in load.py
-checks what needs two sections.
+(see load.py); ranges, and what must go together, are checked by `validate` in validate.py.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ class RolloutConfig:
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     gpu_memory_utilization: float = 0.5
     """GPU only: share of the device's memory for vLLM's weights and KV cache."""
-    cpu_kvcache_space_gb: float = 1.0
+    cpu_kvcache_space_gb: int = 1
     """CPU only: GiB of KV cache per rank."""
     enforce_eager: bool = False
     """GPU only: no CUDA graphs. (The CPU build always runs eagerly.)"""

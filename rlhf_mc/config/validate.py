@@ -1,0 +1,203 @@
+"""Checks of values: the range of each setting, and settings that must go together.
+
+Types, unknown keys and required keys are load.py's subject; what needs the model or the data
+(heads divisible by tp, columns of a file) is checked where those are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config, OptimConfig
+
+_AT_LEAST_ONE = [
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.train_batch_size",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "critic.ppo_mini_batch_size",
+    "critic.ppo_epochs",
+    "actor.megatron.tensor_model_parallel_size",
+    "actor.megatron.pipeline_model_parallel_size",
+    "rollout.tensor_model_parallel_size",
+    "rollout.n",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.val_kwargs.n",
+    "algorithm.kl_ctrl.horizon",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "trainer.dist_timeout_seconds",
+]
+_AT_LEAST_ONE_OR_MINUS_ONE = [
+    "data.train_max_samples",
+    "data.val_max_samples",
+    "trainer.test_freq",
+    "trainer.save_freq",
+]
+_ABOVE_ZERO = [
+    "actor.clip_ratio_high",
+    "critic.cliprange_value",
+    "actor.optim.eps",
+    "critic.optim.eps",
+    "rollout.temperature",
+    "rollout.cpu_kvcache_space_gb",
+]
+_NOT_NEGATIVE = [
+    "actor.kl_loss_coef",
+    "algorithm.kl_ctrl.kl_coef",
+    "rollout.val_kwargs.temperature",
+    "trainer.seed",
+    "trainer.log_val_generations",
+]
+
+
+def validate(cfg: Config, world_size: int) -> None:
+    """UserError, in one line that names the key, its value and what would be right, unless the run can start
+    on `world_size` processes as far as the settings alone tell."""
+    _check_ranges(cfg)
+    _check_optim("actor.optim", cfg.actor.optim, cfg.trainer.total_training_steps)
+    _check_optim("critic.optim", cfg.critic.optim, cfg.trainer.total_training_steps)
+    _check_layout(cfg, world_size)
+    _check_batches(cfg, world_size)
+    _check_token_budgets(cfg)
+    _check_algorithm(cfg)
+    _check_validation(cfg)
+
+
+def _check_ranges(cfg: Config) -> None:
+    for key in _AT_LEAST_ONE:
+        _range(cfg, key, lambda value: value >= 1, "at least 1")
+    for key in _AT_LEAST_ONE_OR_MINUS_ONE:
+        _range(cfg, key, lambda value: value == -1 or value >= 1, "-1 or at least 1")
+    for key in _ABOVE_ZERO:
+        _range(cfg, key, lambda value: value > 0, "above 0")
+    for key in _NOT_NEGATIVE:
+        _range(cfg, key, lambda value: value >= 0, "0 or more")
+    for key in ("algorithm.gamma", "algorithm.lam"):
+        _range(cfg, key, lambda value: 0 <= value <= 1, "from 0 to 1")
+    _range(cfg, "actor.clip_ratio_low", lambda value: 0 < value < 1, "above 0 and below 1")
+    _range(cfg, "actor.clip_ratio_c", lambda value: value > 1, "above 1")
+    _range(cfg, "rollout.gpu_memory_utilization", lambda value: 0 < value <= 1, "above 0, at most 1")
+
+
+def _check_optim(key: str, optim: OptimConfig, total_steps: int | None) -> None:
+    for name in ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad"):
+        value = getattr(optim, name)
+        _require(value >= 0, f"{key}.{name} is {value}; it must be 0 or more")
+    _require(optim.min_lr <= optim.lr, f"{key}.min_lr is {optim.min_lr}; it must be at most {key}.lr, {optim.lr}")
+    for beta in optim.betas:
+        _require(0 <= beta < 1, f"{key}.betas has {beta}; each must be at least 0 and below 1")
+    _require(
+        total_steps is None or optim.lr_warmup_steps <= total_steps,
+        f"{key}.lr_warmup_steps is {optim.lr_warmup_steps}; it must be at most trainer.total_training_steps,"
+        f" {total_steps}",
+    )
+
+
+def _check_layout(cfg: Config, world_size: int) -> None:
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    works = f"the {world_size} processes of this run; what would: {', '.join(map(str, divisors))}"
+    tp = cfg.actor.megatron.tensor_model_parallel_size
+    pp = cfg.actor.megatron.pipeline_model_parallel_size
+    _require(
+        tp * pp in divisors,
+        f"actor.megatron.tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} = {tp * pp}"
+        f" does not divide {works}",
+    )
+    rollout_tp = cfg.rollout.tensor_model_parallel_size
+    _require(
+        rollout_tp in divisors,
+        f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}",
+    )
+
+
+def _check_batches(cfg: Config, world_size: int) -> None:
+    batch = cfg.data.train_batch_size
+    dp = world_size // (cfg.actor.megatron.tensor_model_parallel_size * cfg.actor.megatron.pipeline_model_parallel_size)
+    for key in ("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
+        mini = _get(cfg, key)
+        if mini is None:
+            continue
+        _require(
+            batch % mini == 0,
+            f"{key} is {mini}; it must divide data.train_batch_size, {batch}, and be no larger",
+        )
+        _require(
+            mini * cfg.rollout.n >= dp,
+            f"{key} {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the {dp} data-parallel ranks,"
+            " each of which needs one",
+        )
+    _require(
+        cfg.rollout.max_num_batched_tokens >= cfg.rollout.max_num_seqs,
+        f"rollout.max_num_batched_tokens is {cfg.rollout.max_num_batched_tokens};"
+        f" it must be at least rollout.max_num_seqs, {cfg.rollout.max_num_seqs}",
+    )
+
+
+def _check_token_budgets(cfg: Config) -> None:
+    keys = [
+        "actor.ppo_max_token_len_per_gpu",
+        "critic.ppo_max_token_len_per_gpu",
+        "critic.forward_max_token_len_per_gpu",
+        "rollout.log_prob_max_token_len_per_gpu",
+    ]
+    if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
+        keys.append("ref.log_prob_max_token_len_per_gpu")
+    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    for key in keys:
+        budget = _get(cfg, key)
+        _require(
+            budget >= prompt + response,
+            f"{key} is {budget}; it must be at least the longest sequence,"
+            f" data.max_prompt_length {prompt} + data.max_response_length {response} = {prompt + response}",
+        )
+
+
+def _check_algorithm(cfg: Config) -> None:
+    kl_ctrl = cfg.algorithm.kl_ctrl
+    if kl_ctrl.type == "adaptive":
+        _range(cfg, "algorithm.kl_ctrl.target_kl", lambda value: value > 0, "above 0 where kl_ctrl.type is adaptive")
+        _require(
+            cfg.algorithm.use_kl_in_reward,
+            "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward: true",
+        )
+
+
+def _check_validation(cfg: Config) -> None:
+    _require(len(cfg.data.train_files) > 0, "data.train_files is empty; it must name at least one parquet file")
+    val = cfg.rollout.val_kwargs
+    _require(
+        val.n == 1 or val.temperature > 0,
+        f"rollout.val_kwargs.n is {val.n} at temperature 0, where all responses are the same;"
+        " set rollout.val_kwargs.temperature above 0, or n to 1",
+    )
+    _require(
+        cfg.trainer.test_freq == -1 or len(cfg.data.val_files) > 0,
+        f"trainer.test_freq is {cfg.trainer.test_freq}; that needs data.val_files, which is empty",
+    )
+    _require(
+        cfg.trainer.target_val_acc is None or cfg.trainer.test_freq > 0,
+        f"trainer.target_val_acc is {cfg.trainer.target_val_acc}; that needs trainer.test_freq of at least 1",
+    )
+
+
+def _range(cfg: Config, key: str, ok: Callable[[Any], bool], want: str) -> None:
+    """`key`, where it is not null, must satisfy `ok`, which `want` says in words."""
+    value = _get(cfg, key)
+    _require(value is None or ok(value), f"{key} is {value}; it must be {want}")
+
+
+def _get(cfg: Config, key: str) -> Any:
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)

@@ -1,0 +1,388 @@
+"""From YAML and overrides to a Config: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_mc.config import schema
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
+from rlhf_mc.config.schema import Config
+
+REPO = Path(__file__).resolve().parents[2]
+MINIMAL = """
+data:
+  train_files: train.parquet
+model:
+  path: some/model
+trainer:
+  default_local_dir: runs/x
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    """The one line that loading ends with."""
+    with pytest.raises(UserError) as caught:
+        load_config(str(path), overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def load(path: Path, *overrides: str) -> Config:
+    return load_config(str(path), overrides)
+
+
+# ---------------------------------------------------------------- accepted
+
+
+def test_defaults_and_required_keys(config_file: Path) -> None:
+    cfg = load(config_file)
+    assert cfg.data.train_files == ["train.parquet"], "a single string is a list of one"
+    assert cfg.actor == schema.ActorConfig()
+    assert cfg.critic.optim.lr == 1e-5
+
+
+def test_critic_keeps_its_own_lr_where_only_another_key_of_its_optimizer_is_set(config_file: Path) -> None:
+    cfg = load(config_file, "critic.optim.clip_grad=0.5")
+    assert (cfg.critic.optim.lr, cfg.critic.optim.clip_grad) == (1e-5, 0.5)
+    assert cfg.actor.optim.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("actor.optim.lr=1e-6", "actor.optim", "lr", 1e-6),  # a string to plain PyYAML
+        ("actor.optim.lr=-3E+2", "actor.optim", "lr", -300.0),
+        ("actor.optim.lr=2", "actor.optim", "lr", 2.0),
+        ("actor.optim.betas=[0.9, 0.95]", "actor.optim", "betas", (0.9, 0.95)),
+        ("rollout.n=4", "rollout", "n", 4),
+        ("actor.shuffle=true", "actor", "shuffle", True),
+        ("critic.ppo_epochs=null", "critic", "ppo_epochs", None),
+        ("critic.ppo_epochs=2", "critic", "ppo_epochs", 2),
+        ("data.val_files=[a.parquet,b.parquet]", "data", "val_files", ["a.parquet", "b.parquet"]),
+        ("data.val_files=a=b.parquet", "data", "val_files", ["a=b.parquet"]),
+        ("trainer.logger=console", "trainer", "logger", ["console"]),
+        ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl", "type", "adaptive"),
+        ("data.apply_chat_template_kwargs.enable_thinking=false", "data", "apply_chat_template_kwargs",
+         {"enable_thinking": False}),
+    ],
+)  # fmt: skip
+def test_override(config_file: Path, override: str, section: str, name: str, value: Any) -> None:
+    found: Any = load(config_file, override)
+    for part in [*section.split("."), name]:
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_last_override_wins(config_file: Path) -> None:
+    assert load(config_file, "rollout.n=2", "rollout.n=3").rollout.n == 3
+
+
+def test_a_section_header_with_nothing_under_it_is_an_empty_section(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "actor:\n")
+    assert load(config_file).actor == schema.ActorConfig()
+
+
+def test_base_is_relative_to_its_file_and_merged_deeply(tmp_path: Path) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/base.yaml").write_text(MINIMAL + "  seed: 7\nactor: {ppo_epochs: 2, optim: {lr: 3e-6}}\n")
+    (tmp_path / "common/other.yaml").write_text("actor: {ppo_epochs: 3}\ndata: {apply_chat_template_kwargs: {a: 1}}\n")
+    (tmp_path / "run.yaml").write_text(
+        "base: [common/base.yaml, common/other.yaml]\n"
+        "actor: {optim: {min_lr: 1e-7}}\ndata: {apply_chat_template_kwargs: {b: 2}}\n"
+    )
+    cfg = load(tmp_path / "run.yaml", "trainer.total_epochs=1")
+    assert cfg.actor.ppo_epochs == 3, "the later base wins"
+    assert (cfg.actor.optim.lr, cfg.actor.optim.min_lr) == (3e-6, 1e-7)
+    assert (cfg.trainer.seed, cfg.trainer.total_epochs) == (7, 1)
+    assert cfg.data.apply_chat_template_kwargs == {"a": 1, "b": 2}
+
+
+def test_two_files_may_share_a_base(tmp_path: Path) -> None:
+    (tmp_path / "root.yaml").write_text(MINIMAL)
+    (tmp_path / "a.yaml").write_text("base: root.yaml\nrollout: {n: 2}\n")
+    (tmp_path / "b.yaml").write_text("base: root.yaml\nactor: {ppo_epochs: 2}\n")
+    (tmp_path / "run.yaml").write_text("base: [a.yaml, b.yaml]\n")
+    cfg = load(tmp_path / "run.yaml")
+    assert (cfg.rollout.n, cfg.actor.ppo_epochs) == (2, 2)
+
+
+def test_to_dict_can_be_loaded_again(config_file: Path, tmp_path: Path) -> None:
+    cfg = load(config_file, "actor.optim.betas=[0.8,0.9]", "data.apply_chat_template_kwargs.a=[1,2]", "rollout.n=3")
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(to_dict(cfg)))
+    assert load(again) == cfg
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("actor.ppo_epoch", "actor.ppo_epochs"),
+        ("actr.ppo_epochs", "actor.ppo_epochs"),
+        ("actor.optm.lr", "actor.optim.lr"),
+        ("actor_rollout_ref.actor.ppo_epochs", "actor.ppo_epochs"),
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"),
+        ("reward.custom_reward_function.path", "custom_reward_function.path"),
+        ("data.seed", "trainer.seed"),
+        ("+trainer.test_frq", "trainer.test_freq"),
+    ],
+)
+def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str) -> None:
+    message = error_of(config_file, f"{key}=1")
+    assert repr(key) in message
+    assert message.endswith(f"the nearest known key is {nearest!r}")
+    assert message.startswith(f"override '{key}=1'")
+
+
+@pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
+def test_clip_ratio_names_both_of_its_successors(config_file: Path, prefix: str) -> None:
+    message = error_of(config_file, f"{prefix}actor.clip_ratio=0.2")
+    assert "actor.clip_ratio_low" in message
+    assert "actor.clip_ratio_high" in message
+
+
+def test_unknown_key_in_a_file_names_the_file(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "actor_rollout_ref: {actor: {ppo_epochs: 1}}\n")
+    message = error_of(config_file)
+    assert message.startswith(f"{config_file}: ")
+    assert "'actor_rollout_ref.actor.ppo_epochs'" in message
+    assert message.endswith("'actor.ppo_epochs'")
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "expected"),
+    [
+        ("rollout.n=two", "the string 'two'", "an integer"),
+        ("rollout.n=2.0", "2.0", "an integer"),
+        ("rollout.n=true", "true", "an integer"),
+        ("rollout.n=null", "null", "an integer"),
+        ("actor.optim.lr=fast", "the string 'fast'", "a finite number"),
+        ("actor.optim.lr=.nan", "nan", "a finite number"),
+        ("actor.optim.lr=false", "false", "a finite number"),
+        ("actor.shuffle=1", "1", "true or false"),
+        ("model.path=3", "3", "a string"),
+        ("model.tokenizer_path=3", "3", "a string or null"),
+        ("actor.kl_loss_type=k4", "the string 'k4'", "one of k1, k2, k3"),
+        ("trainer.logger=[console,wandb]", "the list ['console', 'wandb']",
+         "a list, each entry one of console, jsonl, tensorboard"),
+        ("data.val_files=[1]", "the list [1]", "a list, each entry a string"),
+        ("actor.optim.betas=[0.9]", "the list [0.9]", "a list of 2, each entry a finite number"),
+        ("data.apply_chat_template_kwargs=x", "the string 'x'", "a mapping"),
+    ],
+)  # fmt: skip
+def test_wrong_type(config_file: Path, override: str, found: str, expected: str) -> None:
+    key = override.split("=")[0]
+    assert error_of(config_file, override) == f"override {override!r}: {key}: found {found}, expected {expected}"
+
+
+def test_wrong_type_in_a_base_names_that_file(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(MINIMAL + "rollout: {n: many}\n")
+    (tmp_path / "run.yaml").write_text("base: base.yaml\n")
+    assert error_of(tmp_path / "run.yaml").startswith(f"{tmp_path / 'base.yaml'}: rollout.n: ")
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "model.path", "trainer.default_local_dir"])
+def test_missing_required_key(config_file: Path, key: str) -> None:
+    tree = yaml.safe_load(MINIMAL)
+    del tree[key.split(".")[0]]
+    config_file.write_text(yaml.safe_dump(tree))
+    assert f"required key {key!r} is missing" in error_of(config_file)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    assert error_of(path) == f"config file {path}: no such file"
+    path.write_text("base: nowhere.yaml\n")
+    assert error_of(path) == f"config file {tmp_path / 'nowhere.yaml'}: no such file (base of {path})"
+    path.write_text("base: {a: 1}\n")
+    assert "base: expected a file name or a list of them" in error_of(path)
+    path.write_text("- 1\n")
+    assert "expected sections" in error_of(path)
+    path.write_text("")
+    assert "is missing" in error_of(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("actor:\n  optim: [1, 2\n", "line 3", "expected ',' or ']'"),
+        ("actor:\n  ppo_epochs: 1\n  shuffle: true\n  ppo_epochs: 2\n", "line 4", "key 'ppo_epochs' given twice"),
+        ("actor:\n\tppo_epochs: 1\n", "line 2", "cannot start any token"),
+        ("actor: !!python/object:os.system {}\n", "line 1", "could not determine a constructor"),
+    ],
+)
+def test_broken_yaml_names_the_line(config_file: Path, text: str, line: str, reason: str) -> None:
+    config_file.write_text(text)
+    message = error_of(config_file)
+    assert message.startswith(f"{config_file}: not valid YAML: {line}: ")
+    assert reason in message
+
+
+def test_a_file_that_is_not_text_is_refused(config_file: Path) -> None:
+    config_file.write_bytes(b"PAR1\x15\x04\xff\x00")
+    assert error_of(config_file).startswith(f"{config_file}: not valid YAML: ")
+
+
+def test_bases_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: ./a.yaml\n")
+    assert "base: goes in a circle" in error_of(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("override", ["rollout.n", "=3", "rollout.n=[1"])
+def test_malformed_override(config_file: Path, override: str) -> None:
+    assert error_of(config_file, override).startswith(f"override {override!r}: ")
+
+
+@pytest.mark.parametrize("override", ["actor=3", "actor.optim=[1]"])
+def test_a_section_is_not_a_value(config_file: Path, override: str) -> None:
+    assert "a section of settings, found" in error_of(config_file, override)
+
+
+def test_a_value_is_not_a_section(config_file: Path) -> None:
+    assert "rollout.n: found the mapping {'x': 1}, expected an integer" in error_of(config_file, "rollout.n.x=1")
+
+
+# ---------------------------------------------------------------- checks across fields
+
+
+def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
+    sizes = ("data.train_batch_size=32", "actor.ppo_mini_batch_size=16")
+    cfg = load_config(str(path), [*sizes, *overrides])
+    validate(cfg, world_size)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2"),
+        ("rollout.tensor_model_parallel_size=4",),
+        ("actor.clip_ratio_high=1.5",),
+        ("critic.ppo_mini_batch_size=32",),
+        ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
+        ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
+        ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0"),
+        ("trainer.test_freq=5", "data.val_files=v.parquet", "trainer.target_val_acc=0.9"),
+        ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
+        ("algorithm.kl_ctrl.target_kl=0",),  # not used by the fixed controller
+    ],
+)
+def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
+    validated(config_file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("actor.megatron.tensor_model_parallel_size=3",), ("3 x pipeline_model_parallel_size 1 = 3", "1, 2, 4")),
+        (("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
+        (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", "1, 2, 4")),
+        (("data.train_batch_size=0",), ("data.train_batch_size is 0", "at least 1")),
+        (("actor.ppo_mini_batch_size=64",), ("actor.ppo_mini_batch_size is 64", "data.train_batch_size, 32")),
+        (("actor.ppo_mini_batch_size=5",), ("actor.ppo_mini_batch_size is 5", "divide")),
+        (("critic.ppo_mini_batch_size=5",), ("critic.ppo_mini_batch_size is 5", "divide")),
+        (("actor.ppo_mini_batch_size=2",), ("fewer sequences than the 4 data-parallel ranks",)),
+        (("actor.ppo_max_token_len_per_gpu=1000",), ("actor.ppo_max_token_len_per_gpu is 1000", "512 + ", "= 1024")),
+        (("critic.ppo_max_token_len_per_gpu=1023",), ("critic.ppo_max_token_len_per_gpu is 1023",)),
+        (("critic.forward_max_token_len_per_gpu=1023",), ("critic.forward_max_token_len_per_gpu is 1023",)),
+        (("rollout.log_prob_max_token_len_per_gpu=1",), ("rollout.log_prob_max_token_len_per_gpu is 1",)),
+        (("ref.log_prob_max_token_len_per_gpu=1", "actor.use_kl_loss=true"), ("ref.log_prob_max_token_len",)),
+        (("data.max_response_length=0",), ("data.max_response_length is 0",)),
+        (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
+        (("rollout.n=0",), ("rollout.n is 0",)),
+        (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_seqs, 256",)),
+        (("actor.clip_ratio_low=1",), ("actor.clip_ratio_low is 1.0",)),
+        (("actor.clip_ratio_high=0",), ("actor.clip_ratio_high is 0.0",)),
+        (("actor.clip_ratio_c=1",), ("actor.clip_ratio_c is 1.0", "above 1")),
+        (("algorithm.gamma=1.01",), ("algorithm.gamma is 1.01",)),
+        (("algorithm.lam=-0.1",), ("algorithm.lam is -0.1",)),
+        (("rollout.temperature=0",), ("rollout.temperature is 0.0", "above 0")),
+        (("rollout.gpu_memory_utilization=1.5",), ("rollout.gpu_memory_utilization is 1.5",)),
+        (("rollout.val_kwargs.n=4",), ("rollout.val_kwargs.n is 4", "temperature")),
+        (("actor.optim.lr=-1e-6",), ("actor.optim.lr is -1e-06",)),
+        (("critic.optim.min_lr=1",), ("critic.optim.min_lr is 1.0", "critic.optim.lr, 1e-05")),
+        (("actor.optim.betas=[0.9,1.0]",), ("actor.optim.betas has 1.0",)),
+        (("actor.optim.lr_warmup_steps=9", "trainer.total_training_steps=8"), ("actor.optim.lr_warmup_steps is 9",)),
+        (("trainer.test_freq=5",), ("trainer.test_freq is 5", "data.val_files")),
+        (("trainer.test_freq=0",), ("trainer.test_freq is 0",)),
+        (("trainer.target_val_acc=0.9",), ("trainer.target_val_acc is 0.9", "trainer.test_freq")),
+        (("algorithm.kl_ctrl.horizon=0",), ("algorithm.kl_ctrl.horizon is 0",)),
+        (("algorithm.kl_ctrl.type=adaptive",), ("algorithm.use_kl_in_reward",)),
+        (("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0"),
+         ("algorithm.kl_ctrl.target_kl is 0.0",)),
+        (("trainer.seed=-1",), ("trainer.seed is -1",)),
+        (("data.train_files=[]",), ("data.train_files is empty",)),
+    ],
+)  # fmt: skip
+def test_invalid(config_file: Path, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        validated(config_file, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+# ---------------------------------------------------------------- the schema and the shipped files
+
+
+def section_classes() -> list[type]:
+    return [cls for _, cls in inspect.getmembers(schema, dataclasses.is_dataclass) if cls.__module__ == schema.__name__]
+
+
+def test_dotted_keys_cover_every_field() -> None:
+    keys = dotted_keys()
+    assert len(keys) == len(set(keys))
+    leaves = {key.rsplit(".", 1)[-1] for key in keys}
+    sections = {key.split(".")[0] for key in keys} | {"optim", "megatron", "val_kwargs", "kl_ctrl"}
+    for cls in section_classes():
+        for field in dataclasses.fields(cls):
+            assert field.name in leaves | sections, f"{cls.__name__}.{field.name}"
+
+
+def test_every_setting_is_documented() -> None:
+    """Each field of each section is followed by a string that says what it is."""
+    tree = ast.parse(inspect.getsource(schema))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert {node.name for node in classes} == {cls.__name__ for cls in section_classes()}
+    for node in classes:
+        assert ast.get_docstring(node), node.name
+        for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign):
+                documented = (
+                    isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                    and isinstance(after.value.value, str)
+                )
+                assert documented, f"{node.name}.{ast.unparse(statement.target)} has no docstring under it"
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("**/*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    """With the smallest world that its own layout fits in."""
+    cfg = load_config(str(path), [])
+    layout = cfg.actor.megatron
+    world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    validate(cfg, world * cfg.rollout.tensor_model_parallel_size)
