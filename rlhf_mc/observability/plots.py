@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -99,9 +99,9 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
             steps, values = zip(*points, strict=True)
             color = COLORS[num_curves % len(COLORS)]
             axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=source)
-            side = "right" if steps[-1] > 0 else "left"
-            where = {"xytext": (0, -14), "textcoords": "offset points", "ha": side}
-            axes.annotate(f"{values[-1]:.0%}", (steps[-1], values[-1]), color=color, fontweight="bold", **where)
+            last = (steps[-1], values[-1])
+            side: Literal["left", "right"] = "right" if steps[-1] > 0 else "left"  # away from the edge
+            axes.annotate(f"{values[-1]:.0%}", last, (0, -14), textcoords="offset points", ha=side, color=color)
             num_curves += 1
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
