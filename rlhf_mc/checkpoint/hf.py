@@ -1,0 +1,252 @@
+"""Hugging Face checkpoints: reading just the bytes that a rank needs, and writing from any Megatron layout.
+
+Both go through the planner of reshard/; nothing here knows how a model is split.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
+from rlhf_mc.reshard.plan import make_plan
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ASSETS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that an exported checkpoint takes unchanged from the one that training began with."""
+STAGING = ".incomplete"
+"""Folder inside the output directory for files that are not complete yet."""
+
+
+class HFReader:
+    """A checkpoint directory. Tensors are opened when asked for and read when sliced."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise UserError(f"{self.directory}: no such directory; expected a Hugging Face checkpoint")
+        self.config: dict[str, Any] = _read_json(self.directory / "config.json")
+        self._open_files: dict[str, Any] = {}
+        if (self.directory / INDEX).exists():
+            self._file_of: dict[str, str] = _read_json(self.directory / INDEX).get("weight_map", {})
+        elif (self.directory / WEIGHTS).exists():
+            self._file_of = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+        else:
+            raise UserError(f"{self.directory}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors that are there."""
+        return self._file_of.keys()
+
+    def slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Name -> slice; `slice[a:b, c:d]` reads that block. UserError if a tensor or its file is missing."""
+        return {name: self._slice(name) for name in names}
+
+    def check(self, shape: ModelShape) -> None:
+        """UserError unless the checkpoint has exactly the model's tensors.
+
+        What is left out without harm: a critic's `score.weight` may be missing, heads may be there in excess.
+        """
+        expected = logical_shapes(shape)
+        for name, wanted in expected.items():
+            if name == "score.weight" and name not in self.names:
+                continue
+            found = tuple(self._slice(name).get_shape())
+            if found != wanted:
+                raise UserError(f"{self._path(name)}: {name} has shape {found}, config.json describes {wanted}")
+        for name in self.names:
+            if name.startswith("model.") and name not in expected and not name.endswith(".inv_freq"):
+                raise UserError(f"{self._path(name)}: {name} is no part of the {shape.family} model of config.json")
+
+    def _path(self, name: str) -> Path:
+        return self.directory / self._file_of[name]
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise UserError(f"{self.directory}: tensor {name} is missing")
+        try:
+            return self._open(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"{self._path(name)}: tensor {name} is missing, though {INDEX} names it") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._open_files:
+            path = self.directory / file
+            if not path.exists():
+                raise UserError(f"{path}: missing, though {INDEX} names it")
+            try:
+                self._open_files[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path}: not a readable safetensors file, cut short or corrupt ({error})") from error
+        return self._open_files[file]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object")
+    return content
+
+
+def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
+    """Fills one rank's parameters, by local name, from the checkpoint; casts to their types.
+
+    Reads the blocks that `layout` names and no others; logical tensors in `skip` are left as they are.
+    """
+    wanted = layout.without(skip)
+    slices = reader.slices({piece.tensor: None for piece in wanted.pieces})
+    source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
+    plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
+    execute(plan.for_rank(0), slices, params, group=None)
+
+
+def export_hf(
+    params: Mapping[str, torch.Tensor],
+    layouts: Sequence[Layout],
+    shape: ModelShape,
+    out_dir: str | os.PathLike[str],
+    rank: int,
+    group: dist.ProcessGroup | None,
+    dtype_name: str,
+    assets_dir: str | os.PathLike[str],
+    max_shard_bytes: int = 5_000_000_000,
+    bucket_bytes: int = 256 << 20,
+) -> None:
+    """Writes the model that `layouts` (one per rank of the group) spread over the ranks; every rank must call it.
+
+    Shard i is gathered and written by rank i modulo their number, so that a rank holds one shard file's worth at
+    a time. `assets_dir` gives config and tokenizer. Nothing of the final names appears before all is written.
+    UserError, the same on every rank, if some rank cannot write.
+    """
+    out = Path(out_dir)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    shards = _shards(shape, dtype.itemsize, max_shard_bytes)
+    _agree(_failure_of(_begin, out) if rank == 0 else None, group)
+    for start in range(0, len(shards), len(layouts)):
+        names = shards[start : start + len(layouts)]
+        targets = [hf_layout(shape, names[r]) if r < len(names) else EMPTY for r in range(len(layouts))]
+        plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
+        tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
+        execute(plan.for_rank(rank), params, tensors, group, wire_dtype=dtype)
+        file = out / STAGING / _shard_name(start + rank, len(shards))
+        _agree(_failure_of(_save, tensors, file) if tensors else None, group)
+    config = _exported_config(_read_json(Path(assets_dir) / "config.json"), shape, dtype_name)
+    _agree(_failure_of(_finish, out, Path(assets_dir), config, shards, shape, dtype) if rank == 0 else None, group)
+
+
+def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file, in the model's order; a tensor above the limit has a file of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in logical_shapes(shape).items():
+        tensor_bytes = math.prod(size) * itemsize
+        if shards[-1] and filled + tensor_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor_bytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _failure_of(action: Callable[..., None], *args: Any) -> str | None:
+    """Runs the action; what went wrong with its files, or None."""
+    try:
+        action(*args)
+    except (OSError, SafetensorError) as error:
+        return str(error)
+    return None
+
+
+def _agree(failure: str | None, group: dist.ProcessGroup | None) -> None:
+    """Raises on every rank what failed on any. Every rank of the group must reach this, failed or not."""
+    failures = [failure]
+    if group is not None:
+        failures = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, failure, group)
+    for rank, found in enumerate(failures):
+        if found is not None:
+            raise UserError(f"export of the Hugging Face checkpoint failed on rank {rank}: {found}")
+
+
+def _begin(out: Path) -> None:
+    shutil.rmtree(out / STAGING, ignore_errors=True)
+    (out / STAGING).mkdir(parents=True)
+
+
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str) -> dict[str, Any]:
+    """config.json of the export: that of the start, with what is true of the written tensors."""
+    # transformers 5 writes `dtype` and reads both; earlier ones know `torch_dtype` alone.
+    config = {key: value for key, value in config.items() if key != "dtype"}
+    config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
+    if shape.value_head:
+        names = config.get("architectures") or []
+        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def _finish(
+    out: Path, assets: Path, config: dict[str, Any], shards: list[list[str]], shape: ModelShape, dtype: torch.dtype
+) -> None:
+    """Adds what is not a shard, then gives all files their place: config.json, which makes it a checkpoint, last."""
+    staging = out / STAGING
+    files = [_shard_name(n, len(shards)) for n in range(len(shards))]
+    if len(shards) > 1:
+        sizes = logical_shapes(shape)
+        total = sum(math.prod(size) for size in sizes.values()) * dtype.itemsize
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files.append(INDEX)
+    for asset in ASSETS:
+        if (assets / asset).exists():
+            shutil.copyfile(assets / asset, staging / asset)
+            files.append(asset)
+    _write_json(staging / "config.json", config)
+    (out / "config.json").unlink(missing_ok=True)
+    for old in [out / WEIGHTS, out / INDEX, *out.glob("model-*-of-*.safetensors")]:
+        old.unlink(missing_ok=True)
+    for file in [*files, "config.json"]:
+        os.replace(staging / file, out / file)
+    staging.rmdir()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,28 @@
+"""One layout per rank of the world, for each side of a movement: the training mesh and the rollout groups.
+What a layout says is in layout.py; which ranks stand where is in topology/mesh.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import Layout, mcore_layout, vllm_layout
+from rlhf_mc.topology.mesh import Mesh
+
+
+def training_layouts(shape: ModelShape, mesh: Mesh, fused_norms: bool = False) -> list[Layout]:
+    """What each rank holds of a Megatron-Core model. fused_norms: the layers are Transformer Engine's."""
+    layouts = []
+    for rank in range(mesh.world):
+        at = mesh.coordinate(rank)
+        layers = mesh.stage_layers(shape.num_layers, at.pp)
+        first, last = mesh.is_first_stage(rank), mesh.is_last_stage(rank)
+        layouts.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms))
+    return layouts
+
+
+def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]]) -> list[Layout]:
+    """What each rank holds of the vLLM engines over these groups (each in the order of its TP ranks)."""
+    by_rank = {rank: vllm_layout(shape, tp_rank, len(group)) for group in groups for tp_rank, rank in enumerate(group)}
+    return [by_rank[rank] for rank in range(len(by_rank))]
