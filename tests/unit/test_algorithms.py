@@ -1,0 +1,204 @@
+"""masked.py, kl.py and advantages.py against numbers worked by hand and slow plain-Python versions."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from rlhf_mc.algorithms.advantages import ADVANTAGE_ESTIMATORS, gae, token_rewards
+from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, mean_sequence_kl
+from rlhf_mc.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+
+
+def random_padded(
+    seed: int, num_sequences: int = 7, width: int = 12
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards, values and a mask with holes, padding, one full row and one row without any response token."""
+    g = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
+    values = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
+    mask = torch.rand(num_sequences, width, generator=g) < 0.6
+    mask[0], mask[1] = True, False
+    return rewards, values, mask
+
+
+def outside_is_nan(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, x, torch.nan)
+
+
+# masked.py
+
+
+def test_masked_moments_by_hand() -> None:
+    x = torch.tensor([[1.0, 2.0, 99.0], [6.0, 99.0, 99.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert masked_sum(x, mask).item() == 9.0
+    assert masked_mean(x, mask).item() == 3.0
+    assert masked_var(x, mask).item() == 7.0  # (4 + 1 + 9) / 2
+    assert masked_sum(x, mask, dim=1).tolist() == [3.0, 6.0]
+    assert masked_mean(x, mask, dim=1).tolist() == [1.5, 6.0]
+    # (1 - 3) / sqrt(7) = -0.7559, (2 - 3) / sqrt(7) = -0.3780, (6 - 3) / sqrt(7) = 1.1339
+    expected = torch.tensor([[-0.755929, -0.377964, 0.0], [1.133893, 0.0, 0.0]])
+    torch.testing.assert_close(masked_whiten(x, mask), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masked_moments_match_the_statistics_module(seed: int) -> None:
+    x, _, mask = random_padded(seed)
+    chosen = x[mask].tolist()
+    poisoned = outside_is_nan(x, mask)  # what lies off the mask must not matter
+    assert masked_mean(poisoned, mask).item() == pytest.approx(statistics.mean(chosen))
+    assert masked_var(poisoned, mask).item() == pytest.approx(statistics.variance(chosen))
+    whitened = masked_whiten(poisoned, mask)
+    assert statistics.mean(whitened[mask].tolist()) == pytest.approx(0.0, abs=1e-12)
+    assert statistics.stdev(whitened[mask].tolist()) == pytest.approx(1.0, abs=1e-6)
+    assert torch.all(whitened[~mask] == 0)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_whitening_of_nothing_or_of_one_element_is_zero(count: int) -> None:
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    mask[0, :count] = True
+    x = torch.full((2, 3), 5.0)
+    assert masked_var(x, mask).item() == 0.0
+    assert torch.equal(masked_whiten(x, mask), torch.zeros(2, 3))
+
+
+# kl.py
+
+
+def test_kl_estimates_by_hand() -> None:
+    log_probs, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])  # d = -0.5, 1
+    assert kl_estimate(log_probs, ref, "k1").tolist() == [0.5, -1.0]
+    assert kl_estimate(log_probs, ref, "k2").tolist() == [0.125, 0.5]
+    # e^-0.5 + 0.5 - 1 = 0.106531, e - 2 = 0.718282
+    assert kl_estimate(log_probs, ref, "k3").tolist() == pytest.approx([0.106531, 0.718282], abs=1e-6)
+
+
+def test_kl_estimates_stay_finite_at_extreme_log_ratios() -> None:
+    log_probs, ref = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])  # d clamped to -20, 20
+    assert kl_estimate(log_probs, ref, "k1").tolist() == [20.0, -20.0]
+    assert kl_estimate(log_probs, ref, "k2").tolist() == [200.0, 200.0]
+    # e^-20 + 20 - 1 = 19, e^20 - 21 = 485165174.4
+    assert kl_estimate(log_probs, ref, "k3").tolist() == pytest.approx([19.0, 485165174.4], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimate_gradient(kind: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    log_probs = torch.randn(6, generator=g, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(6, generator=g, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: kl_estimate(a, b, kind), (log_probs, ref))
+
+
+def test_k1_and_k3_are_unbiased_over_the_policy_and_k2_nearly() -> None:
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(50, generator=g, dtype=torch.float64)
+    policy = logits.log_softmax(0)
+    ref = (logits + 0.1 * torch.randn(50, generator=g, dtype=torch.float64)).log_softmax(0)
+    exact = (policy.exp() * (policy - ref)).sum().item()
+    expectation = {kind: (policy.exp() * kl_estimate(policy, ref, kind)).sum().item() for kind in ("k1", "k2", "k3")}
+    assert expectation["k1"] == pytest.approx(exact, rel=1e-9)
+    assert expectation["k3"] == pytest.approx(exact, rel=1e-9)
+    assert expectation["k2"] == pytest.approx(exact, rel=0.1)
+
+
+def test_mean_sequence_kl_averages_tokens_then_sequences() -> None:
+    kl = torch.tensor([[1.0, 2.0, 3.0], [10.0, 99.0, 99.0]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    assert mean_sequence_kl(kl, mask) == 6.0  # (2 + 10) / 2; over all tokens it would be 4
+
+
+def test_adaptive_controller_by_hand() -> None:
+    controller = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    controller.update(0.55, n_sequences=100)  # error 0.1: 0.1 * (1 + 0.1 * 0.1) = 0.101
+    assert controller.value == pytest.approx(0.101)
+    controller.update(5.0, n_sequences=500)  # error 9, clipped to 0.2: 0.101 * 1.1 = 0.1111
+    assert controller.value == pytest.approx(0.1111)
+    controller.update(-1.0, n_sequences=1000)  # error -3, clipped to -0.2: 0.1111 * 0.8 = 0.08888
+    assert controller.value == pytest.approx(0.08888)
+    controller.update(0.0, n_sequences=100_000)  # n / horizon counts as 1, else the factor would be -19
+    assert controller.value == pytest.approx(0.071104)
+
+
+def test_adaptive_controller_refuses_nan_which_it_would_keep_for_ever() -> None:
+    controller = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    with pytest.raises(AssertionError):
+        controller.update(math.nan, 10)
+    assert controller.value == 0.1
+
+
+def test_controllers_across_a_checkpoint() -> None:
+    before = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    before.update(1.0, 250)
+    resumed = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    resumed.load_state_dict(before.state_dict())
+    before.update(0.2, 250)
+    resumed.update(0.2, 250)
+    assert resumed.value == before.value != 0.1
+
+    fixed = FixedKLController(0.3)
+    fixed.update(100.0, 1000)
+    assert fixed.state_dict() == {"value": 0.3}
+    fixed.load_state_dict(before.state_dict())
+    assert fixed.value == 0.3  # the config's, not the checkpoint's
+
+
+# advantages.py
+
+
+def test_token_rewards_by_hand() -> None:
+    scores = torch.tensor([1.0, -2.0, 5.0])
+    mask = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
+    kl = torch.tensor([[0.1, 0.2, torch.nan], [0.3, torch.nan, 0.4], [torch.nan] * 3])
+    # row 1 has a hole; row 2 has no response token, and so no place for its score
+    assert token_rewards(scores, None, 0.5, mask).tolist() == [[0, 1, 0], [0, 0, -2], [0, 0, 0]]
+    expected = torch.tensor([[-0.05, 0.9, 0.0], [-0.15, 0.0, -2.2], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(token_rewards(scores, kl, 0.5, mask), expected)
+
+
+def test_gae_by_hand() -> None:
+    # One row, gamma 0.9, lam 0.5, a hole at position 1 with nonsense in it:
+    #   t=3: delta = 1 - 0.4                    = 0.6      A = 0.6
+    #   t=2: delta = 0 + 0.9 * 0.4 - 0.2        = 0.16     A = 0.16 + 0.45 * 0.6  = 0.43
+    #   t=0: delta = -0.1 + 0.9 * 0.2 - 0.5     = -0.42    A = -0.42 + 0.45 * 0.43 = -0.2265
+    rewards = torch.tensor([[-0.1, 77.0, 0.0, 1.0, 88.0]])
+    values = torch.tensor([[0.5, 55.0, 0.2, 0.4, 66.0]])
+    mask = torch.tensor([[True, False, True, True, False]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[-0.2265, 0.0, 0.43, 0.6, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.2735, 0.0, 0.63, 1.0, 0.0]]))
+
+
+def slow_gae(
+    rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """One row by the definition: A_t = sum_k (gamma lam)^k delta_{t+k} over the row's response tokens alone."""
+    where = [t for t, on in enumerate(mask) if on]
+    v = [values[t] for t in where] + [0.0]
+    deltas = [rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(where)]
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for k, t in enumerate(where):
+        advantages[t] = sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
+        returns[t] = advantages[t] + v[k]
+    return advantages, returns
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_matches_the_definition_on_masks_with_holes(seed: int, gamma: float, lam: float) -> None:
+    rewards, values, mask = random_padded(seed)
+    estimator = ADVANTAGE_ESTIMATORS["gae"]
+    advantages, returns = estimator(outside_is_nan(rewards, mask), outside_is_nan(values, mask), mask, gamma, lam)
+    for s in range(len(mask)):
+        slow = slow_gae(rewards[s].tolist(), values[s].tolist(), mask[s].tolist(), gamma, lam)
+        assert advantages[s].tolist() == pytest.approx(slow[0], abs=1e-12)
+        assert returns[s].tolist() == pytest.approx(slow[1], abs=1e-12)
+
+
+def test_gae_with_gamma_and_lam_1_returns_the_rewards_to_go() -> None:
+    mask = torch.tensor([[True, True, True]])
+    rewards, values = torch.tensor([[0.0, -1.0, 3.0]]), torch.tensor([[0.25, -4.0, 8.0]])
+    _, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    assert returns.tolist() == [[2.0, 2.0, 3.0]]  # whatever the values are

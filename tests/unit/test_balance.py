@@ -1,0 +1,169 @@
+"""balance.py: properties on random lengths, packings worked by hand, and how even it is on lengths like GSM8K's."""
+
+import random
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_mc.data.balance import assign_to_replicas, micro_batches, num_micro_batches_needed, plan_micro_batches
+
+BUDGET = 100
+unhurried = settings(deadline=None)  # a busy machine is no failure
+lengths = st.lists(st.integers(1, BUDGET), max_size=60)
+replicas = st.integers(1, 9)
+
+
+def load(group: list[int], seq_lens: list[int]) -> int:
+    return sum(seq_lens[i] for i in group)
+
+
+def idle_share(loads: list[float]) -> float:
+    """Share of the replicas' time spent waiting for the slowest one."""
+    return 1 - sum(loads) / len(loads) / max(loads)
+
+
+# Replicas
+
+
+def test_assign_by_hand() -> None:
+    # 8+5+1 | 7+6+1
+    groups = assign_to_replicas([8, 7, 6, 5, 1, 1], 2)
+    assert sorted(load(g, [8, 7, 6, 5, 1, 1]) for g in groups) == [14, 14]
+
+
+@unhurried
+@given(lengths, replicas)
+def test_assignment_is_a_partition_without_idle_replicas(seq_lens: list[int], num_replicas: int) -> None:
+    groups = assign_to_replicas(seq_lens, num_replicas)
+    assert len(groups) == num_replicas
+    assert sorted(chain.from_iterable(groups)) == list(range(len(seq_lens)))
+    assert all(group == sorted(group) for group in groups)
+    assert sum(1 for group in groups if group) == min(num_replicas, len(seq_lens))
+    assert groups == assign_to_replicas(list(seq_lens), num_replicas)
+    if seq_lens:  # no replica leads another by more than the longest sequence
+        loads = [load(group, seq_lens) for group in groups]
+        assert max(loads) - min(loads) <= max(seq_lens)
+
+
+def test_cost_decides_what_even_means() -> None:
+    seq_lens = [60, 20, 20, 20]
+    assert assign_to_replicas(seq_lens, 2) in ([[0], [1, 2, 3]], [[1, 2, 3], [0]])
+    seq_lens += [20, 20]  # by tokens the long one is worth three; by squares, nine: it stays alone
+    by_square = assign_to_replicas(seq_lens, 2, cost=lambda n: float(n * n))
+    assert [0] in by_square
+    assert [0] not in assign_to_replicas(seq_lens, 2)
+
+
+def gsm8k_like_lengths(count: int, seed: int) -> list[int]:
+    """Prompt (median 100, 40 to 512) plus response (median 180, 20 to 1024), both log-normal."""
+    rng = random.Random(seed)
+
+    def draw(mu: float, sigma: float, low: int, high: int) -> int:
+        return min(high, max(low, int(rng.lognormvariate(mu, sigma))))
+
+    return [draw(4.6, 0.35, 40, 512) + draw(5.2, 0.5, 20, 1024) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [64, 256, 1024])
+def test_little_idle_time_on_8_replicas(count: int) -> None:
+    for seed in range(5):
+        seq_lens = gsm8k_like_lengths(count, seed)
+        balanced = [load(group, seq_lens) for group in assign_to_replicas(seq_lens, 8)]
+        dealt_out = [sum(seq_lens[r::8]) for r in range(8)]
+        assert idle_share(balanced) <= 0.03 < idle_share(dealt_out)
+
+
+# Micro-batches
+
+
+def test_micro_batches_by_hand() -> None:
+    seq_lens = [60, 50, 40, 30, 20]  # 200 tokens: two full micro-batches, 60+40 and 50+30+20
+    assert num_micro_batches_needed(seq_lens, 100) == 2
+    assert micro_batches(seq_lens, 100) == [[0, 2], [1, 3, 4]]
+    assert micro_batches(seq_lens, 1000) == [[0, 1, 2, 3, 4]]
+
+
+def test_asking_for_more_micro_batches_than_needed() -> None:
+    seq_lens = [10, 20, 30]
+    assert micro_batches(seq_lens, 100, 2) == [[0, 1], [2]]
+    assert micro_batches(seq_lens, 100, 3) == [[2], [1], [0]]  # the largest first
+    assert micro_batches(seq_lens, 100, 5) == [[2], [1], [0], [], []]
+    assert micro_batches([], 100, 2) == [[], []]
+    assert micro_batches([], 100) == []
+
+
+def test_a_budget_too_tight_for_balancing_is_kept() -> None:
+    # Only 50+50 | 34+33+33 keeps to 100, and balancing alone gives 50+33+33 | 50+34 = 116 | 84.
+    seq_lens = [50, 50, 34, 33, 33]
+    assert micro_batches(seq_lens, 100) == [[0, 1], [2, 3, 4]]
+
+
+def test_a_sequence_beyond_the_budget_and_too_few_micro_batches_are_refused() -> None:
+    with pytest.raises(AssertionError, match="sequence 1 has 101 tokens"):
+        micro_batches([50, 101], 100)
+    with pytest.raises(AssertionError, match="2 needed"):
+        micro_batches([60, 60], 100, 1)
+
+
+@unhurried
+@given(lengths, st.integers(0, 20))
+def test_micro_batches_partition_within_the_budget(seq_lens: list[int], extra: int) -> None:
+    count = num_micro_batches_needed(seq_lens, BUDGET) + extra
+    groups = micro_batches(seq_lens, BUDGET, count)
+    assert len(groups) == count
+    assert sorted(chain.from_iterable(groups)) == list(range(len(seq_lens)))
+    assert sum(1 for group in groups if group) == min(count, len(seq_lens))  # empty only when it must be
+    loads = [load(group, seq_lens) for group in groups]
+    assert loads == sorted(loads, reverse=True)
+    assert max(loads, default=0) <= BUDGET
+    assert groups == micro_batches(list(seq_lens), BUDGET, count)
+
+
+@unhurried
+@given(lengths)
+def test_needed_is_near_the_lower_bound(seq_lens: list[int]) -> None:
+    # Of first-fit-decreasing's micro-batches at most one is no more than half full.
+    needed = num_micro_batches_needed(seq_lens, BUDGET)
+    assert -(-sum(seq_lens) // BUDGET) <= needed <= 2 * sum(seq_lens) / BUDGET + 1
+
+
+# Both together
+
+
+def test_plan_by_hand() -> None:
+    # 90+80 on each replica, and no two of them fit into one micro-batch.
+    assert plan_micro_batches([90, 90, 80, 80], 2, 100) in ([[[0], [3]], [[1], [2]]], [[[1], [2]], [[0], [3]]])
+
+
+def test_plan_moves_a_sequence_rather_than_leave_a_micro_batch_empty() -> None:
+    # By tokens 100 | 40+31+31 is the most even, which is one micro-batch and two: the first replica would have an
+    # empty one. It takes over one of 31, and nobody runs a dummy.
+    plan = plan_micro_batches([100, 40, 31, 31], 2, 100)
+    assert sorted(sorted(group for micro_batch in replica for group in micro_batch) for replica in plan) in (
+        [[0, 2], [1, 3]],
+        [[0, 3], [1, 2]],
+    )
+    assert all(len(group) == 1 for replica in plan for group in replica)
+
+
+def test_plan_leaves_empty_what_no_sequence_can_fill() -> None:
+    assert plan_micro_batches([10], 3, 100) == [[[0]], [[]], [[]]]
+    assert plan_micro_batches([], 2, 100) == [[], []]
+    plan = plan_micro_batches([100, 60, 60], 2, 100)  # two sequences of 60 need two micro-batches; three for four
+    assert sorted(len(group) for replica in plan for group in replica) == [0, 1, 1, 1]
+
+
+@unhurried
+@given(lengths, replicas)
+def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[int], num_replicas: int) -> None:
+    plan = plan_micro_batches(seq_lens, num_replicas, BUDGET)
+    assert len(plan) == num_replicas
+    count = len(plan[0])
+    assert all(len(replica) == count for replica in plan)
+    groups = [group for replica in plan for group in replica]
+    assert sorted(chain.from_iterable(groups)) == list(range(len(seq_lens)))
+    assert max((load(group, seq_lens) for group in groups), default=0) <= BUDGET
+    assert sum(1 for group in groups if group) == min(len(seq_lens), num_replicas * count)
+    assert plan == plan_micro_batches(list(seq_lens), num_replicas, BUDGET)

@@ -1,0 +1,89 @@
+"""batch.py: the ragged batch against the same thing held as lists of lists."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch, pad_responses, ragged_indices
+
+PROMPTS = [[11, 12, 13], [21], [31, 32]]
+RESPONSES = [[14], [22, 23, 24], [33, 34]]
+LOG_PROBS = [[-0.5], [-1.0, -1.5, -2.0], [-2.5, -3.0]]
+
+
+def make_batch() -> RaggedBatch:
+    prompts = [Prompt(i, ids, "", "source", None) for i, ids in enumerate(PROMPTS)]
+    finished = [True, False, True]
+    rows = zip(RESPONSES, LOG_PROBS, finished, strict=True)
+    return build_batch(prompts, [Generation(ids, log_probs, end) for ids, log_probs, end in rows])
+
+
+def test_build_batch() -> None:
+    batch = make_batch()
+    assert batch.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34]
+    assert batch.prompt_lens.tolist() == [3, 1, 2]
+    assert batch.response_lens.tolist() == [1, 3, 2]
+    assert batch.seq_lens.tolist() == [4, 4, 4]
+    assert batch.num_sequences == 3
+    assert batch.rollout_log_probs.tolist() == [-0.5, -1.0, -1.5, -2.0, -2.5, -3.0]
+    assert batch.finished.tolist() == [True, False, True]
+    assert batch.scores is None and batch.advantages is None
+
+
+def test_build_batch_wants_one_generation_a_prompt() -> None:
+    with pytest.raises(AssertionError):
+        build_batch([Prompt(0, [1], "", "", None)], [])
+
+
+def test_with_fields_checks_lengths_and_leaves_the_original() -> None:
+    batch = make_batch()
+    filled = batch.with_fields(scores=torch.ones(3), values=torch.arange(6.0))
+    assert batch.values is None and filled.values is not None
+    assert filled.values.tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(AssertionError, match="values"):
+        batch.with_fields(values=torch.zeros(12))  # one per token, not per response token
+    with pytest.raises(AssertionError, match="scores"):
+        batch.with_fields(scores=torch.zeros(6))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1], [1, 1, 0], []])
+def test_select(order: list[int]) -> None:
+    values = [[0.0], [1.0, 2.0, 3.0], [4.0, 5.0]]
+    batch = make_batch().with_fields(scores=torch.tensor([7.0, 8.0, 9.0]), values=torch.arange(6.0))
+    picked = batch.select(order)
+    assert picked.tokens.tolist() == [t for i in order for t in PROMPTS[i] + RESPONSES[i]]
+    assert picked.prompt_lens.tolist() == [len(PROMPTS[i]) for i in order]
+    assert picked.response_lens.tolist() == [len(RESPONSES[i]) for i in order]
+    assert picked.rollout_log_probs.tolist() == [x for i in order for x in LOG_PROBS[i]]
+    assert picked.finished.tolist() == [[True, False, True][i] for i in order]
+    assert picked.scores is not None and picked.values is not None
+    assert picked.scores.tolist() == [[7.0, 8.0, 9.0][i] for i in order]
+    assert picked.values.tolist() == [x for i in order for x in values[i]]
+    assert picked.old_log_probs is None and picked.returns is None
+
+
+def test_select_carries_every_field() -> None:
+    """A field forgotten in select would come out as None or in its old order."""
+    fields = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+    batch = make_batch().with_fields(**{name: 10.0 * k + torch.arange(6.0) for k, name in enumerate(fields)})
+    picked = batch.select(torch.tensor([2, 0]))
+    for k, name in enumerate(fields):
+        assert getattr(picked, name).tolist() == [10.0 * k + x for x in (4, 5, 0)], name
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.data())
+def test_ragged_indices(lens: list[int], data: st.DataObject) -> None:
+    which = data.draw(st.lists(st.integers(0, len(lens) - 1), max_size=10))
+    segments = [list(range(sum(lens[:i]), sum(lens[: i + 1]))) for i in range(len(lens))]
+    found = ragged_indices(torch.tensor(lens), torch.tensor(which, dtype=torch.int64))
+    assert found.tolist() == [position for i in which for position in segments[i]]
+
+
+def test_pad_responses_and_back() -> None:
+    batch = make_batch()
+    padded, mask = pad_responses(batch.rollout_log_probs, batch.response_lens)
+    assert padded.tolist() == [[-0.5, 0.0, 0.0], [-1.0, -1.5, -2.0], [-2.5, -3.0, 0.0]]
+    assert mask.tolist() == [[True, False, False], [True, True, True], [True, True, False]]
+    assert torch.equal(padded[mask], batch.rollout_log_probs)  # the way back to ragged
