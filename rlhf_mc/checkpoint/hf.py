@@ -151,7 +151,7 @@ def export_hf(
     out = Path(out_dir)
     dtype: torch.dtype = getattr(torch, dtype_name)
     shards = _shards(shape, dtype.itemsize, max_shard_bytes)
-    _agree(_failure_of(_begin, out) if rank == 0 else None, group)
+    _agree(_failure_of(_begin, out, Path(assets_dir)) if rank == 0 else None, group)
     for start in range(0, len(shards), len(layouts)):
         names = shards[start : start + len(layouts)]
         targets = [hf_layout(shape, names[r]) if r < len(names) else EMPTY for r in range(len(layouts))]
@@ -160,8 +160,9 @@ def export_hf(
         execute(plan.for_rank(rank), params, tensors, group, wire_dtype=dtype)
         file = out / STAGING / _shard_name(start + rank, len(shards))
         _agree(_failure_of(_save, tensors, file) if tensors else None, group)
-    config = _exported_config(_read_json(Path(assets_dir) / "config.json"), shape, dtype_name)
-    _agree(_failure_of(_finish, out, Path(assets_dir), config, shards, shape, dtype) if rank == 0 else None, group)
+        tensors.clear()
+    finish = (out, Path(assets_dir), shards, shape, dtype_name)
+    _agree(_failure_of(_finish, *finish) if rank == 0 else None, group)
 
 
 def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
@@ -186,7 +187,7 @@ def _failure_of(action: Callable[..., None], *args: Any) -> str | None:
     """Runs the action; what went wrong with its files, or None."""
     try:
         action(*args)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UserError) as error:
         return str(error)
     return None
 
@@ -202,7 +203,8 @@ def _agree(failure: str | None, group: dist.ProcessGroup | None) -> None:
             raise UserError(f"export of the Hugging Face checkpoint failed on rank {rank}: {found}")
 
 
-def _begin(out: Path) -> None:
+def _begin(out: Path, assets: Path) -> None:
+    _read_json(assets / "config.json")
     shutil.rmtree(out / STAGING, ignore_errors=True)
     (out / STAGING).mkdir(parents=True)
 
@@ -223,15 +225,13 @@ def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str)
     return config
 
 
-def _finish(
-    out: Path, assets: Path, config: dict[str, Any], shards: list[list[str]], shape: ModelShape, dtype: torch.dtype
-) -> None:
+def _finish(out: Path, assets: Path, shards: list[list[str]], shape: ModelShape, dtype_name: str) -> None:
     """Adds what is not a shard, then gives all files their place: config.json, which makes it a checkpoint, last."""
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:
         sizes = logical_shapes(shape)
-        total = sum(math.prod(size) for size in sizes.values()) * dtype.itemsize
+        total = sum(math.prod(size) for size in sizes.values()) * getattr(torch, dtype_name).itemsize
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX)
@@ -239,7 +239,7 @@ def _finish(
         if (assets / asset).exists():
             shutil.copyfile(assets / asset, staging / asset)
             files.append(asset)
-    _write_json(staging / "config.json", config)
+    _write_json(staging / "config.json", _exported_config(_read_json(assets / "config.json"), shape, dtype_name))
     (out / "config.json").unlink(missing_ok=True)
     for old in [out / WEIGHTS, out / INDEX, *out.glob("model-*-of-*.safetensors")]:
         old.unlink(missing_ok=True)
