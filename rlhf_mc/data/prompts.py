@@ -1,0 +1,197 @@
+"""From parquet rows to tokenised prompts, and the order in which training draws them.
+
+The files themselves are read by parquet.py; what is generated and scored afterwards is in batch.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import DataConfig
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.data.parquet import read_rows
+
+logger = logging.getLogger(__name__)
+
+_OURS = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
+"""Arguments of apply_chat_template that load_prompts sets itself."""
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory: local files only, and no code from the checkpoint is run.
+
+    UserError where the directory is missing, holds no tokenizer, or its tokenizer has no end-of-sequence token.
+    """
+    if not os.path.isdir(path):
+        raise UserError(f"tokenizer directory {path}: no such directory")
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any(os.path.isfile(os.path.join(path, name)) for name in names):
+        raise UserError(f"tokenizer directory {path}: holds no tokenizer (none of {', '.join(names)})")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        _check_json(os.path.join(path, name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"tokenizer directory {path}: cannot be loaded ({' '.join(str(error).split())})") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer directory {path}: the tokenizer has no end-of-sequence token (eos_token)")
+    return tokenizer
+
+
+def _check_json(path: str) -> None:
+    if os.path.isfile(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                json.load(file)
+        except ValueError as error:
+            raise UserError(f"tokenizer file {path}: not valid JSON ({error})") from error
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def load_prompts(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, max_samples: int
+) -> list[Prompt]:
+    """The prompts of all files, in their order; of the first `max_samples` rows, or of all where that is -1.
+
+    Chat messages go through the tokenizer's chat template with the generation prompt added. A plain string is
+    one user message where the tokenizer has a chat template, and is encoded as it is where it has none. Prompts
+    of more than cfg.max_prompt_length tokens are dropped (their number is logged) or refused, as configured.
+    UserError, naming file and row, for whatever cannot be used.
+    """
+    _check_template_arguments(cfg)
+    prompts: list[Prompt] = []
+    num_rows = num_dropped = 0
+    for file in files:
+        rows = read_rows(file, (cfg.prompt_key, cfg.reward_fn_key, "reward_model"), ("extra_info",))
+        if max_samples >= 0:
+            rows = rows[: max_samples - num_rows]
+        num_rows += len(rows)
+        for row_number, row in enumerate(rows):
+            prompt = _to_prompt(row, len(prompts), f"data file {file}, row {row_number}", tokenizer, cfg)
+            if len(prompt.token_ids) <= cfg.max_prompt_length:
+                prompts.append(prompt)
+            elif cfg.filter_overlong_prompts:
+                num_dropped += 1
+            else:
+                raise UserError(
+                    f"data file {file}, row {row_number}: the prompt has {len(prompt.token_ids)} tokens,"
+                    f" more than data.max_prompt_length {cfg.max_prompt_length};"
+                    " raise that, or set data.filter_overlong_prompts: true"
+                )
+    if num_rows == 0:
+        raise UserError(f"data files {', '.join(files)}: no rows")
+    if not prompts:
+        raise UserError(
+            f"data files {', '.join(files)}: all {num_rows} prompts are longer than"
+            f" data.max_prompt_length {cfg.max_prompt_length} tokens"
+        )
+    if num_dropped:
+        logger.warning("%d of %d prompts dropped: longer than %d tokens", num_dropped, num_rows, cfg.max_prompt_length)
+    return prompts
+
+
+def _check_template_arguments(cfg: DataConfig) -> None:
+    for name in cfg.apply_chat_template_kwargs:
+        if name in _OURS:
+            raise UserError(f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it")
+
+
+def _to_prompt(
+    row: dict[str, Any], index: int, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig
+) -> Prompt:
+    data_source = row[cfg.reward_fn_key]
+    if not isinstance(data_source, str):
+        raise UserError(f"{where}: column {cfg.reward_fn_key!r} is {data_source!r}, expected a string")
+    reward_model = row["reward_model"]
+    if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+        raise UserError(f"{where}: column 'reward_model' has no field 'ground_truth'")
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(extra_info, dict):
+        raise UserError(f"{where}: column 'extra_info' is not a struct but {type(extra_info).__name__}")
+    text, token_ids = _encode(row[cfg.prompt_key], where, tokenizer, cfg)
+    return Prompt(
+        index=index,
+        token_ids=token_ids,
+        text=text,
+        data_source=data_source,
+        ground_truth=reward_model["ground_truth"],
+        extra_info=extra_info,
+    )
+
+
+def _encode(prompt: Any, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> tuple[str, list[int]]:
+    """Text and tokens. The template's text is encoded without adding special tokens: it holds them already."""
+    if isinstance(prompt, str) and prompt and tokenizer.chat_template is None:
+        return prompt, _token_ids(tokenizer, prompt, True, where)
+    messages = _messages(prompt, where, cfg.prompt_key)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{where}: the prompt is chat messages, but the tokenizer of {tokenizer.name_or_path} has no chat template;"
+            " give plain strings, or a tokenizer with a template"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **cfg.apply_chat_template_kwargs
+        )
+    except jinja2.TemplateError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: the tokenizer's chat template refuses the prompt ({reason})") from error
+    assert isinstance(text, str)
+    return text, _token_ids(tokenizer, text, False, where)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool, where: str) -> list[int]:
+    token_ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    if not token_ids:
+        raise UserError(f"{where}: the prompt has no tokens")
+    return token_ids
+
+
+def _messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
+    """Chat messages of a prompt; fields that parquet filled with null are left out."""
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        found = "null" if prompt is None else repr(prompt)[:60]
+        raise UserError(f"{where}: column {column!r} is {found}, expected chat messages or a non-empty string")
+    for message in prompt:
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise UserError(
+                f"{where}: column {column!r} has the message {repr(message)[:60]}, expected a role and a text content"
+            )
+    return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+
+
+# ---------------------------------------------------------------- order
+
+
+def steps_per_epoch(num_prompts: int, batch_size: int) -> int:
+    """Whole batches in one pass over the prompts; the remainder of each pass is not used."""
+    if batch_size > num_prompts:
+        raise UserError(f"data.train_batch_size is {batch_size}; there are only {num_prompts} training prompts")
+    return num_prompts // batch_size
+
+
+def prompt_indices(num_prompts: int, batch_size: int, step: int, seed: int, shuffle: bool) -> list[int]:
+    """Positions of the prompts of a step (0-based), a function of its arguments alone: a resumed run goes on in place.
+
+    Each epoch has an order of its own, drawn from (seed, epoch), or the files' order without shuffle.
+    """
+    epoch, batch = divmod(step, steps_per_epoch(num_prompts, batch_size))
+    order = np.random.default_rng((seed, epoch)).permutation(num_prompts) if shuffle else np.arange(num_prompts)
+    return [int(i) for i in order[batch * batch_size : (batch + 1) * batch_size]]

@@ -1,0 +1,374 @@
+"""Parquet rows to tokenised prompts with a real tokenizer, the resumable order, and tools/prepare_data.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import DataConfig
+from rlhf_mc.data.parquet import read_rows, write_prompts
+from rlhf_mc.data.prompts import load_prompts, load_tokenizer, prompt_indices, steps_per_epoch
+
+REPO = Path(__file__).resolve().parents[2]
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
+    "<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if shout %}!{% endif %}"
+)
+SPECIAL = ["<bos>", "<end>", "<user>", "<assistant>", "<unk>"]
+
+
+def save_tokenizer(path: Path, template: str | None = TEMPLATE, eos: str | None = "<end>") -> Path:
+    """One token a character, and <bos> before whatever is encoded with special tokens."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    core.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, unk_token="<unk>", bos_token="<bos>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(path))
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(save_tokenizer(tmp_path / "tokenizer")))
+
+
+@pytest.fixture
+def plain_tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(save_tokenizer(tmp_path / "plain", template=None)))
+
+
+def make_row(content: str = "2+2=", truth: str = "4", **extra: Any) -> dict[str, Any]:
+    return {
+        "data_source": "arithmetic",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", **extra},
+    }
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def data_config(**settings: Any) -> DataConfig:
+    return DataConfig(train_files=[], **settings)
+
+
+def error_of(files: list[str], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load_prompts(files, tokenizer, data_config(**settings), -1)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- what a row becomes
+
+
+def test_chat_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = tmp_path / "new" / "train.parquet"
+    write_prompts(path, [make_row("2+2=", "4", index=0), make_row("10-3=", "7", index=1)])
+    first, second = load_prompts([str(path)], tokenizer, data_config(), -1)
+    assert second.text == "<user>10-3=<end><assistant>"
+    assert [tokenizer.convert_ids_to_tokens(i) for i in second.token_ids] == [
+        "<user>", "1", "0", "-", "3", "=", "<end>", "<assistant>",
+    ]  # fmt: skip
+    assert all(type(i) is int for i in second.token_ids)
+    assert (first.index, second.index) == (0, 1)
+    assert (second.data_source, second.ground_truth) == ("arithmetic", "7")
+    assert second.extra_info == {"split": "train", "index": 1}
+
+
+def test_the_tokens_are_those_of_the_tokenizers_own_chat_call(tmp_path: Path, tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
+    path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": messages}])
+    (prompt,) = load_prompts([path], tokenizer, data_config(), -1)
+    assert prompt.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_table(tmp_path / "a.parquet", [make_row()])
+    (prompt,) = load_prompts([path], tokenizer, data_config(apply_chat_template_kwargs={"shout": True}), -1)
+    assert prompt.text == "<user>2+2=<end><assistant>!"
+    assert "'tokenize'" in error_of([path], tokenizer, apply_chat_template_kwargs={"tokenize": True})
+
+
+def test_plain_string_is_a_user_message_where_there_is_a_template(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": "1+1="}])
+    (chat,) = load_prompts([path], tokenizer, data_config(), -1)
+    assert chat.text == "<user>1+1=<end><assistant>"
+    (plain,) = load_prompts([path], plain_tokenizer, data_config(), -1)
+    assert plain.text == "1+1="
+    assert plain_tokenizer.convert_ids_to_tokens(plain.token_ids) == ["<bos>", "1", "+", "1", "="]
+
+
+def test_chat_messages_need_a_template(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write_table(tmp_path / "a.parquet", [make_row()])
+    assert "no chat template" in error_of([path], plain_tokenizer)
+
+
+def test_other_columns_and_no_extra_info(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"question": "1", "source": "x", "reward_model": {"ground_truth": 1.5}}
+    path = write_table(tmp_path / "a.parquet", [row])
+    (prompt,) = load_prompts([path], tokenizer, data_config(prompt_key="question", reward_fn_key="source"), -1)
+    assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("x", 1.5, {})
+
+
+def test_several_files_and_max_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    files = [write_table(tmp_path / f"{k}.parquet", [make_row(f"{k}{i}") for i in range(3)]) for k in "ab"]
+    for max_samples, want in [(-1, 6), (4, 4), (3, 3), (2, 2), (100, 6)]:
+        prompts = load_prompts(files, tokenizer, data_config(), max_samples)
+        assert [p.index for p in prompts] == list(range(want))
+        assert [p.text[6:8] for p in prompts] == ["a0", "a1", "a2", "b0", "b1", "b2"][:want]
+
+
+def test_overlong_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture) -> None:
+    contents = ["1", "12345", "123456", "12"]  # each with three tokens of the template
+    path = write_table(tmp_path / "a.parquet", [make_row(c) for c in contents])
+    message = error_of([path], tokenizer, max_prompt_length=8)
+    assert "row 2: the prompt has 9 tokens, more than data.max_prompt_length 8" in message
+    assert path in message
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts([path], tokenizer, data_config(max_prompt_length=8, filter_overlong_prompts=True), -1)
+    assert [p.text[6:-16] for p in prompts] == ["1", "12345", "12"], "8 tokens still fit"
+    assert [p.index for p in prompts] == [0, 1, 2], "counted after filtering"
+    assert "1 of 4 prompts dropped" in caplog.text
+    assert "all 4 prompts are longer" in error_of([path], tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+
+
+# ---------------------------------------------------------------- bad files and rows
+
+
+def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    missing = str(tmp_path / "nowhere.parquet")
+    assert error_of([missing], tokenizer) == f"data file {missing}: no such file"
+    good = write_table(tmp_path / "good.parquet", [make_row(str(i) * 50) for i in range(100)])
+    broken = tmp_path / "broken.parquet"
+    content = Path(good).read_bytes()
+    for damage in (b"", b"not parquet at all", content[:-20], content[:4] + b"\xff" * 300 + content[304:]):
+        broken.write_bytes(damage)
+        assert error_of([good, str(broken)], tokenizer).startswith(f"data file {broken}: not a readable parquet file")
+    empty = str(tmp_path / "empty.parquet")
+    pq.write_table(pq.read_table(good).slice(0, 0), empty)
+    assert error_of([empty], tokenizer) == f"data files {empty}: no rows"
+
+
+@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
+def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, column: str) -> None:
+    row = make_row()
+    del row[column]
+    path = write_table(tmp_path / "a.parquet", [row])
+    assert error_of([path], tokenizer) == f"data file {path}: no column {column!r}; its columns are {', '.join(row)}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": None}, "'prompt' is null"),
+        ({"prompt": []}, "'prompt' is []"),
+        ({"prompt": [{"role": "user", "content": None}]}, "expected a role and a text content"),
+        ({"prompt": [{"role": None, "content": "1"}]}, "expected a role and a text content"),
+        ({"prompt": [{"role": "system", "content": "1"}]}, "refuses the prompt (no system messages here)"),
+        ({"data_source": None}, "'data_source' is None, expected a string"),
+        ({"reward_model": None}, "'reward_model' has no field 'ground_truth'"),
+    ],
+)
+def test_bad_row_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, change: dict[str, Any], words: str
+) -> None:
+    path = write_table(tmp_path / "a.parquet", [make_row(), make_row(), {**make_row(), **change}])
+    message = error_of([path], tokenizer)
+    assert message.startswith(f"data file {path}, row 2: ")
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("prompt", 3, "'prompt' is 3"),
+        ("prompt", "", "'prompt' is ''"),
+        ("reward_model", {"style": "rule"}, "no field 'ground_truth'"),
+        ("extra_info", "text", "'extra_info' is not a struct but str"),
+    ],
+)
+def test_column_of_another_type(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, column: str, value: Any, words: str
+) -> None:
+    path = write_table(tmp_path / "a.parquet", [{**make_row(), column: value}])
+    assert words in error_of([path], tokenizer)
+
+
+def test_rows_to_write_must_be_complete(tmp_path: Path) -> None:
+    row = make_row()
+    del row["ability"]
+    with pytest.raises(AssertionError, match="row 0"):
+        write_prompts(tmp_path / "a.parquet", [row])
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def tokenizer_error(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    assert "no such directory" in tokenizer_error(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds no tokenizer" in tokenizer_error(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert "holds no tokenizer" in tokenizer_error(tmp_path / "empty")
+    assert "no end-of-sequence token" in tokenizer_error(save_tokenizer(tmp_path / "no_eos", eos=None))
+    cut = save_tokenizer(tmp_path / "cut")
+    (cut / "tokenizer.json").write_text((cut / "tokenizer.json").read_text()[:200])
+    assert "tokenizer.json: not valid JSON" in tokenizer_error(cut)
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path / "remote")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "evil.Evil"]}
+    settings["tokenizer_class"] = "Evil"
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    try:
+        load_tokenizer(str(path))
+    except UserError as error:
+        assert "cannot be loaded" in str(error)
+    assert not (tmp_path / "ran").exists()
+
+
+# ---------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_epoch_takes_every_prompt_at_most_once(shuffle: bool) -> None:
+    num_prompts, batch_size = 23, 5
+    per_epoch = steps_per_epoch(num_prompts, batch_size)
+    assert per_epoch == 4
+    for epoch in range(3):
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        drawn = [i for s in steps for i in prompt_indices(num_prompts, batch_size, s, 7, shuffle)]
+        assert len(drawn) == len(set(drawn)) == 20
+        assert set(drawn) <= set(range(num_prompts))
+        assert (drawn == list(range(20))) is not shuffle
+
+
+def test_order_depends_on_seed_and_epoch() -> None:
+    def epoch(number: int, seed: int) -> list[int]:
+        return [i for s in range(4) for i in prompt_indices(20, 5, 4 * number + s, seed, True)]
+
+    assert sorted(epoch(0, 1)) == sorted(epoch(1, 1)) == list(range(20))
+    assert epoch(0, 1) != epoch(1, 1)
+    assert epoch(0, 1) != epoch(0, 2)
+
+
+def test_a_step_needs_no_step_before_it() -> None:
+    """What a resumed run draws: neither earlier calls nor the global random state matter."""
+    forward = [prompt_indices(23, 5, step, 3, True) for step in range(9)]
+    np.random.seed(0)
+    assert [prompt_indices(23, 5, step, 3, True) for step in reversed(range(9))] == forward[::-1]
+
+
+def test_batch_larger_than_the_data() -> None:
+    with pytest.raises(UserError, match=r"data\.train_batch_size is 5; there are only 4 training prompts"):
+        prompt_indices(4, 5, 0, 1, True)
+    assert sorted(prompt_indices(4, 4, 9, 1, True)) == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------- tools/prepare_data.py
+
+
+def prepare(source: Path, output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/prepare_data.py", "--dataset", "gsm8k", "--input", str(source)]
+    command += ["--output", str(output), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+
+
+def gsm8k_line(i: int) -> str:
+    return (
+        json.dumps({"question": f"What is {i} thousand?", "answer": f"Easy: <<{i}*1000={i}000>>.\n#### {i},000"}) + "\n"
+    )
+
+
+def test_prepare_gsm8k(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(gsm8k_line(i) for i in (1, 2, 3)))
+    (tmp_path / "test.jsonl").write_text(gsm8k_line(4))
+    done = prepare(tmp_path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    row = read_rows(
+        str(tmp_path / "out/train.parquet"), ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    )[1]
+    assert (row["data_source"], row["ability"]) == ("openai/gsm8k", "math")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "2000"}
+    assert row["prompt"][0]["role"] == "user"
+    assert row["prompt"][0]["content"].startswith("What is 2 thousand? ")
+    assert '"####' in row["prompt"][0]["content"]
+    assert row["extra_info"]["answer"].endswith("#### 2,000")
+    assert (row["extra_info"]["split"], row["extra_info"]["index"]) == ("train", 1)
+    assert len(load_prompts([str(tmp_path / "out/val.parquet")], tokenizer, data_config(), -1)) == 1
+
+
+def test_prepare_one_file_holds_rows_out(tmp_path: Path) -> None:
+    source = tmp_path / "all.jsonl"
+    source.write_text("".join(gsm8k_line(i) for i in range(1, 6)))
+    assert prepare(source, tmp_path / "out", "--val-rows", "2").returncode == 0
+    truths = [
+        [
+            row["reward_model"]["ground_truth"]
+            for row in read_rows(str(tmp_path / f"out/{name}.parquet"), ["reward_model"])
+        ]
+        for name in ("train", "val")
+    ]
+    assert truths == [["1000", "2000", "3000"], ["4000", "5000"]]
+
+
+def test_prepare_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    source = tmp_path / "all.jsonl"
+    source.write_text(gsm8k_line(1) + json.dumps({"question": "?", "answer": "no number"}) + "\n")
+    done = prepare(source, tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr == f"error: {source}, line 2: the answer does not end in '#### NUMBER'\n"
+
+
+def test_prepare_the_real_gsm8k(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """With gsm8k_train.jsonl and gsm8k_test.jsonl in $RLHF_MC_DATA."""
+    data = Path(os.environ.get("RLHF_MC_DATA", REPO.parent / "shared/data"))
+    if not (data / "gsm8k_train.jsonl").is_file():
+        pytest.skip(f"no gsm8k_train.jsonl in {data} (set RLHF_MC_DATA)")
+    done = prepare(data, tmp_path)
+    assert done.returncode == 0, done.stderr
+    num_rows = {name: pq.read_metadata(tmp_path / f"{name}.parquet").num_rows for name in ("train", "val")}
+    assert num_rows == {"train": 7473, "val": 1319}
+    prompts = load_prompts([str(tmp_path / "val.parquet")], tokenizer, data_config(max_prompt_length=10_000), 50)
+    assert len(prompts) == 50
+    assert all(p.ground_truth.lstrip("-").replace(".", "", 1).isdigit() for p in prompts)

@@ -1,0 +1,281 @@
+"""The built-in rules, the user's own functions, and what is said where they go wrong."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.rewards import arithmetic, gsm8k
+from rlhf_mc.rewards import math as math_rule
+from rlhf_mc.rewards.manager import RULES, RewardManager
+
+
+def make_prompt(index: int = 0, data_source: str = "mine", truth: Any = "4", **extra: Any) -> Prompt:
+    return Prompt(index, [1], "2+2=", data_source, truth, extra)
+
+
+# ---------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so 9 * 2 = 18\n#### 18", "18", 1.0),
+        ("#### 18", "19", 0.0),
+        ("the answer is 18", "18", 0.0),  # right, but not in the asked form
+        ("####18", "18", 0.0),
+        ("#### -3", "-3", 1.0),
+        ("#### 70,000", "70000", 1.0),
+        ("#### 70000", "70,000", 1.0),
+        ("#### 70000", 70000, 1.0),
+        ("#### 3.5", "3.5", 1.0),
+        ("#### 5 no, #### 18", "18", 1.0),  # the last one counts
+        ("#### 18 no, #### 5", "18", 0.0),
+        ("#### 18 dollars", "18", 1.0),
+        ("#### $18", "18", 0.0),  # as verl's strict rule
+        ("#### 18.", "18", 0.0),  # as verl's strict rule
+        ("#### 18" + " and" * 100, "18", 0.0),  # not at the end
+        ("", "18", 0.0),
+    ],
+)
+def test_gsm8k(response: str, truth: Any, score: float) -> None:
+    assert gsm8k.compute_score("openai/gsm8k", response, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("12", 1.0), (" 12\n", 1.0), ("012", 0.0), ("12 ", 1.0), ("12.", 0.0), ("1 2", 0.0), ("", 0.0)],
+)
+def test_arithmetic(response: str, score: float) -> None:
+    assert arithmetic.compute_score("arithmetic", response, "12") == score
+    assert arithmetic.compute_score("arithmetic", response, 12) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"first \boxed{1}, then \boxed{2}.", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}} done", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{a\boxed{b}c}", "b"),  # the last one opened
+        (r"\boxed{1} and \boxed{2", "1"),  # the last one closed
+        (r"\fbox{7}", "7"),
+        ("no box", None),
+        (r"\boxed{never closed", None),
+    ],
+)
+def test_last_boxed(text: str, inside: str | None) -> None:
+    assert math_rule.last_boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("5", "5"),
+        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac1{2}", r"\frac{1}{2}"),
+        ("1/2", r"\frac{1}{2}"),
+        ("-3/4", r"-\frac{3}{4}"),
+        (r"\sqrt2", r"\sqrt{2}"),
+        ("1,000,000", "1000000"),
+        (r"10,\!000", "10000"),
+        ("0.50", ".5"),
+        ("5.0", "5"),
+        ("-0", "0"),
+        (r"50\%", "50"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"\$18", "18"),
+        (r"12 \text{ cm}^2", "12"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\left( 1, 2 \right)", "(1,2)"),
+        ("x = 7", "7"),
+        ("7.", "7"),
+        ("5", r"The answer is $\boxed{5}$."),
+        (r"x^2 + 2x", "x^2+2x"),
+    ],
+)
+def test_math_same(answer: str, truth: str) -> None:
+    assert math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("5", "6"),
+        ("-5", "5"),
+        (r"\frac{1}{2}", r"\frac{2}{1}"),
+        ("10", "1"),
+        ("100", "1"),
+        ("(1,2)", "(2,1)"),
+        ("(1,200)", "(12,00)"),
+        ("0.05", "0.5"),
+        ("x=7", "y=8"),
+        (r"\text{cm}", "5"),
+        ("1,2", "12"),
+    ],
+)
+def test_math_different(answer: str, truth: str) -> None:
+    assert math_rule.compute_score("lighteval/MATH", rf"\boxed{{{answer}}}", truth) == 0.0
+
+
+def test_math_without_a_box_scores_nothing() -> None:
+    assert math_rule.compute_score("lighteval/MATH", "5", "5") == 0.0
+
+
+# ---------------------------------------------------------------- the manager with the built-in rules
+
+
+def test_manager_takes_the_rule_of_each_row() -> None:
+    manager = RewardManager(CustomRewardFunctionConfig())
+    prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
+    manager.check(prompts)
+    assert manager.score(prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
+
+
+def test_unknown_data_source_is_found_before_training() -> None:
+    manager = RewardManager(CustomRewardFunctionConfig())
+    with pytest.raises(UserError) as caught:
+        manager.check([make_prompt(0, "arithmetic"), make_prompt(17, "openai/gsm9k")])
+    message = str(caught.value)
+    for word in ("row 17", "'openai/gsm9k'", "custom_reward_function.path", *RULES):
+        assert word in message
+
+
+def test_missing_ground_truth_is_found_before_training() -> None:
+    with pytest.raises(UserError, match=r"row 3 .*ground_truth is null"):
+        RewardManager(CustomRewardFunctionConfig()).check([make_prompt(3, "arithmetic", None)])
+
+
+# ---------------------------------------------------------------- a user's function
+
+
+def custom(tmp_path: Path, body: str, name: str = "compute_score") -> RewardManager:
+    path = tmp_path / "reward.py"
+    path.write_text(textwrap.dedent(body))
+    return RewardManager(CustomRewardFunctionConfig(path=str(path), name=name))
+
+
+def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path) -> None:
+    manager = custom(
+        tmp_path,
+        """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Result:
+            value: float
+
+        def mine(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+            assert data_source == "mine" and ground_truth is None
+            right = solution_str == extra_info["want"]
+            return {"score": Result(0.5).value, "acc": right, "pred": solution_str, "length": len(solution_str)}
+        """,
+        name="mine",
+    )
+    prompts = [make_prompt(truth=None, want="a"), make_prompt(truth=None, want="b")]
+    manager.check(prompts)
+    scores = manager.score(prompts, ["a", "ccc"])
+    assert scores == [{"score": 0.5, "acc": 1.0, "length": 1.0}, {"score": 0.5, "acc": 0.0, "length": 3.0}]
+    assert all(type(value) is float for row in scores for value in row.values())
+
+
+@pytest.mark.parametrize("expression", ["1", "True", "1.0", "numpy.float32(1)", "numpy.int64(1)", "numpy.bool_(True)"])
+def test_custom_function_may_return_any_number(tmp_path: Path, expression: str) -> None:
+    manager = custom(tmp_path, f"import numpy\ndef compute_score(**row): return {expression}\n")
+    assert manager.score([make_prompt()], ["4"]) == [{"score": 1.0}]
+
+
+def test_custom_function_cannot_change_the_row(tmp_path: Path) -> None:
+    manager = custom(tmp_path, "def compute_score(extra_info, **row): return extra_info.pop('bonus')\n")
+    prompt = make_prompt(bonus=2.0)
+    assert manager.score([prompt, prompt], ["", ""]) == [{"score": 2.0}, {"score": 2.0}]
+
+
+def test_async_functions_wait_together(tmp_path: Path) -> None:
+    manager = custom(
+        tmp_path,
+        """
+        import asyncio
+        async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            await asyncio.sleep(0.2)
+            return float(solution_str)
+        """,
+    )
+    start = time.perf_counter()
+    scores = manager.score([make_prompt(i) for i in range(20)], [str(i) for i in range(20)])
+    assert scores == [{"score": float(i)} for i in range(20)], "in the order of the responses"
+    assert time.perf_counter() - start < 2.0, "20 waits of 0.2 s, one after the other, are 4 s"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 1 / (ground_truth - 4)", ("raised ZeroDivisionError: division by zero", "reward.py:3")),
+        ("raise ValueError('first line\\nsecond line')", ("raised ValueError: first line second line",)),
+        ("return float('nan')", ("returned nan, expected a finite number",)),
+        ("return float('-inf')", ("returned -inf, expected a finite number",)),
+        ("return None", ("returned None, expected a number",)),
+        ("return '1.0'", ("returned '1.0', expected a number",)),
+        ("return [1.0]", ("returned [1.0], expected a number",)),
+        ("return {'acc': 1.0}", ("without 'score'", "['acc']")),
+        ("return {'score': None}", ("returned score: None, expected a number",)),
+        ("return {'score': 1.0, 'acc': float('nan')}", ("returned acc: nan, expected a finite number",)),
+    ],
+)
+def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, body: str, words: tuple[str, ...]) -> None:
+    manager = custom(
+        tmp_path,
+        f"""
+        {kind} compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            if solution_str == "fine": return 0.0
+            {body}
+        """.strip(),
+    )
+    with pytest.raises(UserError) as caught:
+        manager.score([make_prompt(6, truth=4), make_prompt(17, truth=4)], ["fine", "bad"])
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (*words, "row 17", "data_source 'mine'", "compute_score", "reward.py"):
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "words"),
+    [
+        ("import no_such_module_at_all\n", "compute_score", ("importing it raised ModuleNotFoundError", "reward.py:1")),
+        ("def compute_score(:\n", "compute_score", ("importing it raised SyntaxError",)),
+        ("def other(): pass\n", "compute_score", ("has no function 'compute_score'",)),
+        ("compute_score = 3\n", "compute_score", ("'compute_score' is not a function but int",)),
+        ("def compute_score(solution_str): return 1\n", "compute_score", ("cannot be called", "data_source")),
+    ],
+)
+def test_custom_file_that_cannot_be_used(tmp_path: Path, body: str, name: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        custom(tmp_path, body, name)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (*words, str(tmp_path / "reward.py")):
+        assert word in message
+
+
+def test_custom_file_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "nowhere.py")))
+    (tmp_path / "reward.txt").write_text("def compute_score(**row): return 1\n")
+    with pytest.raises(UserError, match=r"must end in \.py"):
+        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")))
+
+
+def test_async_function_can_be_asked_again(tmp_path: Path) -> None:
+    manager = custom(tmp_path, "async def compute_score(**row): return 1.0\n")
+    assert [manager.score([make_prompt()], ["4"]) for _ in range(2)] == [[{"score": 1.0}]] * 2
