@@ -1,0 +1,240 @@
+"""Hugging Face checkpoints written by transformers: import to a simulated TP2 x PP2, export, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
+
+from rlhf_mc.checkpoint.hf import HFReader, export_hf, import_hf
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import Layout, mcore_layout
+
+SIZES = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 447,
+    "max_position_embeddings": 128,
+}
+CONFIGS = {
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True, rope_parameters={"rope_theta": 5e5}),
+    "qwen2": Qwen2Config(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "llama-biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+}
+
+
+def save_model(directory: Path, name: str = "qwen2", dtype: torch.dtype = torch.float32, **arguments) -> Path:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    model.save_pretrained(directory, **arguments)
+    return directory
+
+
+def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def tp2_pp2(shape: ModelShape) -> list[Layout]:
+    stages = [range(0, 2), range(2, 3)]
+    return [mcore_layout(shape, t, 2, stages[p], p == 0, p == 1) for p in (0, 1) for t in (0, 1)]
+
+
+def import_all(reader: HFReader, layouts: list[Layout], skip=(), dtype=torch.float32) -> list[dict[str, torch.Tensor]]:
+    ranks = []
+    for layout in layouts:
+        params = {name: torch.full(size, 7.0, dtype=dtype) for name, size in layout.shapes.items()}
+        import_hf(reader, layout, params, skip)
+        ranks.append(params)
+    return ranks
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def merged(ranks: list[dict[str, torch.Tensor]], layouts: list[Layout]) -> tuple[dict[str, torch.Tensor], Layout]:
+    """The ranks' tensors as one process that holds them all, so that export runs here without a group."""
+    params, shapes, pieces, seen = {}, {}, [], set()
+    for rank, (tensors, layout) in enumerate(zip(ranks, layouts, strict=True)):
+        params |= {f"{rank}:{name}": t for name, t in tensors.items()}
+        shapes |= {f"{rank}:{name}": s for name, s in layout.shapes.items()}
+        for p in layout.pieces:
+            if (p.tensor, p.box) not in seen:
+                seen.add((p.tensor, p.box))
+                pieces.append(type(p)(p.tensor, p.box, f"{rank}:{p.local}", p.offset))
+    return params, Layout(shapes, tuple(pieces))
+
+
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip_is_bit_identical(tmp_path: Path, name: str, dtype_name: str) -> None:
+    dtype = getattr(torch, dtype_name)
+    start = save_model(tmp_path / "start", name, dtype)
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    reader.check(shape)
+    layouts = tp2_pp2(shape)
+    ranks = import_all(reader, layouts, dtype=dtype)
+    assert (ranks[1]["embedding.word_embeddings.weight"][447 - 224 :] == 7).all(), "padding was touched"
+    params, layout = merged(ranks, layouts)
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, dtype_name, start)
+    assert_same_bits(all_tensors(tmp_path / "end"), all_tensors(start))
+    with safe_open(tmp_path / "end" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    before, after = (AutoModelForCausalLM.from_pretrained(d) for d in (start, tmp_path / "end"))
+    tokens = torch.arange(12)[None]
+    assert after.dtype == dtype and torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_sharded_files_both_ways(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", max_shard_size="100KB")
+    assert not (start / "model.safetensors").exists()
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    reader.check(shape)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    end = tmp_path / "end"
+    for max_shard_bytes in (50_000, 120_000):  # a second export replaces the first, whose files are more
+        export_hf(params, [layout], shape, end, 0, None, "float32", start, max_shard_bytes)
+    files = sorted(end.glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
+    assert all(f.stat().st_size < 125_000 for f in files)
+    index = json.loads((end / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in all_tensors(start).values())
+    assert_same_bits(all_tensors(end), all_tensors(start))
+    HFReader(end).check(shape)
+    assert AutoModelForCausalLM.from_pretrained(end).lm_head.weight.shape == (447, 64)
+
+
+def test_export_casts_and_takes_the_tokenizer_along(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    (start / "tokenizer.json").write_text("{}")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "bfloat16", start)
+    assert_same_bits(all_tensors(tmp_path / "end"), {n: t.bfloat16() for n, t in all_tensors(start).items()})
+    config = json.loads((tmp_path / "end" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and config["tie_word_embeddings"] is True
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "end").dtype == torch.bfloat16
+    assert {f.name for f in (tmp_path / "end").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config, value_head=True)
+    reader.check(shape)
+    assert "score.weight" not in reader.names
+    ranks = import_all(reader, tp2_pp2(shape), skip={"score.weight"})
+    assert all((r["output_layer.weight"] == 7).all() and r["output_layer.weight"].shape == (1, 64) for r in ranks[2:])
+    assert "output_layer.weight" not in ranks[0]
+    params, layout = merged(ranks, tp2_pp2(shape))
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "end")
+    assert again.num_labels == 1 and (again.score.weight == 7).all()
+    assert torch.equal(again.model.norm.weight, all_tensors(start)["model.norm.weight"])
+    reader = HFReader(tmp_path / "end")
+    reader.check(shape)
+    assert "score.weight" in reader.names
+    with pytest.raises(UserError, match=r"score\.weight is missing"):
+        import_all(HFReader(start), tp2_pp2(shape))
+
+
+def test_tied_checkpoint_may_hold_the_head_too(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    tensors = load_file(start / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, start / "model.safetensors")
+    reader = HFReader(start)
+    reader.check(ModelShape.from_hf_config(reader.config))
+
+
+def rewrite(start: Path, change) -> None:
+    tensors = load_file(start / "model.safetensors")
+    change(tensors)
+    save_file(tensors, start / "model.safetensors")
+
+
+def cut_short(start: Path) -> None:
+    content = (start / "model.safetensors").read_bytes()
+    (start / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda d: rewrite(d, lambda t: t.pop(NORM)), f"tensor {NORM} is missing"),
+        (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(63)})), rf"{NORM} has shape \(63,\).*\(64,\)"),
+        (lambda d: rewrite(d, lambda t: t.update({"model.layers.3.x": torch.ones(1)})), "model.layers.3.x is no part"),
+        (cut_short, "model.safetensors: not a readable safetensors file"),
+        (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "no.st"}}'),
+            "tensor model.embed_tokens.weight is missing",
+        ),
+    ],
+)
+def test_a_bad_checkpoint_gives_one_clear_line(tmp_path: Path, damage, message: str) -> None:
+    start = save_model(tmp_path / "start")
+    shape = ModelShape.from_hf_config(HFReader(start).config)
+    damage(start)
+    with pytest.raises(UserError, match=message) as caught:
+        HFReader(start).check(shape)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", max_shard_size="100KB")
+    reader = HFReader(start)
+    gone = sorted(start.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(UserError, match=f"{gone.name}: missing, though"):
+        reader.check(ModelShape.from_hf_config(reader.config))
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        HFReader(tmp_path / "nowhere")
+
+
+def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch) -> None:
+    start = save_model(tmp_path / "start")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    end = tmp_path / "end"
+    export_hf(params, [layout], shape, end, 0, None, "float32", start)
+
+    def disk_full(*_, **__) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlhf_mc.checkpoint.hf.save_file", disk_full)
+    with pytest.raises(UserError, match=r"failed on rank 0: .*No space left on device"):
+        export_hf(params, [layout], shape, end, 0, None, "bfloat16", start)
+    HFReader(end).check(shape)
+    assert_same_bits(all_tensors(end), all_tensors(start))
