@@ -1,0 +1,104 @@
+"""Attention and rotary positions over packed sequences without Transformer Engine: Megatron-Core's local
+layers with scaled_dot_product_attention per run of equally long sequences, so no padded token is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron-Core's description of packed sequences, with what the local layers need besides.
+
+    With qkv_format "thd" Transformer Engine does the packing. With "packed" Megatron-Core hands q, k and v
+    through as [T, 1, heads, head_dim], and rotary angles by position, so that one operation serves all
+    sequences (Megatron-Core's unfused thd rotary slices and joins per sequence, in every layer)."""
+
+    positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[T] int64: position of each token in its sequence."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """(number of sequences, their length), in packing order: neighbours of equal length are one batch."""
+
+
+def pack(seq_lens: Sequence[int], device: torch.device, transformer_engine: bool) -> PackedSequences:
+    """Describes sequences of these lengths packed end to end. Sorted lengths give the fewest runs."""
+    lens = torch.tensor(seq_lens, dtype=torch.int64)
+    ends = torch.cumsum(lens, 0)
+    starts = torch.repeat_interleave(ends - lens, lens)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device=device, dtype=torch.int32)
+    runs: list[tuple[int, int]] = []
+    for length in seq_lens:
+        if runs and runs[-1][1] == length:
+            runs[-1] = (runs[-1][0] + 1, length)
+        else:
+            runs.append((1, length))
+    longest = max(seq_lens)
+    return PackedSequences(
+        qkv_format="thd" if transformer_engine else "packed",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=(torch.arange(int(ends[-1])) - starts).to(device),
+        runs=runs,
+    )
+
+
+class PackedAttention(torch.nn.Module):
+    """Megatron-Core core attention: causal within each packed sequence, grouped queries as given.
+
+    Takes q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim]; returns [T, 1, heads * head_dim]."""
+
+    def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
+        super().__init__()
+        assert config.attention_dropout == 0.0
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        assert packed_seq_params is not None and attention_mask is None and attention_bias is None
+        parts = [count * length for count, length in packed_seq_params.runs]
+        outputs = []
+        for (count, length), q, k, v in zip(
+            packed_seq_params.runs,
+            torch.split(query, parts),
+            torch.split(key, parts),
+            torch.split(value, parts),
+            strict=True,
+        ):
+            q, k, v = (x.view(count, length, x.shape[-2], x.shape[-1]).transpose(1, 2) for x in (q, k, v))
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            outputs.append(out.transpose(1, 2).reshape(count * length, 1, -1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """Rotary angles by token position. Megatron-Core asks for a length and then for that many angles; here what
+    stands for the length is the packed sequences, and the angles come back one per token: [T, 1, 1, head_dim]."""
+
+    def get_rotary_seq_len(  # type: ignore[override]
+        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
+    ) -> PackedSequences:
+        return packed
+
+    def forward(self, packed: PackedSequences, packed_seq: bool = False, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        if packed_seq:
+            return self.get_emb(max(packed.max_seqlen_q, packed.max_seqlen_kv))
+        # The same products as get_emb's outer product, taken at the positions that occur.
+        angles = packed.positions.to(self.inv_freq.dtype)[:, None] * self.inv_freq.to(packed.positions.device)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]

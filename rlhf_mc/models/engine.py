@@ -1,0 +1,201 @@
+"""A model with its optimizer on the training mesh: run a whole batch through the pipeline, either to get one
+number per response token or to take one optimizer step. What the numbers mean is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import MegatronConfig, OptimConfig
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
+from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, predicting_states, run_stage
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.topology.groups import Groups, gather_objects, sum_over_ranks
+
+Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
+"""(model, states [R, 1, hidden], micro-batch) -> [R] float32."""
+Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of the statistics)."""
+
+
+class ModelEngine:
+    """One role's model. Without optimizer settings it is frozen."""
+
+    def __init__(self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> None:
+        self.name = name
+        self.shape = shape
+        self.groups = groups
+        self.model = build_model(shape, megatron, groups)
+        self.model.requires_grad_(False)
+        self._megatron = megatron
+        self._optimizer: Any = None
+        self._scheduler: Any = None
+        self._ddp: Any = None
+
+    @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters, by the names of reshard's Megatron-Core layout; written in place by a reshard."""
+        return {name: param.data for name, param in self.model.named_parameters()}
+
+    def make_trainable(self, optim: OptimConfig, total_steps: int) -> None:
+        """Adds gradient buffers and the optimizer. The weights must be in place: the optimizer copies them."""
+        self.model.requires_grad_(True)
+        self.model.train()
+        with platform.megatron():
+            ddp_config = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                use_distributed_optimizer=self._megatron.use_distributed_optimizer,
+            )
+            self._ddp = DistributedDataParallel(
+                self.model.config, ddp_config, self.model, pg_collection=self.groups.collection
+            )
+            dtype = DTYPES[self._megatron.dtype]
+            config = OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=optim.min_lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.betas[0],
+                adam_beta2=optim.betas[1],
+                adam_eps=optim.eps,
+                clip_grad=optim.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=self._megatron.use_distributed_optimizer,
+            )
+            self._optimizer = get_megatron_optimizer(
+                config,
+                [self._ddp],
+                config_overrides=get_standard_config_overrides(config),
+                use_gloo_process_groups=False,
+                pg_collection=self.groups.collection,
+            )
+        self.model.config.grad_scale_func = self._optimizer.scale_loss
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        self._scheduler = OptimizerParamScheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=optim.lr,
+            min_lr=optim.min_lr,
+            lr_warmup_steps=optim.lr_warmup_steps,
+            lr_decay_steps=max(total_steps, optim.lr_warmup_steps + 1),
+            lr_decay_style=optim.lr_decay_style,
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+        # Schedule position 0 is learning rate 0 under a warm-up: a first PPO step that changes nothing.
+        if optim.lr_warmup_steps > 0:
+            self._scheduler.step(increment=1)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next optimizer step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def end_of_ppo_step(self) -> None:
+        """Moves the learning-rate schedule on."""
+        self._scheduler.step(increment=1)
+
+    @torch.no_grad()
+    def score(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], head: Head) -> torch.Tensor:
+        """One number per response token of the whole batch: [R] float32, on every rank.
+
+        micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
+        result = torch.zeros(int(batch.response_lens.sum()))
+
+        def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
+            if micro.is_filler:
+                return
+            scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each holds some columns
+            if self.groups.coordinate.tp == 0:
+                result[micro.response_index] = scored.float().cpu()
+
+        self._run(batch, micro_batches, keep, forward_only=True)
+        # Every token was scored by one replica, on its last stage, and is kept by one of its ranks.
+        return sum_over_ranks(result)
+
+    def train_step(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss
+    ) -> dict[str, float]:
+        """One optimizer step on the batch (a mini-batch): the gradient is that of the sum of the shares that
+        `loss` returns, over all micro-batches of all replicas. Returns the sums of the statistics, and
+        grad_norm (before clipping) and lr. Every rank must call it."""
+        totals: dict[str, float] = {}
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        # The schedule divides the loss by the number of micro-batches, DDP the gradient by that of replicas.
+        scale = float(self.groups.mesh.dp * len(micro_batches))
+
+        def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            if micro.is_filler:
+                return hidden.float().sum() * 0.0
+            value, stats = loss(model, hidden, micro)
+            for key, stat in stats.items():
+                totals[key] = totals.get(key, 0.0) + float(stat)
+            return value * scale
+
+        self._run(batch, micro_batches, share, forward_only=False)
+        with platform.megatron():
+            _, grad_norm, _ = self._optimizer.step()
+        if not torch.isfinite(torch.tensor(float(grad_norm))):
+            raise UserError(f"{self.name}: the gradient is not finite (norm {grad_norm}); try a smaller optim.lr")
+        return {**self._sum_stats(totals), "grad_norm": float(grad_norm), "lr": self.lr}
+
+    def _sum_stats(self, totals: dict[str, float]) -> dict[str, float]:
+        """Adds the replicas' shares up; ranks without the output layer learn the names from those with it."""
+        mine = totals if self.groups.is_last_stage and self.groups.coordinate.tp == 0 else {}
+        out: dict[str, float] = {}
+        for shares in gather_objects(mine):
+            for key, value in shares.items():
+                out[key] = out.get(key, 0.0) + value
+        return out
+
+    def _run(
+        self,
+        batch: RaggedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        on_last_stage: Callable[[PackedGPT, torch.Tensor, MicroBatch], Any],
+        forward_only: bool,
+    ) -> None:
+        """Runs the micro-batches through this rank's stage by Megatron-Core's schedule; on the last stage
+        `on_last_stage` gets the states that predict response tokens and, unless forward_only, returns the loss."""
+        pp = self.groups.mesh.pp
+
+        def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            micro = next(iterator)
+
+            def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
+                value = on_last_stage(self.model, predicting_states(hidden, micro), micro)
+                return value if non_loss_data else (value, {})
+
+            return run_stage(model, micro), finish
+
+        extra: dict[str, Any] = {"pg_collection": self.groups.collection}
+        if pp > 1:
+            extra["p2p_communicator"] = P2PCommunicator(self.groups.collection.pp, self.model.config)
+        with platform.megatron():
+            get_forward_backward_func(pp, None)(
+                forward_step_func=step,
+                data_iterator=(cut_micro_batch(batch, list(m)) for m in micro_batches),
+                model=[self.model if forward_only else self._ddp],
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                **extra,
+            )

@@ -1,0 +1,114 @@
+"""The only file that knows CUDA from CPU: device, communication backend, synchronisation, memory,
+and what makes Megatron-Core run on a CPU. Nothing about models or the loop lives here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def use_cuda() -> bool:
+    """Whether this process trains and generates on a GPU. RLHF_MC_DEVICE=cpu forces the CPU on a machine with GPUs."""
+    return torch.cuda.is_available() and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
+
+
+def device() -> torch.device:
+    """The device of this process: one GPU per local rank, or the CPU."""
+    if use_cuda():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def backend() -> str:
+    """torch.distributed's backend: NCCL for tensors on GPUs and gloo for the small CPU messages beside them."""
+    return "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
+
+
+def set_device() -> None:
+    """Binds this process to its GPU; nothing to do on a CPU."""
+    if use_cuda():
+        torch.cuda.set_device(device())
+
+
+def synchronize() -> None:
+    """Waits for the device's queued work, so that a clock read next is true."""
+    if use_cuda():
+        torch.cuda.synchronize()
+
+
+def peak_memory_gb() -> float:
+    """GiB: largest memory so far of this process's tensors on its GPU, or of the whole process on a CPU."""
+    if use_cuda():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Megatron-Core names "cuda" outright when it creates tensors and checks their type by its string.
+    Under this mode those tensors are CPU tensors, and the strings are what Megatron-Core looks for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        out = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(out, str) and len(args) == 1:
+            return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+@contextlib.contextmanager
+def megatron() -> Iterator[None]:
+    """Surrounds every call into Megatron-Core. Does nothing on a GPU; never surrounds vLLM, which must see the truth."""
+    if use_cuda():
+        yield
+        return
+    _stub_cuda_calls()
+    with _CudaMeansCpu():
+        yield
+
+
+def _stub_cuda_calls() -> None:
+    """Replaces, once, the torch.cuda calls that Megatron-Core makes unconditionally by their CPU meaning."""
+    if getattr(torch.cuda, "_rlhf_mc_stubs", False):
+        return
+    cpu = torch.device("cpu")
+
+    def same(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    stubs: dict[str, Any] = {
+        "current_device": lambda: cpu,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "get_rng_state": get_state,
+        "set_rng_state": set_state,
+        "_rlhf_mc_stubs": True,
+    }
+    for name, stub in stubs.items():
+        setattr(torch.cuda, name, stub)
+    torch.cuda.random.get_rng_state = get_state
+    torch.cuda.random.set_rng_state = set_state  # type: ignore[assignment]
+    torch.Tensor.cuda = same  # type: ignore[assignment]
+    torch.nn.Module.cuda = same  # type: ignore[assignment]
+
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    mcore_random._get_cuda_rng_state = get_state
+    mcore_random._set_cuda_rng_state = set_state

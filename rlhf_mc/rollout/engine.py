@@ -1,0 +1,188 @@
+"""The in-process vLLM engine: builds it over given rank groups, hands out its parameters to be written in place,
+and generates. The only file that imports vllm; it knows nothing of rewards or training.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read by vllm when it is imported: the engine lives in this very process, and nothing is fetched or reported.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import contextlib
+import gc
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import vllm
+import vllm._custom_ops
+import vllm.distributed.parallel_state as vllm_state
+
+from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.data.batch import Generation
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.topology.groups import gather_objects
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn. Nothing is cut off the distribution (no top-k, no top-p)."""
+
+    temperature: float
+    """0: greedy."""
+    max_tokens: int
+    """Longest response."""
+    stop_token_ids: tuple[int, ...]
+    """A response ends with any of these, the token included."""
+
+
+def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
+    """Refuses, before an engine is built, a model that vLLM cannot cut so, or whose heads it has no kernel for."""
+    check_vllm(shape, cfg.tensor_model_parallel_size)
+    if not platform.use_cuda() and shape.head_dim % 32:
+        raise UserError(
+            f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32 (32, 64, 96, 128, ...)"
+        )
+
+
+@contextlib.contextmanager
+def _groups_as_given(groups: Sequence[Sequence[int]]) -> Iterator[None]:
+    """vLLM takes consecutive ranks as tensor-parallel groups; inside this context it takes the given ones."""
+    original = vllm_state.init_model_parallel_group
+
+    def init_group(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group_name") == "tp":
+            group_ranks = [list(ranks) for ranks in groups]
+        return original(group_ranks, *args, **kwargs)
+
+    with mock.patch.object(vllm_state, "init_model_parallel_group", init_group):
+        yield
+
+
+class RolloutEngine:
+    """This rank's part of one vLLM engine. Its weights are arbitrary until the first update."""
+
+    def __init__(
+        self,
+        model_path: str,
+        cfg: RolloutConfig,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        max_model_len: int,
+        dtype: str,
+        seed: int,
+    ) -> None:
+        self._group = next(list(g) for g in groups if rank in g)
+        self._replica = next(i for i, g in enumerate(groups) if rank in g)
+        self._num_replicas = len(groups)
+        self._rank = rank
+        options: dict[str, Any] = {}
+        if platform.use_cuda():
+            options.update(gpu_memory_utilization=cfg.gpu_memory_utilization, enforce_eager=cfg.enforce_eager)
+        else:
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
+            options.update(enforce_eager=True)
+            # Otherwise the CPU backend repacks linear weights and empties the parameters that we write to.
+            vllm._custom_ops._supports_onednn = False
+        with _groups_as_given(groups):
+            self._llm = vllm.LLM(
+                model_path,
+                skip_tokenizer_init=True,
+                tensor_parallel_size=cfg.tensor_model_parallel_size,
+                distributed_executor_backend="external_launcher",
+                load_format="dummy",
+                dtype=dtype,  # type: ignore[arg-type]
+                seed=seed,
+                max_model_len=max_model_len,
+                max_num_seqs=cfg.max_num_seqs,
+                max_num_batched_tokens=max(cfg.max_num_batched_tokens, max_model_len),
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                **options,
+            )
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        executor: Any = self._llm.llm_engine.model_executor
+        model: torch.nn.Module = executor.driver_worker.worker.model_runner.model
+        return model
+
+    @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """vLLM's own parameters, by the names of reshard's vLLM layout; a reshard writes them in place."""
+        return {name: param.data for name, param in self._model.named_parameters()}
+
+    def weights_updated(self) -> None:
+        """Forgets what was computed with earlier weights (the prefix cache). Call after each reshard."""
+        self._llm.reset_prefix_cache()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
+        """One response per prompt, for all prompts, on every rank. Every rank must call it with the same arguments.
+
+        Engine e takes prompts e, e + number of engines, ...; each response depends on its own seed alone, not on
+        who generates it or beside what. Raises where the ranks of one engine have drawn different tokens."""
+        mine = range(self._replica, len(prompts), self._num_replicas)
+        requests = [
+            vllm.SamplingParams(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # the end tokens are among stop_token_ids
+                seed=seeds[i],
+                logprobs=0,
+                detokenize=False,
+            )
+            for i in mine
+        ]
+        outputs = self._llm.generate(
+            [vllm.TokensPrompt(prompt_token_ids=list(prompts[i])) for i in mine], requests, use_tqdm=False
+        ) if requests else []
+        responses = [_to_generation(out.outputs[0]) for out in outputs]
+        digest = hashlib.sha256(repr([r.token_ids for r in responses]).encode()).hexdigest()
+        is_first = self._rank == self._group[0]
+        everyone = gather_objects((self._replica, digest, responses if is_first else None))
+        _check_same_tokens(everyone)
+        result: list[Generation | None] = [None] * len(prompts)
+        for replica, _, part in everyone:
+            if part is not None:
+                result[replica :: self._num_replicas] = part
+        assert all(r is not None for r in result)
+        return result  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Frees the engine and vLLM's process groups, so that another engine can be built in this process."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        vllm_state.destroy_model_parallel()
+        gc.collect()
+
+
+def _to_generation(output: Any) -> Generation:
+    token_ids = list(output.token_ids)
+    log_probs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+    return Generation(token_ids, log_probs, finished=output.finish_reason == "stop")
+
+
+def _check_same_tokens(everyone: Sequence[tuple[int, str, Any]]) -> None:
+    """Every rank holds the same list, so all ranks raise together."""
+    first: dict[int, int] = {}
+    for rank, (replica, digest, _) in enumerate(everyone):
+        other = first.setdefault(replica, rank)
+        if everyone[other][1] != digest:
+            raise UserError(
+                f"rollout: ranks {other} and {rank} of one vLLM engine drew different tokens; they must run the same "
+                "vLLM, the same weights and the same seeds (is one of them on other hardware or another version?)"
+            )

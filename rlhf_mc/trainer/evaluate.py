@@ -1,0 +1,59 @@
+"""Validation: generate for the validation prompts, score, report accuracy by data source, write samples as text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_mc.config.schema import ValKwargsConfig
+from rlhf_mc.data.batch import Generation, Prompt
+from transformers import PreTrainedTokenizerBase
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rollout.engine import RolloutEngine, Sampling
+from rlhf_mc.trainer.experience import VALIDATION, generate, repeat_prompts, sampling_seeds, score_responses
+
+
+def accuracy_metrics(prompts: Sequence[Prompt], scores: Sequence[dict[str, float]], n: int) -> dict[str, float]:
+    """{val-core/<data_source>/acc/mean@n: mean accuracy}; a row's accuracy is "acc" where the reward function gives
+    one, else its score. prompts and scores: one entry per response."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for prompt, row in zip(prompts, scores, strict=True):
+        by_source[prompt.data_source].append(row.get("acc", row["score"]))
+    return {f"val-core/{source}/acc/mean@{n}": sum(accs) / len(accs) for source, accs in sorted(by_source.items())}
+
+
+def evaluate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    rewards: RewardManager,
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: ValKwargsConfig,
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    seed: int,
+) -> tuple[dict[str, float], float, list[str]]:
+    """Returns metrics, the mean accuracy over all responses, and one readable text per response, on every rank."""
+    rows = repeat_prompts(prompts, cfg.n)
+    # The same seeds at every validation: what changes between two is the model.
+    seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
+    generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
+    scores = score_responses(rewards, tokenizer, rows, generations)
+    mean = sum(row.get("acc", row["score"]) for row in scores) / len(scores)
+    texts = [
+        _as_text(prompt, tokenizer, generation, row["score"])
+        for prompt, generation, row in zip(rows, generations, scores, strict=True)
+    ]
+    return accuracy_metrics(rows, scores, cfg.n), mean, texts
+
+
+def _as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, generation: Generation, score: float) -> str:
+    response = tokenizer.decode(generation.token_ids, skip_special_tokens=False)
+    return f"[prompt] {prompt.text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score}\n"
+
+
+def write_generations(directory: Path, step: int, texts: Sequence[str], limit: int) -> None:
+    """Writes the first `limit` samples to generations/step_<n>.txt."""
+    path = directory / "generations" / f"step_{step:06d}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(texts[:limit]), encoding="utf-8")
