@@ -224,7 +224,7 @@ def check_movement(plan: Plan, have: list[dict], want: list[dict], target: list[
     for rank, (got, wanted) in enumerate(zip(filled, want, strict=True)):
         assert got.keys() == wanted.keys()
         for name in wanted:
-            torch.testing.assert_close(got[name], wanted[name], rtol=0, atol=0, msg=f"rank {rank}: {name}")
+            assert torch.equal(got[name], wanted[name]), f"rank {rank}: {name}"
     for rank in range(len(have)):
         part = plan.for_rank(rank)
         # The lower bound: what the rank wants and does not have.
