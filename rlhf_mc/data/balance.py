@@ -47,14 +47,9 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
 
     groups = _largest_differencing(list(seq_lens), count)
     if max(map(load, groups)) > budget:
-        # Balancing knows no budget; a tight one needs the packing, with its fullest micro-batches cut in two.
-        groups = packed
-        while len(groups) < count and any(len(group) > 1 for group in groups):
-            fullest = max((group for group in groups if len(group) > 1), key=load)
-            groups.remove(fullest)
-            halves = _largest_differencing([seq_lens[i] for i in fullest], 2)
-            groups += [[fullest[i] for i in half] for half in halves]
-        groups += [[] for _ in range(count - len(groups))]
+        # Balancing knows no budget; a tight one needs the packing.
+        groups = packed + [[] for _ in range(count - len(packed))]
+        _fill_empty([groups], seq_lens)
     groups = [sorted(group) for group in groups]
     return sorted(groups, key=lambda group: (-load(group), group))
 

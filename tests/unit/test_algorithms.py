@@ -61,6 +61,7 @@ def test_whitening_of_nothing_or_of_one_element_is_zero(count: int) -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     mask[0, :count] = True
     x = torch.full((2, 3), 5.0)
+    assert masked_mean(x, mask).item() == 5.0 * count
     assert masked_var(x, mask).item() == 0.0
     assert torch.equal(masked_whiten(x, mask), torch.zeros(2, 3))
 
