@@ -305,16 +305,16 @@ def test_senders_of_a_block_send_the_same(tp: int, stages: int, dp: int, rollout
 
 
 def test_the_same_node_is_asked_first() -> None:
-    """Two replicas on two nodes of two ranks, each rank needing its neighbour's half."""
-    mesh = Mesh(make_shape(), tp=2, dp=2, stages=[range(3)])
-    rollout = [vllm_layout(mesh.shape, 0, 1)] * 4
-    for ranks_per_node, same_node in [(2, True), (4, False)]:
-        plan = make_plan(mesh.layouts(), rollout, 4, 1 << 20, ranks_per_node)
-        senders = {
-            (t.src_rank, rank) for rank in range(4) for _, receives in plan.for_rank(rank).buckets for t in receives
-        }
-        assert all(src // 2 == dst // 2 for src, dst in senders) or not same_node
-        assert {dst for _, dst in senders} == {0, 1, 2, 3}
+    """Ranks 0 and 4 hold a tensor that all six want; on one node the two take turns, on two each serves its own."""
+    whole = whole_layout({"w": (4, 2)})
+    source = [whole, EMPTY, EMPTY, EMPTY, whole, EMPTY]
+    for ranks_per_node, senders in [
+        (3, {1: 0, 2: 0, 3: 4, 5: 4}),
+        (6, {1: 0, 2: 4, 3: 0, 5: 4}),
+        (1, {1: 0, 2: 4, 3: 0, 5: 4}),
+    ]:
+        plan = make_plan(source, [whole] * 6, 4, 1 << 20, ranks_per_node)
+        assert {r: t.src_rank for r in range(6) for _, got in plan.for_rank(r).buckets for t in got} == senders
 
 
 def test_all_stages_send_in_every_large_bucket() -> None:
