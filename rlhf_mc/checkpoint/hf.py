@@ -42,6 +42,10 @@ STAGING = ".incomplete"
 """Folder inside the output directory for files that are not complete yet."""
 
 
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+TYPES = ", ".join(_DTYPES.values())
+
+
 class HFReader:
     """A checkpoint directory. Tensors are opened when asked for and read when sliced."""
 
@@ -49,7 +53,7 @@ class HFReader:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UserError(f"{self.directory}: no such directory; expected a Hugging Face checkpoint")
-        self.config: dict[str, Any] = _read_json(self.directory / "config.json")
+        self.config: dict[str, Any] = read_config(self.directory)
         self._open_files: dict[str, Any] = {}
         if (self.directory / INDEX).exists():
             self._file_of: dict[str, str] = _read_json(self.directory / INDEX).get("weight_map", {})
@@ -83,6 +87,13 @@ class HFReader:
             if name.startswith("model.") and name not in expected and not name.endswith(".inv_freq"):
                 raise UserError(f"{self._path(name)}: {name} is no part of the {shape.family} model of config.json")
 
+    def dtype_name(self) -> str:
+        """The type of the weights, as torch names it. UserError where they are not all of one floating type."""
+        found = {_DTYPES.get(self._slice(name).get_dtype(), "another type") for name in self.names}
+        if len(found) != 1 or "another type" in found:
+            raise UserError(f"{self.directory}: tensors of {', '.join(sorted(found))}; expected one of {TYPES} for all")
+        return found.pop()
+
     def _path(self, name: str) -> Path:
         return self.directory / self._file_of[name]
 
@@ -104,6 +115,11 @@ class HFReader:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path}: not a readable safetensors file, cut short or corrupt ({error})") from error
         return self._open_files[file]
+
+
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """config.json of a directory, which may hold no weights."""
+    return _read_json(Path(directory) / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -83,6 +83,13 @@ class RaggedBatch:
         """[S] int64: prompt + response."""
         return self.prompt_lens + self.response_lens
 
+    def responses(self) -> list[list[int]]:
+        """Each sequence's response tokens."""
+        return [
+            seq[prompt_len:].tolist()
+            for seq, prompt_len in zip(self.tokens.split(self.seq_lens.tolist()), self.prompt_lens.tolist(), strict=True)
+        ]
+
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
         """A copy with per-token or per-sequence results filled in; lengths are checked."""
         for name, value in fields.items():
@@ -111,7 +118,7 @@ class RaggedBatch:
 
 
 def ragged_indices(lens: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """Positions, in a vector that holds segments of `lens` [S] end to end, of the segments `which` [K] in that order."""
+    """Positions of the segments `which` [K], in that order, in a vector of segments of `lens` [S] end to end."""
     starts = torch.cumsum(lens, 0) - lens
     picked = lens[which]
     out_starts = torch.cumsum(picked, 0) - picked

@@ -27,7 +27,7 @@ from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import check_mcore
 from rlhf_mc.topology.groups import Groups
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 

@@ -4,9 +4,10 @@ Python values by which ranks agree on something small.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,9 +62,27 @@ def build_groups(mesh: Mesh) -> Groups:
     return Groups(mesh, dist.get_rank(), ProcessGroupCollection.use_mpu_process_groups())
 
 
+@contextlib.contextmanager
+def single_process() -> Iterator[Groups]:
+    """A world of this one process, for tools that convert a checkpoint."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield build_groups(Mesh(1, 1, 1))
+    finally:
+        destroy_groups()
+        dist.destroy_process_group()
+
+
 def destroy_groups() -> None:
     """Takes down what build_groups built, so that another mesh can follow in the same processes."""
     parallel_state.destroy_model_parallel()
+
+
+def shut_down() -> None:
+    """Leaves the world together: no rank is gone while another still waits for it."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def set_timeout_everywhere(timeout_seconds: int) -> None:
@@ -94,15 +113,3 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     out = tensor.detach().to(platform.device())
     dist.all_reduce(out)
     return out.cpu()
-
-
-def barrier() -> None:
-    """Waits for every rank."""
-    dist.barrier()
-
-
-def assert_same_everywhere(name: str, values: Sequence[int], ranks: Sequence[int]) -> None:
-    """Compares a few integers over the given ranks; raises on every rank if they differ. Every rank must call it."""
-    everyone = gather_objects(list(values))
-    for rank in ranks:
-        assert everyone[rank] == everyone[ranks[0]], f"{name} differ between ranks {ranks[0]} and {rank}"

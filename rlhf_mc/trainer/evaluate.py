@@ -38,7 +38,7 @@ def evaluate(
     # The same seeds at every validation: what changes between two is the model.
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
     generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
-    scores = score_responses(rewards, tokenizer, rows, generations)
+    scores = score_responses(rewards, tokenizer, rows, [g.token_ids for g in generations])
     mean = sum(row.get("acc", row["score"]) for row in scores) / len(scores)
     texts = [
         _as_text(prompt, tokenizer, generation, row["score"])

@@ -53,7 +53,10 @@ def generate(
 
 
 def score_responses(
-    rewards: RewardManager, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], generations: Sequence[Generation]
+    rewards: RewardManager,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    responses: Sequence[list[int]],
 ) -> list[dict[str, float]]:
     """Each response's scores ("score" and what else the reward function gives), on every rank.
 
@@ -62,7 +65,7 @@ def score_responses(
     error: UserError | None = None
     mine: list[dict[str, float]] = []
     try:
-        texts = tokenizer.batch_decode([g.token_ids for g in generations[rank::world]], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
         mine = rewards.score(prompts[rank::world], texts)
     except UserError as e:
         error = e

@@ -96,7 +96,7 @@ def update(
     objective: Callable[[RaggedBatch], Loss],
     token_budget: int,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch. Returns each statistic's mean over the mini-batches. Every rank must call it."""
+    """One optimizer step per mini-batch. Returns each statistic's mean over them. Every rank must call it."""
     metrics = Metrics()
     for indices in mini_batch_indices:
         mini = batch.select(indices)

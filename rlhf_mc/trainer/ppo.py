@@ -1,0 +1,219 @@
+"""The PPO loop: the phases of a step, in order, the same lines on every rank. What a phase does is in
+experience.py, update.py and evaluate.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_mc import platform
+from rlhf_mc.checkpoint.hf import export_hf
+from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
+from rlhf_mc.data.prompts import prompt_indices, steps_per_epoch
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.plots import plot_run
+from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.rollout.engine import Sampling
+from rlhf_mc.trainer import evaluate, experience, update
+from rlhf_mc.trainer.setup import Run, actor_layouts
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+
+
+@dataclass
+class StepState:
+    """What one step gathers on its way."""
+
+    step: int
+    """1 for the first."""
+    timer: PhaseTimer
+    metrics: dict[str, float]
+
+
+def fit(run: Run) -> None:
+    """Trains to the last step, or to the target accuracy. Every rank must call it."""
+    cfg = run.config.trainer
+    sinks = Sinks(cfg, run.total_steps) if run.groups.rank == 0 else None
+    reached = False
+    if cfg.val_before_train and run.val_prompts:
+        state = StepState(0, PhaseTimer(platform.synchronize), {})
+        reached = validate(run, state)
+        log(sinks, state)
+    for step in range(1, run.total_steps + 1):
+        if reached:
+            break
+        state = StepState(step, PhaseTimer(platform.synchronize), {})
+        with state.timer.phase("step"):
+            prompts, batch = rollout(run, state)
+            batch = reward(run, state, prompts, batch)
+            batch = score(run, state, batch)
+            batch = advantage(run, state, batch)
+            update_models(run, state, batch)
+        step_metrics(run, state, batch)
+        last = step == run.total_steps
+        if cfg.test_freq > 0 and (step % cfg.test_freq == 0 or last):
+            reached = validate(run, state)
+        if cfg.save_freq > 0 and step % cfg.save_freq == 0:
+            export(run, state, Path(cfg.default_local_dir) / f"global_step_{step}" / "hf")
+        log(sinks, state)
+    export(run, StepState(run.total_steps, PhaseTimer(), {}), Path(cfg.default_local_dir) / "hf")
+    if sinks is not None:
+        sinks.close()
+        if "jsonl" in cfg.logger:
+            directory = Path(cfg.default_local_dir)
+            plot_run(directory / METRICS_FILE, directory / "training.png", title=directory.name)
+
+
+def sync_weights(run: Run, timer: PhaseTimer) -> None:
+    """The actor's weights into vLLM's own parameters, each rank receiving only the blocks it lacks."""
+    with timer.phase("update_weights"):
+        execute(run.update_plan, run.actor.params, run.rollout.params, dist.group.WORLD)
+        run.rollout.weights_updated()
+
+
+def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
+    """Generates n responses for each of this step's prompts with the current weights."""
+    cfg = run.config
+    indices = prompt_indices(
+        len(run.train_prompts), cfg.data.train_batch_size, state.step - 1, cfg.trainer.seed, cfg.data.shuffle
+    )
+    drawn = [run.train_prompts[i] for i in indices]
+    sync_weights(run, state.timer)
+    with state.timer.phase("gen"):
+        seeds = experience.sampling_seeds(cfg.trainer.seed, experience.TRAINING, state.step, drawn, cfg.rollout.n)
+        prompts = experience.repeat_prompts(drawn, cfg.rollout.n)
+        sampling = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
+        generations = experience.generate(run.rollout, prompts, seeds, sampling)
+    return prompts, build_batch(prompts, generations)
+
+
+def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> RaggedBatch:
+    """Scores the responses by rule or by the user's function."""
+    with state.timer.phase("reward"):
+        rows = experience.score_responses(run.rewards, run.tokenizer, prompts, batch.responses())
+    return batch.with_fields(scores=torch.tensor([row["score"] for row in rows], dtype=torch.float32))
+
+
+def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Old log-probs (actor), reference log-probs, values (critic)."""
+    cfg = run.config
+    log_probs = experience.log_prob_head(run.actor.shape.vocab_size, cfg.rollout.temperature)
+    with state.timer.phase("old_log_prob"):
+        budget = cfg.rollout.log_prob_max_token_len_per_gpu
+        batch = batch.with_fields(old_log_probs=experience.score_tokens(run.actor, batch, log_probs, budget))
+    if run.reference is not None:
+        with state.timer.phase("ref"):
+            budget = cfg.ref.log_prob_max_token_len_per_gpu
+            batch = batch.with_fields(ref_log_probs=experience.score_tokens(run.reference, batch, log_probs, budget))
+    with state.timer.phase("values"):
+        budget = cfg.critic.forward_max_token_len_per_gpu
+        batch = batch.with_fields(values=experience.score_tokens(run.critic, batch, experience.value_head, budget))
+    return batch
+
+
+def advantage(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Token rewards, advantages and returns; then the KL controller moves on."""
+    with state.timer.phase("adv"):
+        coef = run.kl_controller.value
+        batch, metrics, kl = experience.compute_advantages(batch, run.config.algorithm, coef)
+        if run.config.algorithm.use_kl_in_reward:
+            run.kl_controller.update(kl, batch.num_sequences)
+        state.metrics.update(metrics)
+    return batch
+
+
+def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """PPO epochs over mini-batches: the critic, then the actor."""
+    cfg = run.config
+    seed = (cfg.trainer.seed, state.step)
+    num_prompts, n = cfg.data.train_batch_size, cfg.rollout.n
+    with state.timer.phase("update_critic"):
+        size, epochs = cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs
+        minis = update.mini_batches(
+            num_prompts,
+            n,
+            cfg.actor.ppo_mini_batch_size if size is None else size,
+            cfg.actor.ppo_epochs if epochs is None else epochs,
+            cfg.critic.shuffle,
+            seed,
+        )
+        budget = cfg.critic.ppo_max_token_len_per_gpu
+        objective = lambda mini: update.critic_objective(mini, cfg.critic)  # noqa: E731
+        state.metrics.update(update.update(run.critic, batch, minis, objective, budget))
+    with state.timer.phase("update_actor"):
+        minis = update.mini_batches(
+            num_prompts, n, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs, cfg.actor.shuffle, seed
+        )
+        vocab, temperature = run.actor.shape.vocab_size, cfg.rollout.temperature
+        objective = lambda mini: update.actor_objective(mini, cfg.actor, vocab, temperature)  # noqa: E731
+        state.metrics.update(
+            update.update(run.actor, batch, minis, objective, cfg.actor.ppo_max_token_len_per_gpu)
+        )
+
+
+def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """What is known of the step as a whole."""
+    data = run.config.data
+    state.metrics.update(experience.rollout_metrics(batch, data.max_prompt_length, data.max_response_length))
+    seconds = state.timer.result()["timing_s/step"]
+    tokens = int(batch.seq_lens.sum())
+    state.metrics.update(
+        {
+            "training/global_step": state.step,
+            "training/epoch": (state.step - 1) // steps_per_epoch(len(run.train_prompts), data.train_batch_size),
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds / run.groups.mesh.world,
+            "perf/peak_memory_gb": platform.peak_memory_gb(),
+            "reshard/received_bytes": run.update_plan.received_bytes,
+            "reshard/copied_bytes": run.update_plan.copied_bytes,
+        }
+    )
+
+
+def validate(run: Run, state: StepState) -> bool:
+    """Validates with the current weights; True once the target accuracy is reached."""
+    cfg = run.config
+    sync_weights(run, state.timer)
+    with state.timer.phase("testing"):
+        metrics, accuracy, texts = evaluate.evaluate(
+            run.rollout,
+            run.val_prompts,
+            run.rewards,
+            run.tokenizer,
+            cfg.rollout.val_kwargs,
+            cfg.data.max_response_length,
+            run.stop_token_ids,
+            cfg.trainer.seed,
+        )
+    state.metrics.update(metrics)
+    if run.groups.rank == 0:
+        evaluate.write_generations(
+            Path(cfg.trainer.default_local_dir), state.step, texts, cfg.trainer.log_val_generations
+        )
+    target = cfg.trainer.target_val_acc
+    return target is not None and accuracy >= target
+
+
+def export(run: Run, state: StepState, directory: Path) -> None:
+    """Writes the actor as a Hugging Face checkpoint."""
+    with state.timer.phase("save_checkpoint"):
+        export_hf(
+            run.actor.params,
+            actor_layouts(run.actor),
+            run.actor.shape,
+            directory,
+            run.groups.rank,
+            dist.group.WORLD,
+            run.config.actor.megatron.dtype,
+            run.config.model.path,
+        )
+
+
+def log(sinks: Sinks | None, state: StepState) -> None:
+    """Sends the step's metrics and times off."""
+    if sinks is not None:
+        sinks.log(state.step, {**state.metrics, **state.timer.result()})

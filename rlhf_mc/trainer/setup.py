@@ -1,0 +1,176 @@
+"""Builds a run from its config: data, models, rollout engine, the plan of the weight update. All that can be
+wrong with what the user gave is found here, before the first step, cheapest checks first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.checkpoint.save_load import load_mcore
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import validate
+from rlhf_mc.config.schema import Config, KLCtrlConfig
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
+from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.reshard.plan import RankPlan, make_plan
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
+from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
+
+BUCKET_BYTES = 256 << 20
+"""Largest bytes that one rank sends, or receives, at a time in a weight update."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with. The same on every rank but for the rank's own shards."""
+
+    config: Config
+    groups: Groups
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train_prompts: list[Prompt]
+    val_prompts: list[Prompt]
+    total_steps: int
+    rewards: RewardManager
+    actor: ModelEngine
+    critic: ModelEngine
+    reference: ModelEngine | None
+    rollout: RolloutEngine
+    update_plan: RankPlan
+    """From the actor's parameters to vLLM's."""
+    kl_controller: KLController
+
+
+def build_run(cfg: Config) -> Run:
+    """Builds everything. Every rank must call it, with the same config, after init_process_group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    validate(cfg, world)
+    tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
+    train_prompts = load_prompts(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
+    val_prompts: list[Prompt] = []
+    if cfg.data.val_files:
+        val_prompts = load_prompts(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples)
+    total_steps = cfg.trainer.total_training_steps or (
+        cfg.trainer.total_epochs * steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
+    )
+    rewards = RewardManager(cfg.custom_reward_function)
+    rewards.check([*train_prompts, *val_prompts])
+
+    reader = HFReader(cfg.model.path)
+    shape = ModelShape.from_hf_config(reader.config)
+    critic_reader = HFReader(cfg.critic.model_path) if cfg.critic.model_path else reader
+    critic_shape = ModelShape.from_hf_config(critic_reader.config, value_head=True)
+    _check_model(cfg, shape, reader, tokenizer)
+    check_layout(critic_shape, cfg.actor.megatron)
+    critic_reader.check(critic_shape)
+    mesh = Mesh(world, cfg.actor.megatron.tensor_model_parallel_size, cfg.actor.megatron.pipeline_model_parallel_size)
+    groups = build_groups(mesh)
+
+    actor = _load(cfg, "actor", shape, groups, reader, cfg.model.dist_checkpointing_path)
+    needs_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+    reference = _load(cfg, "ref", shape, groups, reader, cfg.model.dist_checkpointing_path) if needs_reference else None
+    critic_checkpoint = None if cfg.critic.model_path else cfg.model.dist_checkpointing_path
+    critic = _load(cfg, "critic", critic_shape, groups, critic_reader, critic_checkpoint)
+    actor.make_trainable(cfg.actor.optim, total_steps)
+    critic.make_trainable(cfg.critic.optim, total_steps)
+
+    engine_ranks = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size)
+    rollout = RolloutEngine(
+        cfg.model.path,
+        cfg.rollout,
+        engine_ranks,
+        rank,
+        max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+        dtype=cfg.actor.megatron.dtype,
+        seed=cfg.trainer.seed,
+    )
+    plan = make_plan(
+        actor_layouts(actor),
+        rollout_layouts(shape, engine_ranks),
+        DTYPES[cfg.actor.megatron.dtype].itemsize,
+        BUCKET_BYTES,
+    ).for_rank(rank)
+    set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
+    return Run(
+        config=cfg,
+        groups=groups,
+        tokenizer=tokenizer,
+        stop_token_ids=_stop_token_ids(cfg.model.path, tokenizer),
+        train_prompts=train_prompts,
+        val_prompts=val_prompts,
+        total_steps=total_steps,
+        rewards=rewards,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        rollout=rollout,
+        update_plan=plan,
+        kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
+    )
+
+
+def actor_layouts(engine: ModelEngine) -> list[Layout]:
+    """What each rank holds of an engine's model."""
+    return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())
+
+
+def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+    check_layout(shape, cfg.actor.megatron)
+    check_rollout_layout(shape, cfg.rollout)
+    if cfg.model.dist_checkpointing_path is None:
+        reader.check(shape)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the model's "
+            f"max_position_embeddings {shape.max_position_embeddings}"
+        )
+    if len(tokenizer) > shape.vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size "
+            f"{shape.vocab_size}; it belongs to another model"
+        )
+
+
+def _load(
+    cfg: Config, name: str, shape: ModelShape, groups: Groups, reader: HFReader, checkpoint: str | None
+) -> ModelEngine:
+    """A model with its start weights, from the Megatron checkpoint if one is given, else from the safetensors.
+    A value head that the checkpoint lacks stays zero: the first values are 0."""
+    engine = ModelEngine(name, shape, cfg.actor.megatron, groups)
+    if checkpoint is not None:
+        load_mcore(engine.model, checkpoint, skip_prefixes=("output_layer.",) if shape.value_head else ())
+    else:
+        skip = ("score.weight",) if shape.value_head and "score.weight" not in reader.names else ()
+        import_hf(reader, actor_layouts(engine)[groups.rank], engine.params, skip=skip)
+    return engine
+
+
+def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's end token and those of generation_config.json, as vLLM and transformers take them."""
+    ids = {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    path = Path(model_path) / "generation_config.json"
+    if path.exists():
+        extra = json.loads(path.read_text()).get("eos_token_id")
+        ids.update(extra if isinstance(extra, list) else [] if extra is None else [extra])
+    return tuple(sorted(ids))
+
+
+def _kl_controller(cfg: KLCtrlConfig) -> KLController:
+    if cfg.type == "adaptive":
+        return AdaptiveKLController(cfg.kl_coef, cfg.target_kl, cfg.horizon)
+    return FixedKLController(cfg.kl_coef)
