@@ -179,4 +179,8 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> 
         _mark_tensor_parallel(model)
         _set_rope(model, shape)
         model.to(platform.device(), DTYPES[megatron.dtype])
+        with torch.no_grad():
+            for param in model.parameters():
+                # Memory as it comes may hold NaN, and the vocabulary's padding rows are never filled: 0 * NaN is NaN.
+                param.zero_()
     return model

@@ -13,6 +13,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+
+from rlhf_mc import platform
+
+if not platform.use_cuda():
+    # The CPU engine runs eagerly; what it would still compile costs a C++ compiler and minutes on first use.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 import contextlib
 import gc
 import hashlib
@@ -21,12 +29,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 import vllm
 import vllm._custom_ops
 import vllm.distributed.parallel_state as vllm_state
 
-from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation

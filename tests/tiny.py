@@ -1,0 +1,159 @@
+"""What real runs need at the smallest size: a qwen2 or llama checkpoint with random weights and a real tokenizer,
+prompts in parquet, and a config over them. Used by tests/dist and tests/system."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_mc.data.parquet import write_prompts
+
+CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+
+
+def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Byte-level, with an end token and a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|bot|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["1+1=2", "12+34=46"], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
+    )
+    fast.save_pretrained(directory)
+    return fast
+
+
+def make_checkpoint(directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any) -> Path:
+    """Random weights large enough that a wrong block shows; the vocabulary is no multiple of 64, so it is padded."""
+    tokenizer = make_tokenizer(directory)
+    torch.manual_seed(0)
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer) + 3,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.08,
+        "dtype": "float32",
+    }
+    model = model_class(config_class(**{**sizes, **extra})).float()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_prompts(path: Path, num_prompts: int, seed: int) -> Path:
+    """Additions of different lengths."""
+    rng = random.Random(seed)
+    rows = []
+    for index in range(num_prompts):
+        a, b = rng.randrange(10 ** rng.randrange(1, 4)), rng.randrange(100)
+        rows.append(
+            {
+                "data_source": "arithmetic",
+                "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+                "extra_info": {"split": "train", "index": index},
+            }
+        )
+    write_prompts(path, rows)
+    return path
+
+
+def config_tree(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A whole config over directory/{model, train.parquet, val.parquet}; `sections` go over it, key by key."""
+    tree: dict[str, Any] = {
+        "data": {
+            "train_files": str(directory / "train.parquet"),
+            "val_files": str(directory / "val.parquet"),
+            "train_batch_size": 8,
+            "max_prompt_length": 24,
+            "max_response_length": 12,
+        },
+        "model": {"path": str(directory / "model")},
+        "actor": {
+            "ppo_mini_batch_size": 4,
+            "ppo_epochs": 2,
+            "ppo_max_token_len_per_gpu": 96,
+            "entropy_coeff": 0.01,
+            "optim": {"lr": 1e-3, "lr_warmup_steps": 1},
+            "megatron": {"dtype": "float32"},
+        },
+        "critic": {
+            "ppo_max_token_len_per_gpu": 96,
+            "forward_max_token_len_per_gpu": 96,
+            "optim": {"lr": 1e-3},
+        },
+        "ref": {"log_prob_max_token_len_per_gpu": 96},
+        "rollout": {"n": 2, "log_prob_max_token_len_per_gpu": 96, "max_num_seqs": 64},
+        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "horizon": 100}},
+        "custom_reward_function": {"path": str(directory / "reward.py")},
+        "trainer": {
+            "default_local_dir": str(directory / "run"),
+            "total_training_steps": 2,
+            "test_freq": 1,
+            "dist_timeout_seconds": 120,
+        },
+    }
+    for name, section in sections.items():
+        _merge(tree.setdefault(name, {}), section)
+    return tree
+
+
+def _merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    # Random weights never answer right: reward something that they vary in.
+    return {"score": len(solution_str) / 10 + solution_str.count("1"), "length": len(solution_str)}
+"""
+
+
+def make_workspace(directory: Path, **model: Any) -> Path:
+    """Everything a run needs, in one directory."""
+    make_checkpoint(directory / "model", **model)
+    make_prompts(directory / "train.parquet", 24, seed=1)
+    make_prompts(directory / "val.parquet", 5, seed=2)
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def write_config(directory: Path, name: str = "config.yaml", **sections: dict[str, Any]) -> Path:
+    """The config as a YAML file."""
+    path = directory / name
+    path.write_text(yaml.safe_dump(config_tree(directory, **sections)))
+    return path
