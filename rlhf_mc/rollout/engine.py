@@ -170,9 +170,10 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Frees the engine and vLLM's process groups, so that another engine can be built in this process."""
-        self._llm.llm_engine.engine_core.shutdown()
+        # vLLM would take the whole world down with its own groups; the world is the trainer's.
+        with mock.patch.object(vllm_state, "destroy_distributed_environment", lambda: None):
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        vllm_state.destroy_model_parallel()
         gc.collect()
 
 

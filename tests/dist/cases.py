@@ -1,0 +1,102 @@
+"""What the ranks run in the tests of this folder; each function is called on every rank with the same arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from tiny import config_tree
+
+from rlhf_mc import platform
+from rlhf_mc.config.load import load_config
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.topology.groups import destroy_groups
+from rlhf_mc.trainer import ppo
+from rlhf_mc.trainer.setup import Run, build_run
+
+
+@contextlib.contextmanager
+def a_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
+    """A whole run: models, vLLM, data; taken down afterwards so that the next layout can follow."""
+    torch.manual_seed(0)
+    try:
+        run = build_run(load_config(config_path, overrides))
+        yield run
+        run.rollout.close()
+    finally:
+        destroy_groups()
+
+
+def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
+    return [
+        f"actor.megatron.tensor_model_parallel_size={tp}",
+        f"actor.megatron.pipeline_model_parallel_size={pp}",
+        f"rollout.tensor_model_parallel_size={rollout_tp}",
+    ]
+
+
+def two_steps(config_path: str, tp: int, pp: int, rollout_tp: int, overrides: list[str], export_to: str) -> dict[str, Any]:
+    """Two PPO steps by the loop itself. Returns each step's metrics, a digest of the tokens drawn, and how far vLLM's
+    weights after the second are from what loading the exported checkpoint gives (compared block for block)."""
+    steps: list[dict[str, float]] = []
+    digests: list[str] = []
+    with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
+        for step in (1, 2):
+            state = ppo.StepState(step, PhaseTimer(platform.synchronize), {})
+            with state.timer.phase("step"):
+                prompts, batch = ppo.rollout(run, state)
+                digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
+                batch = ppo.reward(run, state, prompts, batch)
+                batch = ppo.score(run, state, batch)
+                batch = ppo.advantage(run, state, batch)
+                ppo.update_models(run, state, batch)
+            ppo.step_metrics(run, state, batch)
+            steps.append(dict(state.metrics))
+        ppo.sync_weights(run, PhaseTimer())
+        ppo.export(run, state, Path(export_to))
+        dist.barrier()
+        different = vllm_differs_from(run, Path(export_to), config_path, rollout_tp)
+    return {"steps": steps, "digests": digests, "different": different}
+
+
+def vllm_differs_from(run: Run, checkpoint: Path, config_path: str, rollout_tp: int) -> list[str]:
+    """Names of vLLM's parameters that are not, bit for bit, what vLLM's own loader makes of the exported checkpoint."""
+    updated = {name: param.clone() for name, param in run.rollout.params.items()}
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
+    for param in run.rollout.params.values():
+        param.fill_(torch.nan)
+    run.rollout._model.load_weights(iter(tensors))
+    loaded = run.rollout.params
+    # vLLM's loader zeroes its own vocabulary padding; nothing is ever read from those rows.
+    vocab = run.actor.shape.vocab_size
+    different = []
+    for name, param in loaded.items():
+        mine = updated[name]
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tp_rank = next(g.index(dist.get_rank()) for g in [run.rollout._group])
+            real = max(0, min(len(param), vocab - tp_rank * len(param)))
+            param, mine = param[:real], mine[:real]
+        if param.isnan().any() or not torch.equal(param, mine):
+            different.append(name)
+    return different
+
+
+def exported_weights(directory: str) -> dict[str, torch.Tensor]:
+    with safe_open(Path(directory) / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def try_to_build(directory: str, sections: dict[str, Any]) -> None:
+    """Builds a run from tiny.config_tree; for tests of what is refused."""
+    path = Path(directory) / f"config_{dist.get_rank()}.json"
+    path.write_text(json.dumps(config_tree(Path(directory), **sections)))
+    with a_run(str(path), []):
+        pass

@@ -1,0 +1,116 @@
+"""Worker processes for tests on several ranks: started once per world size (importing vLLM and Megatron costs
+seconds), connected by gloo, each running the same function of a test module with the same arguments."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT_SECONDS = 300
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+def _worker(rank: int, world: int, port: int, pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
+    import warnings
+
+    import torch
+
+    from rlhf_mc.topology.groups import init_process_group
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    init_process_group(TIMEOUT_SECONDS)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        module, function, kwargs = task
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), function)(**kwargs)))
+        except BaseException as error:  # the test decides what a failure means
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class Workers:
+    """`world` ranks that run a function together."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        context = mp.get_context("spawn")
+        port = _free_port()
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            # Not daemons: the checkpoint writer starts processes of its own.
+            process = context.Process(target=_worker, args=(rank, world, port, theirs))
+            process.start()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def outcomes(self, function: Callable[..., Any], **kwargs: Any) -> list[tuple[bool, Any]]:
+        """Per rank (True, result) or (False, (exception's name, its message, stack))."""
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__name__, kwargs))
+        out = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT_SECONDS):
+                pytest.exit(f"rank {rank} of {self.world} has not answered: {function.__name__}({kwargs})", 3)
+            out.append(pipe.recv())
+        return out
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Each rank's result; fails the test with the stack of the first rank that raised."""
+        outcomes = self.outcomes(function, **kwargs)
+        for rank, (ok, value) in enumerate(outcomes):
+            if not ok:
+                pytest.fail(f"rank {rank}: {value[2]}")
+        return [value for _, value in outcomes]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Workers]]:
+    """pool(world): the workers of that world size, one size at a time (four idle ranks take memory too)."""
+    current: list[Workers] = []
+
+    def get(world: int) -> Workers:
+        if current and current[0].world != world:
+            current.pop().close()
+        if not current:
+            current.append(Workers(world))
+        return current[0]
+
+    yield get
+    for workers in current:
+        workers.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups the tests by world size (their parameter `world`), so that each size starts once."""
+    items.sort(key=lambda item: getattr(item, "callspec").params.get("world", 0) if hasattr(item, "callspec") else 0)
