@@ -1,6 +1,6 @@
 """The entry point of every rank: read the config, join the world, build the run, fit, and end with an exit code.
 
-    torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]
+torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]
 """
 
 from __future__ import annotations

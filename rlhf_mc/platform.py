@@ -66,7 +66,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def megatron() -> Iterator[None]:
-    """Surrounds every call into Megatron-Core. Does nothing on a GPU; never surrounds vLLM, which must see the truth."""
+    """Surrounds calls into Megatron-Core. Does nothing on a GPU; never surrounds vLLM, which must see the truth."""
     if use_cuda():
         yield
         return
@@ -104,9 +104,9 @@ def _stub_cuda_calls() -> None:
     for name, stub in stubs.items():
         setattr(torch.cuda, name, stub)
     torch.cuda.random.get_rng_state = get_state
-    torch.cuda.random.set_rng_state = set_state  # type: ignore[assignment]
-    torch.Tensor.cuda = same  # type: ignore[assignment]
-    torch.nn.Module.cuda = same  # type: ignore[assignment]
+    torch.cuda.random.set_rng_state = set_state
+    torch.Tensor.cuda = same  # type: ignore[method-assign]
+    torch.nn.Module.cuda = same  # type: ignore[method-assign]
 
     import megatron.core.tensor_parallel.random as mcore_random
 

@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from rlhf_mc.data.parquet import write_prompts
 
-CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
 
 
 def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
@@ -37,7 +39,9 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_checkpoint(directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any) -> Path:
+def make_checkpoint(
+    directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any
+) -> Path:
     """Random weights large enough that a wrong block shows; the vocabulary is no multiple of 64, so it is padded."""
     tokenizer = make_tokenizer(directory)
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def checkpoint_dtype(directory: str | Path) -> Any:
 def _check_is_checkpoint(directory: str | Path) -> None:
     if not (Path(directory) / "metadata.json").is_file():
         raise UserError(
-            f"{directory}: not a Megatron checkpoint (metadata.json is missing); tools/convert_hf_to_mcore.py writes one"
+            f"{directory}: not a Megatron checkpoint (no metadata.json); tools/convert_hf_to_mcore.py writes one"
         )
 
 

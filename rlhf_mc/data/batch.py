@@ -87,7 +87,9 @@ class RaggedBatch:
         """Each sequence's response tokens."""
         return [
             seq[prompt_len:].tolist()
-            for seq, prompt_len in zip(self.tokens.split(self.seq_lens.tolist()), self.prompt_lens.tolist(), strict=True)
+            for seq, prompt_len in zip(
+                self.tokens.split(self.seq_lens.tolist()), self.prompt_lens.tolist(), strict=True
+            )
         ]
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
@@ -95,7 +97,7 @@ class RaggedBatch:
         for name, value in fields.items():
             want = self.num_sequences if name == "scores" else int(self.response_lens.sum())
             assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
-        return replace(self, **fields)  # type: ignore[arg-type]
+        return replace(self, **fields)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> RaggedBatch:
         """The batch of these sequences, in this order."""

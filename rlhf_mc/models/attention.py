@@ -91,12 +91,12 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     """Rotary angles by token position. Megatron-Core asks for a length and then for that many angles; here what
     stands for the length is the packed sequences, and the angles come back one per token: [T, 1, 1, head_dim]."""
 
-    def get_rotary_seq_len(  # type: ignore[override]
+    def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
     ) -> PackedSequences:
         return packed
 
-    def forward(self, packed: PackedSequences, packed_seq: bool = False, **_: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, packed: PackedSequences, packed_seq: bool = False, **_: Any) -> torch.Tensor:
         if packed_seq:
             return self.get_emb(max(packed.max_seqlen_q, packed.max_seqlen_kv))
         # The same products as get_emb's outer product, taken at the positions that occur.

@@ -48,7 +48,8 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig) -> None:
         )
     if shape.o_bias != shape.mlp_bias:
         raise UserError(
-            f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; Megatron-Core has both or none"
+            f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
+            "Megatron-Core has both or none"
         )
     rope_type = (shape.rope_scaling or {}).get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE:
@@ -171,7 +172,7 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> 
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tie_embeddings and not shape.value_head,
             position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            rotary_base=shape.rope_theta,
             pg_collection=groups.collection,
         )
         if shape.value_head and groups.is_last_stage:

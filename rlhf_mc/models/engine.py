@@ -26,7 +26,7 @@ from rlhf_mc.topology.groups import Groups, gather_objects, sum_over_ranks
 Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
 """(model, states [R, 1, hidden], micro-batch) -> [R] float32."""
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of the statistics)."""
+"""(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics)."""
 
 
 class ModelEngine:
@@ -128,9 +128,7 @@ class ModelEngine:
         # Every token was scored by one replica, on its last stage, and is kept by one of its ranks.
         return sum_over_ranks(result)
 
-    def train_step(
-        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss
-    ) -> dict[str, float]:
+    def train_step(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
         """One optimizer step on the batch (a mini-batch): the gradient is that of the sum of the shares that
         `loss` returns, over all micro-batches of all replicas. Returns the sums of the statistics, and
         grad_norm (before clipping) and lr. Every rank must call it."""

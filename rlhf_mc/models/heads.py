@@ -64,7 +64,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return target_x - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:
         probs, entropy, local, is_local = ctx.saved_tensors
         grad = torch.zeros_like(probs)
         if grad_log_probs is not None:

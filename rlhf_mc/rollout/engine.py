@@ -57,9 +57,7 @@ def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
     """Refuses, before an engine is built, a model that vLLM cannot cut so, or whose heads it has no kernel for."""
     check_vllm(shape, cfg.tensor_model_parallel_size)
     if not platform.use_cuda() and shape.head_dim % 32:
-        raise UserError(
-            f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32 (32, 64, 96, 128, ...)"
-        )
+        raise UserError(f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32")
 
 
 @contextlib.contextmanager
@@ -108,7 +106,7 @@ class RolloutEngine:
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",
                 load_format="dummy",
-                dtype=dtype,  # type: ignore[arg-type]
+                dtype=dtype,
                 seed=seed,
                 max_model_len=max_model_len,
                 max_num_seqs=cfg.max_num_seqs,
@@ -133,9 +131,7 @@ class RolloutEngine:
         """Forgets what was computed with earlier weights (the prefix cache). Call after each reshard."""
         self._llm.reset_prefix_cache()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
         """One response per prompt, for all prompts, on every rank. Every rank must call it with the same arguments.
 
         Engine e takes prompts e, e + number of engines, ...; each response depends on its own seed alone, not on
@@ -153,9 +149,13 @@ class RolloutEngine:
             )
             for i in mine
         ]
-        outputs = self._llm.generate(
-            [vllm.TokensPrompt(prompt_token_ids=list(prompts[i])) for i in mine], requests, use_tqdm=False
-        ) if requests else []
+        outputs = (
+            self._llm.generate(
+                [vllm.TokensPrompt(prompt_token_ids=list(prompts[i])) for i in mine], requests, use_tqdm=False
+            )
+            if requests
+            else []
+        )
         responses = [_to_generation(out.outputs[0]) for out in outputs]
         digest = hashlib.sha256(repr([r.token_ids for r in responses]).encode()).hexdigest()
         is_first = self._rank == self._group[0]

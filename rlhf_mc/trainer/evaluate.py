@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Generation, Prompt
-from transformers import PreTrainedTokenizerBase
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
 from rlhf_mc.trainer.experience import VALIDATION, generate, repeat_prompts, sampling_seeds, score_responses

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.advantages import ADVANTAGE_ESTIMATORS, token_rewards
 from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
@@ -17,7 +18,6 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, pad_responses
-from transformers import PreTrainedTokenizerBase
 from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
@@ -116,15 +116,16 @@ def compute_advantages(
     rewards = token_rewards(batch.scores, kl, kl_coef, mask)
     estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     advantages, returns = estimator(rewards, padded_values, mask, algorithm.gamma, algorithm.lam)
-    batch = batch.with_fields(advantages=masked_whiten(advantages, mask)[mask], returns=returns[mask])
+    whitened = masked_whiten(advantages, mask)[mask]
     metrics = {
         **summarize("critic/score", batch.scores),
         **summarize("critic/rewards", masked_sum(rewards, mask, dim=1)),
-        **summarize("critic/advantages", batch.advantages),  # type: ignore[arg-type]
-        **summarize("critic/returns", batch.returns),  # type: ignore[arg-type]
+        **summarize("critic/advantages", whitened),
+        **summarize("critic/returns", returns[mask]),
         **summarize("critic/values", batch.values),
         "critic/vf_explained_var": _explained_variance(batch.values, returns[mask]),
     }
+    batch = batch.with_fields(advantages=whitened, returns=returns[mask])
     if algorithm.use_kl_in_reward:
         metrics["actor/reward_kl_penalty"] = sequence_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef

@@ -7,6 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import export_hf
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
@@ -18,9 +21,6 @@ from rlhf_mc.reshard.execute import execute
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
 from rlhf_mc.trainer.setup import Run, actor_layouts
-
-import torch  # isort: skip
-import torch.distributed as dist  # isort: skip
 
 
 @dataclass
@@ -149,9 +149,7 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
         )
         vocab, temperature = run.actor.shape.vocab_size, cfg.rollout.temperature
         objective = lambda mini: update.actor_objective(mini, cfg.actor, vocab, temperature)  # noqa: E731
-        state.metrics.update(
-            update.update(run.actor, batch, minis, objective, cfg.actor.ppo_max_token_len_per_gpu)
-        )
+        state.metrics.update(update.update(run.actor, batch, minis, objective, cfg.actor.ppo_max_token_len_per_gpu))
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:

@@ -162,7 +162,7 @@ def _load(
 
 def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokenizer's end token and those of generation_config.json, as vLLM and transformers take them."""
-    ids = {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    ids = {int(tokenizer.eos_token_id)}
     path = Path(model_path) / "generation_config.json"
     if path.exists():
         extra = json.loads(path.read_text()).get("eos_token_id")
