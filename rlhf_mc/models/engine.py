@@ -129,9 +129,19 @@ class ModelEngine:
         return sum_over_ranks(result)
 
     def train_step(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
-        """One optimizer step on the batch (a mini-batch): the gradient is that of the sum of the shares that
-        `loss` returns, over all micro-batches of all replicas. Returns the sums of the statistics, and
-        grad_norm (before clipping) and lr. Every rank must call it."""
+        """One optimizer step on the batch (a mini-batch), along the gradient that `backward` leaves. Returns the
+        sums of the statistics, and grad_norm (before clipping) and lr. Every rank must call it."""
+        stats = self.backward(batch, micro_batches, loss)
+        with platform.megatron():
+            _, grad_norm, _ = self._optimizer.step()
+        if not torch.isfinite(torch.tensor(float(grad_norm))):
+            raise UserError(f"{self.name}: the gradient is not finite (norm {grad_norm}); try a smaller optim.lr")
+        return {**stats, "grad_norm": float(grad_norm), "lr": self.lr}
+
+    def backward(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
+        """Leaves in each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
+        micro-batches of all replicas (with the distributed optimizer, in the part that this rank updates).
+        Returns the sums of the statistics. Every rank must call it."""
         totals: dict[str, float] = {}
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -147,11 +157,7 @@ class ModelEngine:
             return value * scale
 
         self._run(batch, micro_batches, share, forward_only=False)
-        with platform.megatron():
-            _, grad_norm, _ = self._optimizer.step()
-        if not torch.isfinite(torch.tensor(float(grad_norm))):
-            raise UserError(f"{self.name}: the gradient is not finite (norm {grad_norm}); try a smaller optim.lr")
-        return {**self._sum_stats(totals), "grad_norm": float(grad_norm), "lr": self.lr}
+        return self._sum_stats(totals)
 
     def _sum_stats(self, totals: dict[str, float]) -> dict[str, float]:
         """Adds the replicas' shares up; ranks without the output layer learn the names from those with it."""

@@ -1,0 +1,228 @@
+"""What the ranks run in test_models.py and test_convert.py: engines alone, without vLLM and without the loop. Each
+function is called on every rank with the same arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.checkpoint.save_load import load_mcore
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
+from rlhf_mc.data.balance import plan_micro_batches
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.heads import log_probs_and_entropy
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import hf_layout
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.topology.groups import Groups, build_groups, destroy_groups
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.experience import log_prob_head, score_tokens
+from rlhf_mc.trainer.setup import actor_layouts
+from rlhf_mc.trainer.update import actor_objective, critic_objective, mini_batches, update
+
+TEMPERATURE = 0.7
+Role = Literal["actor", "critic"]
+
+
+class Job(NamedTuple):
+    """One gradient to compute."""
+
+    checkpoint: str
+    role: Role
+    mode: LossAggMode
+    budget: int
+    sequences: tuple[int, ...]
+    """Which of the batch; fewer than replicas give fillers."""
+
+
+def actor_config(mode: LossAggMode) -> ActorConfig:
+    """Every term of the actor's loss, each large enough to matter."""
+    return ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, loss_agg_mode=mode)
+
+
+def critic_config(mode: LossAggMode) -> CriticConfig:
+    return CriticConfig(loss_agg_mode=mode)
+
+
+def value_head_weight(hidden_size: int) -> torch.Tensor:
+    """A value head that is not zero: with a zero one the body has no gradient."""
+    return 0.1 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(3))
+
+
+@contextlib.contextmanager
+def mesh_groups(tp: int, pp: int) -> Iterator[Groups]:
+    """The process groups of a layout, taken down afterwards so that the next can follow."""
+    try:
+        yield build_groups(Mesh(dist.get_world_size(), tp, pp))
+    finally:
+        destroy_groups()
+
+
+def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) -> ModelEngine:
+    """The checkpoint's model as actor, or with value_head_weight as critic; not trainable yet."""
+    reader = HFReader(checkpoint)
+    shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
+    config = MegatronConfig(
+        tensor_model_parallel_size=groups.mesh.tp,
+        pipeline_model_parallel_size=groups.mesh.pp,
+        **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
+    )
+    engine = ModelEngine(role, shape, config, groups)
+    skip = ("score.weight",) if role == "critic" else ()
+    import_hf(reader, actor_layouts(engine)[groups.rank], engine.params, skip=skip)
+    if role == "critic" and groups.is_last_stage:
+        engine.params["output_layer.weight"].copy_(value_head_weight(shape.hidden_size))
+    return engine
+
+
+def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole model on this rank, by the names of the Hugging Face checkpoint. What this rank holds itself is taken
+    from itself, so that over all ranks every replica of every block is looked at."""
+    target = hf_layout(engine.shape)
+    plan = make_plan(actor_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
+    tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
+    execute(plan.for_rank(dist.get_rank()), local, tensors, dist.group.WORLD)
+    return tensors
+
+
+def log_probs(
+    checkpoints: Sequence[str], tp: int, pp: int, batch: RaggedBatch, budget: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Per checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
+    out = {}
+    with mesh_groups(tp, pp) as groups:
+        for checkpoint in checkpoints:
+            engine = make_engine(checkpoint, "actor", groups)
+            vocab = engine.shape.vocab_size
+
+            def entropy_head(model: object, states: torch.Tensor, micro: MicroBatch, v: int = vocab) -> torch.Tensor:
+                return log_probs_and_entropy(model, states, micro.targets, v, TEMPERATURE)[1]
+
+            out[checkpoint] = (
+                score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), budget),
+                score_tokens(engine, batch, entropy_head, budget),
+            )
+    return out
+
+
+def _objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Loss:
+    if engine.name == "critic":
+        return critic_objective(batch, critic_config(mode))
+    return actor_objective(batch, actor_config(mode), engine.shape.vocab_size, TEMPERATURE)
+
+
+def _my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
+    mesh = engine.groups.mesh
+    return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
+
+
+def gradients(
+    jobs: Sequence[Job], tp: int, pp: int, batch: RaggedBatch
+) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
+    """Per job (statistics, gradient of each logical tensor as this rank sees it)."""
+    out = {}
+    engines: dict[tuple[str, Role], ModelEngine] = {}
+    with mesh_groups(tp, pp) as groups:
+        for job in jobs:
+            key = (job.checkpoint, job.role)
+            if key not in engines:
+                engines[key] = make_engine(*key, groups)
+                engines[key].make_trainable(OptimConfig(), total_steps=1)
+            engine = engines[key]
+            mini = batch.select(job.sequences)
+            stats = engine.backward(
+                mini, _my_micro_batches(engine, mini, job.budget), _objective(engine, mini, job.mode)
+            )
+            grads = {name: param.main_grad for name, param in engine.model.named_parameters()}
+            out[job] = (stats, logical_tensors(engine, grads))
+    return out
+
+
+def weights_after_steps(
+    checkpoint: str, tp: int, pp: int, batch: RaggedBatch, distributed_optimizer: bool, optim: OptimConfig, steps: int
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """(the first step's gradient norm, each logical weight after the steps as this rank sees it)."""
+    norms = []
+    with mesh_groups(tp, pp) as groups:
+        engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=distributed_optimizer)
+        engine.make_trainable(optim, total_steps=1)
+        for _ in range(steps):
+            micro_batches = _my_micro_batches(engine, batch, 48)
+            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean"))["grad_norm"])
+        return norms[0], logical_tensors(engine, engine.params)
+
+
+def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[str, float]:
+    """The metrics of an update of one epoch and one mini-batch on the batch's own old log-probs, which were taken in
+    other micro-batches. The k2 loss against them is half the mean square of the log-ratio: nothing cancels in it."""
+    config = ActorConfig(use_kl_loss=True, kl_loss_type="k2")
+    with mesh_groups(tp, pp) as groups:
+        engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=True)
+        engine.make_trainable(OptimConfig(), total_steps=1)
+        vocab = engine.shape.vocab_size
+        old = score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), 64)
+        batch = batch.with_fields(old_log_probs=old, ref_log_probs=old)
+        order = mini_batches(batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2))
+        return update(engine, batch, order, lambda mini: actor_objective(mini, config, vocab, TEMPERATURE), 32)
+
+
+def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: bool, steps: int) -> dict[str, Any]:
+    """Steps of 1e-5 a weight, all in one direction, on weights in bfloat16. Returns the types of main parameters,
+    gradients and moments, and the share of large weights that differ from the start after one and after all steps."""
+    optim = OptimConfig(lr=1e-5, weight_decay=0.0, clip_grad=0.0, eps=1e-20)
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(
+            checkpoint, "actor", groups, dtype="bfloat16", use_distributed_optimizer=distributed_optimizer
+        )
+        engine.make_trainable(optim, total_steps=1)
+        name = "decoder.layers.0.mlp.linear_fc1.weight"
+        weight = engine.params[name]
+        start = weight.clone()
+        large = start.abs() > 0.02
+        moved = []
+        for _ in range(steps):
+            objective = _objective(engine, batch, "token-mean")
+            engine.train_step(batch, _my_micro_batches(engine, batch, 48), objective)
+            moved.append(float((weight != start)[large].float().mean()))
+        params = list(engine.model.parameters())
+        states = engine._optimizer.chained_optimizers[0].optimizer.state
+        return {
+            "weights": {str(p.dtype) for p in params},
+            "main": {str(p.main_param.dtype) for p in params if p.main_param is not None},
+            "grads": {str(p.main_grad.dtype) for p in params},
+            "moments": {str(s["exp_avg"].dtype) for s in states.values()},
+            "moved_first": moved[0],
+            "moved_last": moved[-1],
+        }
+
+
+def loads_alike(checkpoint: str, converted: str, tp: int, pp: int) -> list[str]:
+    """Names of this rank's parameters that the Megatron checkpoint fills otherwise than the Hugging Face one."""
+    with mesh_groups(tp, pp) as groups:
+        dtype = HFReader(checkpoint).dtype_name()
+        wanted = make_engine(checkpoint, "actor", groups, dtype=dtype)
+        loaded = ModelEngine("actor", wanted.shape, wanted._megatron, groups)
+        for param in loaded.params.values():
+            param.fill_(torch.nan)
+        load_mcore(loaded.model, converted)
+        return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+
+
+def refuses_to_load(checkpoint: str, converted: str) -> str:
+    """The message of loading a Megatron checkpoint into the model of another architecture."""
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups)
+        try:
+            load_mcore(engine.model, converted)
+        except UserError as error:
+            return str(error)
+    return "nothing was refused"

@@ -1,0 +1,289 @@
+"""Megatron's models on every layout against transformers' on one process: log-probs, entropies, and the gradients
+of PPO's losses, however the batch is cut and the model is spread. Whole PPO steps are in test_layouts.py."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import model_cases
+import pytest
+import torch
+from model_cases import TEMPERATURE, Job
+from tiny import make_checkpoint
+from transformers import AutoModelForCausalLM
+
+from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.batch import RaggedBatch
+
+pytestmark = pytest.mark.dist
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Shorter than the sequences of the test, so that the scaled frequencies show.
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_tied": {"family": "qwen2", "tied": True},
+    "qwen2_untied": {"family": "qwen2", "tied": False},
+    "llama_untied": {"family": "llama", "tied": False},
+    "llama_rope3": {"family": "llama", "tied": True, "rope_parameters": LLAMA3},
+    "llama_biases": {"family": "llama", "tied": False, "attention_bias": True, "mlp_bias": True},
+}
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+PROMPT_LENS, RESPONSE_LENS = (3, 9, 5, 4, 4, 14, 2), (6, 1, 11, 5, 5, 16, 8)
+ALL = tuple(range(len(PROMPT_LENS)))
+BIG, SMALL = 10_000, 32
+"""Token budgets: all sequences in one micro-batch, and no room for two long ones (the longest has 30 tokens)."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: str(make_checkpoint(root / name, **extra)) for name, extra in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def batch(checkpoints: dict[str, str]) -> RaggedBatch:
+    """Random tokens; all that the losses read, spread so that some tokens are clipped and some are not."""
+    draw = torch.Generator().manual_seed(5)
+    prompt_lens, response_lens = torch.tensor(PROMPT_LENS), torch.tensor(RESPONSE_LENS)
+    vocab = json.loads((Path(checkpoints["qwen2_tied"]) / "config.json").read_text())["vocab_size"]
+    total, responses = int((prompt_lens + response_lens).sum()), int(response_lens.sum())
+    empty = RaggedBatch(
+        tokens=torch.randint(vocab, (total,), generator=draw),
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        rollout_log_probs=torch.zeros(responses),
+        finished=torch.ones(len(prompt_lens), dtype=torch.bool),
+    )
+    log_probs = transformers_model(checkpoints["qwen2_tied"]).log_probs(empty)[0].detach()
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(responses, generator=draw)
+
+    return empty.with_fields(
+        old_log_probs=log_probs + noise(0.3),
+        ref_log_probs=log_probs + noise(0.3),
+        advantages=noise(1.0),
+        values=noise(1.0),
+        returns=noise(1.0),
+    )
+
+
+class Reference:
+    """A checkpoint in transformers, one sequence at a time: no packing, no padding, no parallelism."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+        size = self.model.config.hidden_size
+        self.score = torch.nn.Parameter(model_cases.value_head_weight(size))
+
+    def _states(self, batch: RaggedBatch) -> list[torch.Tensor]:
+        """Per sequence the final states [response, hidden] that predict its response."""
+        parts = zip(batch.tokens.split(batch.seq_lens.tolist()), batch.prompt_lens.tolist(), strict=True)
+        return [self.model.model(seq[None]).last_hidden_state[0, prompt - 1 : -1] for seq, prompt in parts]
+
+    def log_probs(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = torch.tensor([t for response in batch.responses() for t in response])
+        logits = self.model.lm_head(torch.cat(self._states(batch))) / TEMPERATURE
+        all_log_probs = logits.log_softmax(-1)
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        return all_log_probs.gather(1, targets[:, None])[:, 0], entropy
+
+    def gradients(self, batch: RaggedBatch, job: Job) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """(statistics, gradients) of the whole mini-batch at once."""
+        self.model.zero_grad()
+        self.score.grad = None
+        mini = batch.select(job.sequences)
+        loss, stats = self._critic_loss(mini, job) if job.role == "critic" else self._actor_loss(mini, job)
+        loss.backward()
+        named = [*self.model.named_parameters(), ("score.weight", self.score)]
+        grads = {name: param.grad.clone() for name, param in named if param.grad is not None}
+        return {name: float(value) for name, value in stats.items()}, grads
+
+    def _actor_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert mini.old_log_probs is not None and mini.advantages is not None
+        cfg = model_cases.actor_config(job.mode)
+        log_probs, entropy = self.log_probs(mini)
+        inputs = ActorLossInputs(
+            log_probs=log_probs,
+            old_log_probs=mini.old_log_probs,
+            advantages=mini.advantages,
+            weights=aggregation_weights(mini.response_lens, job.mode),
+            entropy=entropy,
+            ref_log_probs=mini.ref_log_probs,
+        )
+        return actor_loss(
+            inputs,
+            num_tokens=len(log_probs),
+            clip_low=cfg.clip_ratio_low,
+            clip_high=cfg.clip_ratio_high,
+            clip_c=cfg.clip_ratio_c,
+            entropy_coeff=cfg.entropy_coeff,
+            kl_loss_coef=cfg.kl_loss_coef,
+            kl_loss_type=cfg.kl_loss_type,
+        )
+
+    def _critic_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert mini.values is not None and mini.returns is not None
+        values = torch.nn.functional.linear(torch.cat(self._states(mini)), self.score)[:, 0]
+        weights = aggregation_weights(mini.response_lens, job.mode)
+        cliprange = model_cases.critic_config(job.mode).cliprange_value
+        return value_loss(values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange)
+
+
+@cache
+def transformers_model(checkpoint: str) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 1, 1)])
+def test_log_probs_and_entropy_are_those_of_transformers(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+) -> None:
+    results = pool(world).run(
+        model_cases.log_probs, checkpoints=list(checkpoints.values()), tp=tp, pp=pp, batch=batch, budget=48
+    )
+    for family, checkpoint in checkpoints.items():
+        with torch.no_grad():
+            wanted = transformers_model(checkpoint).log_probs(batch)
+        for rank, result in enumerate(results):
+            for what, got, want in zip(("log-prob", "entropy"), result[checkpoint], wanted, strict=True):
+                torch.testing.assert_close(
+                    got, want, rtol=0, atol=1e-5, msg=lambda m, w=what, f=family, r=rank: f"{f}, rank {r}, {w}: {m}"
+                )
+
+
+def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
+    """Both losses in all aggregation modes and both budgets on one family; one of each on the others."""
+    tied = checkpoints["qwen2_tied"]
+    jobs = [Job(tied, r, mode, budget, ALL) for r in ("actor", "critic") for mode in MODES for budget in (BIG, SMALL)]
+    return jobs + [Job(checkpoints[f], "actor", "token-mean", SMALL, ALL) for f in ("llama_biases", "qwen2_untied")]
+
+
+def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
+    """Every rank's view of every job is what transformers and autograd give for the mini-batch as a whole."""
+    for job in results[0]:
+        stats, grads = transformers_model(job.checkpoint).gradients(batch, job)
+        for rank, result in enumerate(results):
+            got_stats, got = result[job]
+            assert got_stats == pytest.approx(stats, rel=1e-4, abs=1e-5), f"rank {rank}, {job}"
+            assert got.keys() == grads.keys()
+            for name, want in grads.items():
+                # Rounding is in proportion to a tensor's largest gradient, not to each one.
+                error = float((got[name] - want).abs().max() / want.abs().max())
+                assert error < 1e-4, f"rank {rank}, {job}, {name}: off by {error:.1e} of the largest"
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp"),
+    [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 1)],
+)
+def test_the_gradient_depends_on_no_layout_and_no_micro_batch(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+) -> None:
+    jobs = gradient_jobs(checkpoints)
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "sequences"),
+    [(2, 1, 1, (2,)), (4, 1, 1, (5, 1)), (4, 2, 1, (2,)), (4, 1, 2, (2,))],
+)
+def test_a_replica_without_sequences_changes_nothing(
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    tp: int,
+    pp: int,
+    sequences: tuple[int, ...],
+) -> None:
+    tied, untied = checkpoints["qwen2_tied"], checkpoints["qwen2_untied"]
+    roles = ((tied, "actor"), (untied, "actor"), (tied, "critic"))
+    jobs = [Job(checkpoint, role, "token-mean", BIG, sequences) for checkpoint, role in roles]
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)
+
+
+def test_the_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatch) -> None:
+    """The gradients above are not those of a plain surrogate."""
+    tied = checkpoints["qwen2_tied"]
+    stats, _ = transformers_model(tied).gradients(batch, Job(tied, "actor", "token-mean", BIG, ALL))
+    assert 0.1 < stats["pg_clipfrac"] < 0.9
+    assert stats["kl_loss"] > 0.01
+    stats, _ = transformers_model(tied).gradients(batch, Job(tied, "critic", "token-mean", BIG, ALL))
+    assert 0.1 < stats["vf_clipfrac"] < 0.9
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(2, 1, 1), (4, 2, 1), (4, 1, 2), (4, 1, 1)])
+def test_the_distributed_optimizer_takes_the_same_steps(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+) -> None:
+    checkpoint = checkpoints["qwen2_untied"]
+    optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+    results = {
+        distributed: pool(world).run(
+            model_cases.weights_after_steps,
+            checkpoint=checkpoint,
+            tp=tp,
+            pp=pp,
+            batch=batch,
+            distributed_optimizer=distributed,
+            optim=optim,
+            steps=2,
+        )
+        for distributed in (False, True)
+    }
+    norm, wanted = results[False][0]
+    assert norm > optim.clip_grad, "clipping must have a part in it"
+    start = transformers_model(checkpoint).model.state_dict()
+    for name, want in wanted.items():
+        assert float((want - start[name]).abs().max()) > 1e-3, f"{name} has not moved"
+        for distributed, ranks in results.items():
+            for rank, (_, weights) in enumerate(ranks):
+                torch.testing.assert_close(
+                    weights[name],
+                    want,
+                    rtol=0,
+                    atol=1e-5,
+                    msg=lambda m, r=rank, d=distributed, n=name: f"rank {r}, distributed {d}, {n}: {m}",
+                )
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 2, 2)])
+def test_the_first_ratio_is_one(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+) -> None:
+    results = pool(world).run(model_cases.first_update, checkpoint=checkpoints["qwen2_tied"], tp=tp, pp=pp, batch=batch)
+    for metrics in results:
+        assert abs(metrics["actor/ppo_kl"]) < 1e-6
+        assert metrics["actor/kl_loss"] < 1e-11  # log-ratios of less than 5e-6
+        assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0
+        assert metrics["actor/pg_loss"] == pytest.approx(-float(batch.advantages.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize(("world", "distributed_optimizer"), [(1, False), (1, True), (2, True)])
+def test_bfloat16_weights_gather_updates_too_small_for_them(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, distributed_optimizer: bool
+) -> None:
+    results = pool(world).run(
+        model_cases.bfloat16_steps,
+        checkpoint=checkpoints["qwen2_untied"],
+        batch=batch,
+        distributed_optimizer=distributed_optimizer,
+        steps=40,
+    )
+    for result in results:
+        assert result["weights"] == {"torch.bfloat16"}
+        assert result["main"] == result["grads"] == result["moments"] == {"torch.float32"}
+        # 1e-5 is less than half a step of bfloat16 at 0.02; 40 of them are more than one at 0.1.
+        assert result["moved_first"] == 0
+        assert result["moved_last"] > 0.3
