@@ -4,6 +4,8 @@ dist_checkpointing. The Hugging Face form is in hf.py.
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import ASSETS
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
+from rlhf_mc.topology.groups import gather_objects
 
 HF_ASSETS = "hf"
 """Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""
@@ -27,21 +31,35 @@ def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str,
 
 
 def save_mcore(model: PackedGPT, directory: str | Path, assets_dir: str | Path) -> None:
-    """Writes the model, and beside it what describes it (from assets_dir). Every rank must call it.
-    The writer starts helper processes: the program needs an `if __name__ == "__main__"` guard."""
+    """Writes the model, and beside it what describes it (from assets_dir), in place of a checkpoint that is there.
+    Every rank must call it. The writer starts helper processes: the program needs an `if __name__ == "__main__"`
+    guard."""
     directory = Path(directory)
     if dist.get_rank() == 0:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / HF_ASSETS).mkdir(exist_ok=True)
-            for name in ("config.json", *ASSETS):
-                if (Path(assets_dir) / name).exists():
-                    shutil.copyfile(Path(assets_dir) / name, directory / HF_ASSETS / name)
+            _remove_checkpoint(directory)
         except OSError as error:
             raise UserError(f"{directory}: cannot be written ({error.strerror})") from error
     dist.barrier()
     with platform.megatron():
         dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
+    if dist.get_rank() == 0:
+        # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
+        (directory / HF_ASSETS).mkdir()
+        for name in ("config.json", *ASSETS):
+            if (Path(assets_dir) / name).exists():
+                shutil.copyfile(Path(assets_dir) / name, directory / HF_ASSETS / name)
+    dist.barrier()
+
+
+def _remove_checkpoint(directory: Path) -> None:
+    """Removes an older checkpoint's files and no others: first the one without which it counts as none."""
+    for name in ("metadata.json", ".metadata", "common.pt"):
+        (directory / name).unlink(missing_ok=True)
+    for file in directory.glob("__*_*.distcp"):
+        file.unlink()
+    shutil.rmtree(directory / HF_ASSETS, ignore_errors=True)
 
 
 def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str, ...] = ()) -> None:
@@ -50,8 +68,12 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
     _check_is_checkpoint(directory)
     with platform.megatron():
         state = _sharded(model, skip_prefixes)
-        _check_same_model(state, directory)
-        loaded = dist_checkpointing.load(state, str(directory))
+        _check_same_model(state, directory, skip_prefixes)
+        try:
+            loaded = dist_checkpointing.load(state, str(directory))
+        except CheckpointException as error:  # the same on every rank; its text is the stacks of all
+            cause = next(iter(error.failures.values()))[0]
+            raise UserError(f"{directory}: a file of weights is missing or cut short ({cause})") from error
     with torch.no_grad():
         params = dict(model.named_parameters())
         for name, value in loaded.items():
@@ -63,30 +85,50 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
 def checkpoint_dtype(directory: str | Path) -> Any:
     """The type of the weights, as MegatronConfig.dtype names it."""
     _check_is_checkpoint(directory)
-    stored = dist_checkpointing.load_tensors_metadata(str(directory))
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in stored.values()}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in _stored_tensors(directory).values()}
     assert len(dtypes) == 1, dtypes
     return dtypes.pop()
 
 
 def _check_is_checkpoint(directory: str | Path) -> None:
-    if not (Path(directory) / "metadata.json").is_file():
-        raise UserError(
-            f"{directory}: not a Megatron checkpoint (no metadata.json); tools/convert_hf_to_mcore.py writes one"
-        )
+    for name in ("metadata.json", ".metadata", "common.pt"):
+        if not (Path(directory) / name).is_file():
+            raise UserError(
+                f"{directory}: not a Megatron checkpoint ({name} is missing); tools/convert_hf_to_mcore.py writes one"
+            )
+    try:
+        is_ours = "sharded_backend" in json.loads((Path(directory) / "metadata.json").read_text())
+    except ValueError:
+        is_ours = False
+    if not is_ours:
+        raise UserError(f"{directory}: not a Megatron checkpoint (metadata.json names no sharded_backend)")
 
 
-def _check_same_model(state: dict[str, Any], directory: str | Path) -> None:
-    """Compares names and global shapes before anything is read: dist_checkpointing's own message is many lines."""
-    stored = dist_checkpointing.load_tensors_metadata(str(directory))
-    for value in state.values():
-        if not isinstance(value, dist_checkpointing.ShardedTensor):
-            continue
-        if value.key not in stored:
-            raise UserError(f"{directory}: holds no tensor {value.key}; it is a checkpoint of another architecture")
-        found = tuple(stored[value.key].global_shape)
+def _stored_tensors(directory: str | Path) -> dict[str, Any]:
+    """Name -> what describes the tensor (type, global shape)."""
+    try:
+        tensors: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(directory))
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise UserError(f"{directory}: not a readable Megatron checkpoint, .metadata is corrupt ({error})") from error
+    return tensors
+
+
+def _check_same_model(state: dict[str, Any], directory: str | Path, skip_prefixes: tuple[str, ...]) -> None:
+    """Compares names and global shapes before anything is read: dist_checkpointing's own message is many lines, and
+    it says nothing of tensors in excess. Every rank must call it."""
+    stored = _stored_tensors(directory)
+    mine = {value.key: value for value in state.values() if isinstance(value, dist_checkpointing.ShardedTensor)}
+    # Over all ranks: a stage alone has but some of the names. Before any check that may fail on one rank only.
+    wanted = set().union(*gather_objects(set(mine)))
+    for key in sorted(wanted - stored.keys()):
+        raise UserError(f"{directory}: holds no tensor {key}; it is a checkpoint of another architecture")
+    for key in sorted(stored.keys() - wanted):
+        if not key.removeprefix("model.").startswith(skip_prefixes):
+            raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
+    for key, value in mine.items():
+        found = tuple(stored[key].global_shape)
         if found != tuple(value.global_shape) and not value.allow_shape_mismatch:
             raise UserError(
-                f"{directory}: tensor {value.key} has shape {found}, the model needs {tuple(value.global_shape)}; "
+                f"{directory}: tensor {key} has shape {found}, the model needs {tuple(value.global_shape)}; "
                 "it is a checkpoint of another architecture"
             )

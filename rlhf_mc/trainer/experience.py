@@ -16,7 +16,7 @@ from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.masked import masked_sum, masked_whiten
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
-from rlhf_mc.data.balance import plan_micro_batches
+from rlhf_mc.data.balance import assign_to_replicas, plan_micro_batches
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, pad_responses
 from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
@@ -137,6 +137,20 @@ def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
     variance = actual.double().var(correction=0)
     residual = (actual - predicted).double().var(correction=0)
     return float(1.0 - residual / variance) if variance > 0 else 0.0
+
+
+def balance_metrics(seq_lens: Sequence[int], num_replicas: int) -> dict[str, float]:
+    """Tokens per data-parallel replica: dealt out in order, and as balance.py spreads them."""
+    dealt = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
+    balanced = [sum(seq_lens[i] for i in part) for part in assign_to_replicas(seq_lens, num_replicas)]
+    return {
+        "global_seqlen/min": min(dealt),
+        "global_seqlen/max": max(dealt),
+        "global_seqlen/mean": sum(dealt) / num_replicas,
+        "global_seqlen/minmax_diff": max(dealt) - min(dealt),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
+    }
 
 
 def rollout_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:

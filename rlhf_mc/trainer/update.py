@@ -48,7 +48,7 @@ def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temper
             old_log_probs=take(old_log_probs),
             advantages=take(advantages),
             weights=take(weights),
-            entropy=entropy,
+            entropy=entropy if cfg.entropy_coeff != 0.0 else entropy.detach(),
             ref_log_probs=take(ref) if cfg.use_kl_loss and ref is not None else None,
         )
         return actor_loss(
