@@ -6,22 +6,27 @@ python tools/convert_hf_to_mcore.py --hf-path DIR --output DIR
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+import warnings
 
 
 def convert(hf_path: str, output: str) -> None:
     """One process, the whole model on the CPU, in the checkpoint's own type."""
     from rlhf_mc.checkpoint.hf import HFReader, import_hf
-    from rlhf_mc.checkpoint.save_load import save_mcore
     from rlhf_mc.config.schema import MegatronConfig
-    from rlhf_mc.models.build import build_model
     from rlhf_mc.reshard.families import ModelShape
     from rlhf_mc.reshard.placement import training_layouts
-    from rlhf_mc.topology.groups import single_process
 
     reader = HFReader(hf_path)
     shape = ModelShape.from_hf_config(reader.config)
     reader.check(shape)
+
+    # Megatron-Core takes many seconds to import: only for an input that is right.
+    from rlhf_mc.checkpoint.save_load import save_mcore
+    from rlhf_mc.models.build import build_model
+    from rlhf_mc.topology.groups import single_process
+
     with single_process() as groups:
         model = build_model(shape, MegatronConfig(dtype=reader.dtype_name()), groups)
         params = {name: param.data for name, param in model.named_parameters()}
@@ -38,6 +43,9 @@ def main() -> int:
     parser.add_argument("--hf-path", required=True, help="directory with config.json and safetensors weights")
     parser.add_argument("--output", required=True, help="directory of the Megatron-Core checkpoint to write")
     args = parser.parse_args()
+    # Libraries' advice about what they lack is not for the user.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         convert(args.hf_path, args.output)
     except UserError as error:

@@ -6,7 +6,9 @@ python tools/convert_mcore_to_hf.py --checkpoint DIR --output DIR
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+import warnings
 from pathlib import Path
 
 
@@ -20,9 +22,9 @@ def convert(checkpoint: str, output: str) -> None:
     from rlhf_mc.reshard.placement import training_layouts
     from rlhf_mc.topology.groups import single_process
 
+    dtype = checkpoint_dtype(checkpoint)
     assets = Path(checkpoint) / HF_ASSETS
     shape = ModelShape.from_hf_config(read_config(assets))
-    dtype = checkpoint_dtype(checkpoint)
     with single_process() as groups:
         model = build_model(shape, MegatronConfig(dtype=dtype), groups)
         load_mcore(model, checkpoint)
@@ -40,6 +42,9 @@ def main() -> int:
     parser.add_argument("--checkpoint", required=True, help="directory of the Megatron-Core checkpoint")
     parser.add_argument("--output", required=True, help="directory of the Hugging Face checkpoint to write")
     args = parser.parse_args()
+    # Libraries' advice about what they lack is not for the user.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
         convert(args.checkpoint, args.output)
     except UserError as error:

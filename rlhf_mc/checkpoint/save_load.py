@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
@@ -117,7 +118,7 @@ def _check_same_model(state: dict[str, Any], directory: str | Path, skip_prefixe
     """Compares names and global shapes before anything is read: dist_checkpointing's own message is many lines, and
     it says nothing of tensors in excess. Every rank must call it."""
     stored = _stored_tensors(directory)
-    mine = {value.key: value for value in state.values() if isinstance(value, dist_checkpointing.ShardedTensor)}
+    mine = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     # Over all ranks: a stage alone has but some of the names. Before any check that may fail on one rank only.
     wanted = set().union(*gather_objects(set(mine)))
     for key in sorted(wanted - stored.keys()):
@@ -126,6 +127,8 @@ def _check_same_model(state: dict[str, Any], directory: str | Path, skip_prefixe
         if not key.removeprefix("model.").startswith(skip_prefixes):
             raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
     for key, value in mine.items():
+        if isinstance(value, ShardedTensorFactory):
+            continue  # linear_fc1, whose size linear_fc2 shows too
         found = tuple(stored[key].global_shape)
         if found != tuple(value.global_shape) and not value.allow_shape_mismatch:
             raise UserError(

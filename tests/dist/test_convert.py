@@ -1,0 +1,167 @@
+"""The two converters, run as a person runs them: there and back bit for bit, into any layout, and one line for what
+cannot be converted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import model_cases
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+SOURCES: dict[str, dict[str, Any]] = {
+    "tied_float32": {"family": "qwen2", "tied": True},
+    "untied_bfloat16": {"family": "llama", "tied": False, "attention_bias": True, "mlp_bias": True},
+}
+
+
+def run_tool(name: str, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    arguments = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        # Not those of a test under torchrun; and the program must be found without being installed.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def to_mcore(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    return run_tool("convert_hf_to_mcore.py", hf_path=source, output=output)
+
+
+def to_hf(checkpoint: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    return run_tool("convert_mcore_to_hf.py", checkpoint=checkpoint, output=output)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """Exit code 2 and one line that names what is wrong."""
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert ": error: " in line
+    for part in parts:
+        assert part in line
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Per source its Hugging Face and its Megatron checkpoint."""
+    root = tmp_path_factory.mktemp("convert")
+    out = {}
+    for name, extra in SOURCES.items():
+        source, output = make_checkpoint(root / name, **extra), root / f"{name}_mcore"
+        if name.endswith("bfloat16"):
+            file = source / "model.safetensors"
+            save_file({key: tensor.bfloat16() for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+        result = to_mcore(source, output)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.count("\n") == 1
+        out[name] = (source, output)
+    return out
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_there_and_back_is_bit_for_bit(converted: dict[str, tuple[Path, Path]], tmp_path: Path, name: str) -> None:
+    source, checkpoint = converted[name]
+    result = to_hf(checkpoint, tmp_path / "back")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("\n") == 1
+    wanted, got = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    assert ("lm_head.weight" in got) == name.startswith("untied")
+    for key, tensor in wanted.items():
+        assert got[key].dtype == tensor.dtype == getattr(torch, name.split("_")[1])
+        assert torch.equal(got[key], tensor), key
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_a_megatron_checkpoint_loads_into_any_layout(
+    pool: Any, converted: dict[str, tuple[Path, Path]], world: int, tp: int, pp: int
+) -> None:
+    for source, checkpoint in converted.values():
+        different = pool(world).run(
+            model_cases.loads_alike, checkpoint=str(source), converted=str(checkpoint), tp=tp, pp=pp
+        )
+        assert different == [[]] * world
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(
+    pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    tied, tied_mcore = converted["tied_float32"]
+    fewer = make_checkpoint(tmp_path / "fewer", num_hidden_layers=2)
+    untied = make_checkpoint(tmp_path / "untied", tied=False)
+    (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(fewer), converted=str(tied_mcore))
+    assert "layers" in message and "another architecture" in message
+    (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(untied), converted=str(tied_mcore))
+    assert "holds no tensor model.output_layer.weight" in message
+    untied_mcore = converted["untied_bfloat16"][1]
+    (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(tied), converted=str(untied_mcore))
+    assert "is no part of the model" in message
+
+
+@pytest.mark.parametrize("file", [".metadata", "metadata.json", "__0_0.distcp"])
+def test_a_corrupt_checkpoint_is_refused(
+    pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path, file: str
+) -> None:
+    source, checkpoint = converted["tied_float32"]
+    for content in (None, b"garbage"):
+        broken = shutil.copytree(checkpoint, tmp_path / str(content is None))
+        (broken / file).unlink()
+        if content is not None:
+            (broken / file).write_bytes(content)
+        (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(source), converted=str(broken))
+        assert str(broken) in message and "\n" not in message and "nothing was refused" not in message
+
+
+def test_inputs_that_are_no_hugging_face_checkpoint(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert_one_line(to_mcore(tmp_path / "missing", output), "no such directory", str(tmp_path / "missing"))
+    source = make_checkpoint(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    assert_one_line(to_mcore(source, output), "model_type", "gpt2")
+    (source / "config.json").write_text(json.dumps({**config, "hidden_size": 256, "head_dim": 32}))
+    assert_one_line(to_mcore(source, output), "shape", "config.json")
+    (source / "model.safetensors").unlink()
+    assert_one_line(to_mcore(source, output), "only safetensors weights are read")
+    assert not output.exists()
+
+
+def test_inputs_that_are_no_megatron_checkpoint(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert_one_line(to_hf(tmp_path / "missing", output), "not a Megatron checkpoint", str(tmp_path / "missing"))
+    other = shutil.copytree(converted["tied_float32"][1], tmp_path / "other")
+    config = json.loads((other / "hf" / "config.json").read_text())
+    (other / "hf" / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
+    assert_one_line(to_hf(other, output), "another architecture")
+    assert not output.exists()
+
+
+def test_an_older_checkpoint_is_replaced(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """Nothing of it stays, and no warning either."""
+    target = shutil.copytree(converted["untied_bfloat16"][1], tmp_path / "target")
+    (target / "hf" / "merges.txt").write_text("of the older one")
+    result = to_mcore(converted["tied_float32"][0], target)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert not (target / "hf" / "merges.txt").exists()
+    back = to_hf(target, tmp_path / "back")
+    assert (back.returncode, back.stderr) == (0, "")
+    wanted = load_file(converted["tied_float32"][0] / "model.safetensors")
+    got = load_file(tmp_path / "back" / "model.safetensors")
+    assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
