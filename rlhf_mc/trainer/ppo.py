@@ -14,6 +14,7 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import export_hf
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.prompts import prompt_indices, steps_per_epoch
+from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
@@ -37,6 +38,7 @@ def fit(run: Run) -> None:
     """Trains to the last step, or to the target accuracy. Every rank must call it."""
     cfg = run.config.trainer
     sinks = Sinks(cfg, run.total_steps) if run.groups.rank == 0 else None
+    say(run, headline(run))
     reached = False
     if cfg.val_before_train and run.val_prompts:
         state = StepState(0, PhaseTimer(platform.synchronize), {})
@@ -59,12 +61,31 @@ def fit(run: Run) -> None:
         if cfg.save_freq > 0 and step % cfg.save_freq == 0:
             export(run, state, Path(cfg.default_local_dir) / f"global_step_{step}" / "hf")
         log(sinks, state)
-    export(run, StepState(run.total_steps, PhaseTimer(), {}), Path(cfg.default_local_dir) / "hf")
+    directory = Path(cfg.default_local_dir)
+    export(run, StepState(run.total_steps, PhaseTimer(), {}), directory / "hf")
     if sinks is not None:
         sinks.close()
         if "jsonl" in cfg.logger:
-            directory = Path(cfg.default_local_dir)
             plot_run(directory / METRICS_FILE, directory / "training.png", title=directory.name)
+    why = "the target accuracy is reached" if reached else "all steps are done"
+    say(run, f"{why}; the trained actor is in {directory / 'hf'}, metrics, plot and samples beside it")
+
+
+def say(run: Run, line: str) -> None:
+    """One line for the person who watches, from one rank."""
+    if run.groups.rank == 0 and "console" in run.config.trainer.logger:
+        print(f"rlhf_mc: {line}", flush=True)
+
+
+def headline(run: Run) -> str:
+    """What is about to run."""
+    mesh, tp = run.groups.mesh, run.config.rollout.tensor_model_parallel_size
+    layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
+    return (
+        f"{mesh.world} ranks on {platform.device().type}: training TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}, "
+        f"{mesh.world // tp} vLLM engines of TP {tp}; {layers} layers, {run.config.actor.megatron.dtype}; "
+        f"{len(run.train_prompts)} prompts, {run.total_steps} steps at most"
+    )
 
 
 def sync_weights(run: Run, timer: PhaseTimer) -> None:

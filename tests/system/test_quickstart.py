@@ -1,0 +1,92 @@
+"""The quickstart as `make quickstart` runs it, into another directory: it must teach, and leave all that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+ACCURACY = "val-core/arithmetic/acc/mean@1"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("quickstart")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    commands = [
+        [sys.executable, "tools/make_quickstart.py", "--output", str(out)],
+        [sys.executable, "tools/convert_hf_to_mcore.py", "--hf-path", f"{out}/model_hf", "--output", f"{out}/mcore"],
+        [
+            *(
+                str(BIN / "torchrun"),
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "rlhf_mc",
+                "configs/quickstart.yaml",
+            ),
+            f"model.path={out}/model_hf",
+            f"model.dist_checkpointing_path={out}/mcore",
+            f"data.train_files={out}/train.parquet",
+            f"data.val_files={out}/val.parquet",
+            f"trainer.default_local_dir={out}",
+        ],
+    ]
+    for command in commands:
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
+        assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return out
+
+
+@pytest.fixture(scope="module")
+def rows(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_accuracy_rises_from_below_half_to_nine_tenths(rows: list[dict[str, float]]) -> None:
+    accuracies = [row[ACCURACY] for row in rows if ACCURACY in row]
+    assert rows[0]["step"] == 0 and accuracies[0] == rows[0][ACCURACY] <= 0.5
+    assert accuracies[-1] >= 0.9
+
+
+def test_generator_and_trainer_agree_at_every_step(rows: list[dict[str, float]]) -> None:
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert max(row["training/rollout_logprobs_diff_max"] for row in rows[1:]) < 1e-4
+
+
+def test_it_leaves_what_it_promises(run_dir: Path, rows: list[dict[str, float]]) -> None:
+    assert (run_dir / "training.png").read_bytes()[:4] == b"\x89PNG"
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("critic/score/mean")) == len(rows) - 1
+    samples = sorted((run_dir / "generations").glob("step_*.txt"))
+    assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
+    assert pq.read_table(run_dir / "train.parquet").num_rows > pq.read_table(run_dir / "val.parquet").num_rows > 0
+
+
+def test_transformers_loads_the_trained_actor_and_gets_the_same_accuracy(
+    run_dir: Path, rows: list[dict[str, float]]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    val = pq.read_table(run_dir / "val.parquet").to_pylist()
+    right = 0
+    for row in val:
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        right += answer == row["reward_model"]["ground_truth"]
+    last = [row[ACCURACY] for row in rows if ACCURACY in row][-1]
+    assert right / len(val) == pytest.approx(last, abs=1.5 / len(val))
