@@ -42,7 +42,9 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
     ]
 
 
-def two_steps(config_path: str, tp: int, pp: int, rollout_tp: int, overrides: list[str], export_to: str) -> dict[str, Any]:
+def two_steps(
+    config_path: str, tp: int, pp: int, rollout_tp: int, overrides: list[str], export_to: str
+) -> dict[str, Any]:
     """Two PPO steps by the loop itself. Returns each step's metrics, a digest of the tokens drawn, and how far vLLM's
     weights after the second are from what loading the exported checkpoint gives (compared block for block)."""
     steps: list[dict[str, float]] = []

@@ -44,7 +44,13 @@ def reference(pool: Any, workspace: Path) -> dict[str, Any]:
     """One process: what all layouts must reproduce."""
     config = write_config(workspace)
     result = pool(1).run(
-        cases.two_steps, config_path=str(config), tp=1, pp=1, rollout_tp=1, overrides=[], export_to=str(workspace / "ref")
+        cases.two_steps,
+        config_path=str(config),
+        tp=1,
+        pp=1,
+        rollout_tp=1,
+        overrides=[],
+        export_to=str(workspace / "ref"),
     )[0]
     return {**result, "weights": cases.exported_weights(str(workspace / "ref"))}
 

@@ -1,4 +1,4 @@
-"""The quickstart as `make quickstart` runs it, into another directory: it must teach, and leave all that it promises."""
+"""The quickstart as `make quickstart` runs it, into another directory: it must teach, and leave what it promises."""
 
 from __future__ import annotations
 
