@@ -41,6 +41,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"data.train_files={out}/train.parquet",
             f"data.val_files={out}/val.parquet",
             f"trainer.default_local_dir={out}",
+            "trainer.save_freq=5",
         ],
     ]
     for command in commands:
@@ -70,6 +71,7 @@ def test_it_leaves_what_it_promises(run_dir: Path, rows: list[dict[str, float]])
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     assert len(events.Scalars("critic/score/mean")) == len(rows) - 1
+    assert (run_dir / "global_step_5" / "hf" / "model.safetensors").is_file()  # save_freq
     samples = sorted((run_dir / "generations").glob("step_*.txt"))
     assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
     assert pq.read_table(run_dir / "train.parquet").num_rows > pq.read_table(run_dir / "val.parquet").num_rows > 0
