@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -15,6 +16,13 @@ import warnings
 
 USER_ERROR, OTHER_ERROR = 2, 1
 """Exit codes: something the user gave is wrong; anything else."""
+
+_LOST = re.compile(
+    "(closed|reset) by peer|broken pipe|connection refused|timed out|timeout|remote process exited|"
+    "communicator was aborted",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store write where another rank is gone; they have no exception of its own for it."""
 
 
 def main(argv: list[str]) -> int:
@@ -25,10 +33,16 @@ def main(argv: list[str]) -> int:
         _run(argv)
         return 0
     except UserError as error:
-        _report(str(error), None)
+        _report(f"rlhf_mc: error: {error}", str(error))
         return USER_ERROR
     except Exception as error:  # the entry point: whatever it is, say it once and end with a code
-        _report(f"{type(error).__name__}: {error}".splitlines()[0], traceback.format_exc())
+        where = f"rlhf_mc: error on rank {os.environ.get('RANK', '0')}: "
+        if (lost := _lost_contact(error)) is not None:
+            # Each survivor words it in its own way (addresses); one of them is enough.
+            _report(where + lost, "lost contact")
+        else:
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            _report(f"{traceback.format_exc()}\n{where}{line}", line)
         return OTHER_ERROR
 
 
@@ -44,42 +58,59 @@ def _run(argv: list[str]) -> None:
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
     warnings.filterwarnings("ignore")
 
+    from rlhf_mc.observability.metrics import PhaseTimer
     from rlhf_mc.topology.groups import init_process_group, shut_down
     from rlhf_mc.trainer.ppo import fit
     from rlhf_mc.trainer.setup import build_run
 
-    init_process_group(cfg.trainer.dist_timeout_seconds)
-    run = build_run(cfg)
-    fit(run)
-    shut_down()
+    timer = PhaseTimer()  # for the names of the phases: an error carries that in which it came
+    with timer.phase("join"):
+        init_process_group(cfg.trainer.dist_timeout_seconds)
+    with timer.phase("setup"):
+        run = build_run(cfg)
+    with timer.phase("fit"):
+        fit(run)
+        shut_down()
 
 
-def _report(line: str, stack: str | None) -> None:
-    """Prints the line (and the stack of what is no mistake of the user's) once for all ranks that have the same.
+def _lost_contact(error: Exception) -> str | None:
+    """One line where the error says that another rank is gone: its own report, if it lived to make one, tells why."""
+    from torch import distributed as dist
+
+    first = str(error).partition("\n")[0]
+    if not isinstance(error, RuntimeError) or not (isinstance(error, dist.DistError) or "gloo" in first):
+        return None
+    if _LOST.search(first) is None:
+        return None
+    phase = getattr(error, "__notes__", ["in phase unknown"])[0]
+    # "[gloo's source file:line] Connection closed by peer [address]. General advice."
+    reason = re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0]
+    return f"lost contact with another rank {phase} ({reason})"
+
+
+def _report(text: str, key: str) -> None:
+    """Prints the text, once for all ranks that report the same key; its last line is the message.
 
     torchrun prints a summary of its own after the ranks have ended; the error file gives it our line to show."""
-    rank = int(os.environ.get("RANK", "0"))
-    if _is_first_to_say(line):
-        if stack is not None:
-            print(stack, file=sys.stderr)
-        where = "" if stack is None else f" on rank {rank}"
-        print(f"rlhf_mc: error{where}: {line}", file=sys.stderr, flush=True)
+    if _is_first_to_say(key):
+        print(text, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        line = text.splitlines()[-1]
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": line, "extraInfo": info}}, file)
 
 
-def _is_first_to_say(line: str) -> bool:
-    """Whether no other rank has reported this line. Before the ranks are connected all have the same to say."""
+def _is_first_to_say(key: str) -> bool:
+    """Whether no other rank has reported under this key. Before the ranks are connected all have the same to say."""
     from torch import distributed as dist
 
     if not dist.is_initialized():
         return int(os.environ.get("RANK", "0")) == 0
     try:
         store = dist.distributed_c10d._get_default_store()
-        return int(store.add(f"rlhf_mc/error/{line}", 1)) == 1
+        return int(store.add(f"rlhf_mc/error/{key}", 1)) == 1
     except RuntimeError:  # the store went with the rank that held it
         return True
 

@@ -83,12 +83,16 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the body's time to `name`, also when it raises."""
+        """Charge the body's time to `name`, also when it raises; the exception then carries the note "in phase <name>",
+        the innermost phase first."""
         self._synchronize()
         start = time.perf_counter()
         try:
             yield
             self._synchronize()
+        except Exception as error:
+            error.add_note(f"in phase {name}")
+            raise
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 

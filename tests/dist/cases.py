@@ -16,9 +16,14 @@ from tiny import config_tree
 
 from rlhf_mc import platform
 from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.topology.groups import destroy_groups
 from rlhf_mc.trainer import ppo
+from rlhf_mc.trainer.experience import score_responses
 from rlhf_mc.trainer.setup import Run, build_run
 
 
@@ -102,3 +107,11 @@ def try_to_build(directory: str, sections: dict[str, Any]) -> None:
     path.write_text(json.dumps(config_tree(Path(directory), **sections)))
     with a_run(str(path), []):
         pass
+
+
+def score_made_up_responses(directory: str, num_prompts: int) -> list[dict[str, float]]:
+    """Scores one response for each of num_prompts prompts by the directory's reward.py."""
+    tokenizer = load_tokenizer(str(Path(directory) / "model"))
+    prompts = [Prompt(i, [5], "", "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
+    rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")))
+    return score_responses(rewards, tokenizer, prompts, [[6, 7]] * num_prompts)

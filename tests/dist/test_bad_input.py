@@ -1,0 +1,259 @@
+"""What is refused before training starts, and what stops a phase: on every rank the same single line that names what
+is wrong. Settings by themselves are tested in tests/unit/test_config.py; exit codes in tests/system/test_cli.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.rollout.engine import _check_same_tokens
+
+pytestmark = pytest.mark.dist
+
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def workspace(good: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(good, tmp_path / "workspace"))
+
+
+def the_one_line(outcomes: list[tuple[bool, Any]]) -> str:
+    """The message that every rank raised as UserError."""
+    for rank, (ok, value) in enumerate(outcomes):
+        assert not ok, f"rank {rank} found nothing wrong"
+        assert value[0] == "UserError", f"rank {rank}: {value[2]}"
+    messages = {value[1] for _, value in outcomes}
+    assert len(messages) == 1, messages
+    message = messages.pop()
+    assert "\n" not in message, message
+    return str(message)
+
+
+def refusal(pool: Any, workspace: Path, **sections: Any) -> str:
+    return the_one_line(pool(WORLD).outcomes(cases.try_to_build, directory=str(workspace), sections=sections))
+
+
+def layout(tp: int = 1, pp: int = 1) -> dict[str, Any]:
+    return {"megatron": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"actor": layout(tp=2, pp=2)}, ["tensor_model_parallel_size 2", "pipeline_model_parallel_size 2", "1, 2"]),
+        ({"actor": layout(tp=3)}, ["tensor_model_parallel_size 3", "does not divide", "1, 2"]),
+        ({"rollout": {"tensor_model_parallel_size": 3}}, ["rollout.tensor_model_parallel_size 3", "1, 2"]),
+        ({"data": {"max_prompt_length": 3}}, ["train.parquet, row 0", "tokens", "data.max_prompt_length 3"]),
+        ({"data": {"train_batch_size": 32}}, ["data.train_batch_size is 32", "24"]),
+        ({"model": {"path": "/nowhere/model"}}, ["/nowhere/model", "no such directory"]),
+        ({"model": {"dist_checkpointing_path": "/nowhere/mcore"}}, ["/nowhere/mcore", "not a Megatron checkpoint"]),
+        ({"custom_reward_function": {"path": "/nowhere/r.py"}}, ["/nowhere/r.py", "no such file"]),
+        ({"custom_reward_function": {"name": "score"}}, ["reward.py", "no function 'score'"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_settings_that_the_world_the_data_or_the_model_refuse(
+    pool: Any, good: Path, sections: dict[str, Any], words: list[str]
+) -> None:
+    message = refusal(pool, good, **sections)
+    for word in words:
+        assert word in message
+
+
+def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> None:
+    sections = {
+        "data": {"max_response_length": 200},
+        "actor": {"ppo_max_token_len_per_gpu": 300},
+        "critic": {"ppo_max_token_len_per_gpu": 300, "forward_max_token_len_per_gpu": 300},
+        "ref": {"log_prob_max_token_len_per_gpu": 300},
+        "rollout": {"log_prob_max_token_len_per_gpu": 300},
+    }
+    message = refusal(pool, good, **sections)
+    assert "data.max_response_length: 224" in message and "max_position_embeddings 128" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "words"),
+    [
+        (
+            {"num_kv_heads": 1},
+            {"actor": layout(tp=2)},
+            ["tensor_model_parallel_size 2", "Megatron", "num_key_value_heads is 1", "sizes that work: 1"],
+        ),
+        ({"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, {"actor": layout(tp=2)}, ["heads is 3"]),
+        (
+            {"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96},
+            {"rollout": {"tensor_model_parallel_size": 2}},
+            ["tensor_model_parallel_size 2", "vLLM", "num_key_value_heads is 3"],
+        ),
+        ({"num_hidden_layers": 3}, {"actor": layout(pp=2)}, ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"]),
+        ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),
+    ],
+    ids=["kv-heads-by-tp", "heads-by-tp", "heads-by-rollout-tp", "layers-by-pp", "head-dim-16"],
+)
+def test_models_that_cannot_be_cut_or_generated_from(
+    pool: Any, workspace: Path, model: dict[str, Any], sections: dict[str, Any], words: list[str]
+) -> None:
+    shutil.rmtree(workspace / "model")
+    make_checkpoint(workspace / "model", **model)
+    message = refusal(pool, workspace, **sections)
+    for word in words:
+        assert word in message
+
+
+# ---------------------------------------------------------------- files
+
+
+def _drop_column(workspace: Path) -> None:
+    path = workspace / "train.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["reward_model"]), path)
+
+
+def _no_rows(workspace: Path) -> None:
+    path = workspace / "train.parquet"
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+
+
+def _cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _edit_tensors(workspace: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    path = workspace / "model" / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _gpt2(workspace: Path) -> None:
+    (workspace / "model" / "config.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_embd": 128, "n_head": 4, "n_layer": 4, "vocab_size": 263})
+    )
+
+
+def _no_eos(workspace: Path) -> None:
+    # Null, not absent: where the entry is missing transformers puts in the family's usual token.
+    _edit_json(workspace / "model" / "tokenizer_config.json", eos_token=None)
+
+
+def _more_tokens(workspace: Path) -> None:
+    tokenizer = make_tokenizer(workspace / "model")
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(50)])
+    tokenizer.save_pretrained(workspace / "model")
+
+
+NORM = "model.norm.weight"
+BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "no parquet": (lambda w: (w / "train.parquet").unlink(), ["train.parquet", "no such file"]),
+    "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["val.parquet", "no such file"]),
+    "corrupt parquet": (lambda w: _cut_short(w / "train.parquet"), ["train.parquet", "not a readable parquet file"]),
+    "no column": (_drop_column, ["train.parquet", "no column 'reward_model'", "data_source, prompt"]),
+    "no rows": (_no_rows, ["train.parquet", "no rows"]),
+    "another architecture": (_gpt2, ["config.json", "model_type is 'gpt2'", "llama, qwen2"]),
+    "no config": (lambda w: (w / "model" / "config.json").unlink(), ["config.json", "cannot be read"]),
+    "weights cut short": (
+        lambda w: _cut_short(w / "model" / "model.safetensors"),
+        ["model.safetensors", "cut short or corrupt"],
+    ),
+    "no weights": (lambda w: (w / "model" / "model.safetensors").unlink(), ["model.safetensors", "only safetensors"]),
+    "no tensor": (lambda w: _edit_tensors(w, lambda t: t.pop(NORM)), [NORM, "missing"]),
+    "tensor of another size": (
+        lambda w: _edit_json(w / "model" / "config.json", intermediate_size=256),
+        ["mlp.gate_proj.weight", "(192, 128)", "(256, 128)"],
+    ),
+    "tensor of another model": (
+        lambda w: _edit_tensors(w, lambda t: t.update({"model.layers.9.extra": t[NORM].clone()})),
+        ["model.layers.9.extra", "no part of the qwen2 model"],
+    ),
+    "no end token": (_no_eos, ["tokenizer", "end-of-sequence"]),
+    "tokenizer of another model": (_more_tokens, ["model.tokenizer_path", "tokens", "vocab_size"]),
+    "reward raises at import": (
+        lambda w: (w / "reward.py").write_text("import no_such_module\n"),
+        ["reward.py", "ModuleNotFoundError", "no_such_module"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files(pool: Any, workspace: Path, name: str) -> None:
+    damage, words = BROKEN[name]
+    damage(workspace)
+    message = refusal(pool, workspace)
+    for word in words:
+        assert word in message
+
+
+def test_unknown_data_source(pool: Any, workspace: Path) -> None:
+    make_prompts(workspace / "train.parquet", 24, seed=1)
+    path = workspace / "train.parquet"
+    table = pq.read_table(path)
+    names = ["arithmetic"] * 7 + ["riddles"] + ["arithmetic"] * 16
+    pq.write_table(table.set_column(table.schema.get_field_index("data_source"), "data_source", [names]), path)
+    message = refusal(pool, workspace, custom_reward_function={"path": None})
+    assert "row 7" in message and "'riddles'" in message and "custom_reward_function.path" in message
+
+
+# ---------------------------------------------------------------- during a step
+
+BAD_ROW = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["index"] == 3:
+        {statement}
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("raise KeyError('no\\nanswer')", ["raised KeyError", "reward.py:4"]),
+        ("return float('nan')", ["returned nan", "finite"]),
+        ("return 'good'", ["returned 'good'", "expected a number"]),
+        ("return {'accuracy': 1.0}", ["without 'score'"]),
+    ],
+    ids=["raises", "nan", "text", "no-score"],
+)
+def test_a_reward_function_that_fails_on_one_row_stops_every_rank(
+    pool: Any, workspace: Path, statement: str, words: list[str]
+) -> None:
+    """Rows are dealt out over the ranks: only rank 1 meets row 3."""
+    (workspace / "reward.py").write_text(BAD_ROW.format(statement=statement))
+    outcomes = pool(WORLD).outcomes(cases.score_made_up_responses, directory=str(workspace), num_prompts=6)
+    message = the_one_line(outcomes)
+    for word in [*words, "row 3", "'arithmetic'", "reward.py"]:
+        assert word in message
+
+
+def test_a_reward_function_is_not_refused_for_a_row_that_is_not_there(pool: Any, workspace: Path) -> None:
+    (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
+    for rows in pool(WORLD).run(cases.score_made_up_responses, directory=str(workspace), num_prompts=3):
+        assert rows == [{"score": 1.0}] * 3
+
+
+def test_ranks_of_one_engine_must_draw_the_same_tokens() -> None:
+    same = [(0, "a", []), (0, "a", None), (1, "b", []), (1, "b", None)]
+    _check_same_tokens(same)
+    with pytest.raises(UserError, match=r"ranks 2 and 3 of one vLLM engine drew different tokens") as caught:
+        _check_same_tokens([*same[:3], (1, "c", None)])
+    assert "\n" not in str(caught.value)
