@@ -32,6 +32,7 @@ from unittest import mock
 import vllm
 import vllm._custom_ops
 import vllm.distributed.parallel_state as vllm_state
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
@@ -99,6 +100,8 @@ class RolloutEngine:
             options.update(enforce_eager=True)
             # Otherwise the CPU backend repacks linear weights and empties the parameters that we write to.
             vllm._custom_ops._supports_onednn = False
+            # vLLM's own collectives in shared memory spin for ever where a rank has died; gloo's raise.
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         with _groups_as_given(groups):
             self._llm = vllm.LLM(
                 model_path,
