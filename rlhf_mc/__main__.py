@@ -5,6 +5,7 @@ torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import os
@@ -103,13 +104,20 @@ def _report(text: str, key: str) -> None:
 
 
 def _is_first_to_say(key: str) -> bool:
-    """Whether no other rank has reported under this key. Before the ranks are connected all have the same to say."""
+    """Whether no other rank has reported under this key. Where the ranks are not connected yet and no agent of
+    torchrun keeps a store for them, all have the same to say, and rank 0 says it."""
     from torch import distributed as dist
 
-    if not dist.is_initialized():
-        return int(os.environ.get("RANK", "0")) == 0
+    store: dist.Store
     try:
-        store = dist.distributed_c10d._get_default_store()
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # Not rank 0 alone: torchrun ends the others as soon as one has failed, so it may never come to it.
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+        else:
+            return int(os.environ.get("RANK", "0")) == 0
         return int(store.add(f"rlhf_mc/error/{key}", 1)) == 1
     except RuntimeError:  # the store went with the rank that held it
         return True

@@ -1,0 +1,190 @@
+"""The program as a user starts it: exit codes, what stands on stderr, and that no process outlives its run.
+What is refused, and with which words, is tested in tests/dist/test_bad_input.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny import make_workspace, write_config
+
+pytestmark = pytest.mark.system
+
+USER_ERROR = 2
+GONE_WITHIN_SECONDS = 60
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENV = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"OMP_NUM_THREADS": "1"}
+PLAIN = [sys.executable, "-m", "rlhf_mc"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("workspace"))
+
+
+@pytest.fixture(scope="module")
+def config(workspace: Path) -> Path:
+    """A run that would go on for hours."""
+    return write_config(
+        workspace, trainer={"total_training_steps": 100_000, "test_freq": -1, "val_before_train": False}
+    )
+
+
+def our_lines(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("rlhf_mc: error")]
+
+
+def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=90)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{config}", "actor.ppo_epoch=2"], ["actor.ppo_epoch", "actor.ppo_epochs"]),
+        (["/nowhere/config.yaml"], ["/nowhere/config.yaml"]),
+        ([], ["usage: torchrun", "CONFIG.yaml"]),
+        (["{config}", "actor.ppo_epochs=two"], ["actor.ppo_epochs", "two"]),
+    ],
+    ids=["misspelt key", "no config file", "no arguments", "wrong type"],
+)
+def test_one_line_and_exit_code_2(config: Path, arguments: list[str], words: list[str]) -> None:
+    start = time.monotonic()
+    done = ended([*PLAIN, *(argument.format(config=config) for argument in arguments)])
+    assert time.monotonic() - start < 30
+    assert done.returncode == USER_ERROR
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("rlhf_mc: error: ")
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.ppo_epoch=2", ["actor.ppo_epoch", "actor.ppo_epochs"]),
+        ("data.train_files=/nowhere/train.parquet", ["/nowhere/train.parquet", "no such file"]),
+    ],
+    ids=["before the ranks are connected", "after"],
+)
+def test_under_torchrun_the_ranks_say_it_once(config: Path, override: str, words: list[str]) -> None:
+    done = ended([*TORCHRUN, str(config), override])
+    assert done.returncode != 0
+    lines = our_lines(done.stderr)
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0]
+    # What torchrun itself prints afterwards is its own; a stack of ours would name a file of ours.
+    assert "rlhf_mc/trainer" not in done.stderr
+
+
+# ---------------------------------------------------------------- a rank that dies
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """start(command, name, env): a process whose stderr goes to tmp_path/name; whatever is left is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(command: list[str], name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        with open(tmp_path / name, "wb") as stderr:
+            process = subprocess.Popen(
+                command, env=env, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def members(session: int) -> list[int]:
+    """The processes of a session that are still there; dead ones that nobody has waited for do not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # gone in the meantime
+                continue
+            if int(stat[3]) == session and stat[0] not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def workers_of(torchrun: int) -> list[int]:
+    """Its two ranks: the direct children that run our program."""
+    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+    return [int(pid) for pid in children if b"rlhf_mc" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def wait_for_step(metrics: Path, processes: list[subprocess.Popen[bytes]], stderr: Path, step: int = 2) -> None:
+    """Until the run has logged the step."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert all(process.poll() is None for process in processes), stderr.read_text()
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if lines and json.loads(lines[-1])["step"] >= step:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"no step {step} within 240 s: {stderr.read_text()}")
+
+
+def test_torchrun_ends_when_a_rank_dies(
+    workspace: Path, config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    run = tmp_path / "run"
+    torchrun = start([*TORCHRUN, str(config), f"trainer.default_local_dir={run}"], "stderr", ENV)
+    wait_for_step(run / "metrics.jsonl", [torchrun], tmp_path / "stderr")
+    workers = workers_of(torchrun.pid)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    assert torchrun.wait(GONE_WITHIN_SECONDS) != 0
+    assert members(torchrun.pid) == []
+    assert "rlhf_mc/trainer" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("victim", "rollout_tp"), [(1, 1), (0, 2)], ids=["last rank", "first rank, one engine of both"]
+)
+def test_a_survivor_ends_by_itself(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], victim: int, rollout_tp: int
+) -> None:
+    """No agent watches over the ranks, as under a plain srun."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    run = tmp_path / "run"
+    command = [*PLAIN, str(config), f"trainer.default_local_dir={run}"]
+    # Longer responses, so that the engine is at work when the rank dies.
+    command += [f"rollout.tensor_model_parallel_size={rollout_tp}", "rollout.n=4"]
+    world = ENV | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = [start(command, f"stderr{r}", world | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    survivor = ranks[1 - victim]
+    wait_for_step(run / "metrics.jsonl", ranks, tmp_path / f"stderr{1 - victim}")
+    ranks[victim].kill()
+    assert survivor.wait(GONE_WITHIN_SECONDS) == 1
+    assert members(survivor.pid) == []
+    stderr = (tmp_path / f"stderr{1 - victim}").read_text()
+    lines = our_lines(stderr)
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith(f"rlhf_mc: error on rank {1 - victim}: lost contact with another rank in phase ")
+    assert "Traceback" not in stderr
