@@ -58,6 +58,8 @@ def _run(argv: list[str]) -> None:
     # Every rank says the same; one voice is enough. Libraries' advice about what they lack is not for the user.
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
     warnings.filterwarnings("ignore")
+    logging.getLogger("torch._library").setLevel(logging.ERROR)  # that there is no Triton, on every rank
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, below
 
     from rlhf_mc.observability.metrics import PhaseTimer
     from rlhf_mc.topology.groups import init_process_group, shut_down
