@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import ASSETS
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.topology.groups import gather_objects
+from rlhf_mc.topology.groups import gather_objects, raise_together
 
 HF_ASSETS = "hf"
 """Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""
@@ -36,22 +37,34 @@ def save_mcore(model: PackedGPT, directory: str | Path, assets_dir: str | Path) 
     Every rank must call it. The writer starts helper processes: the program needs an `if __name__ == "__main__"`
     guard."""
     directory = Path(directory)
-    if dist.get_rank() == 0:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            _remove_checkpoint(directory)
-        except OSError as error:
-            raise UserError(f"{directory}: cannot be written ({error.strerror})") from error
-    dist.barrier()
+    _on_rank_0(directory, lambda: _begin(directory))
     with platform.megatron():
         dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
+    # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
+    _on_rank_0(directory, lambda: _copy_assets(directory, Path(assets_dir)))
+
+
+def _on_rank_0(directory: Path, action: Callable[[], None]) -> None:
+    """Runs the action on rank 0; where the disk refuses, every rank raises. Every rank must call it."""
+    error: UserError | None = None
     if dist.get_rank() == 0:
-        # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
-        (directory / HF_ASSETS).mkdir()
-        for name in ("config.json", *ASSETS):
-            if (Path(assets_dir) / name).exists():
-                shutil.copyfile(Path(assets_dir) / name, directory / HF_ASSETS / name)
-    dist.barrier()
+        try:
+            action()
+        except OSError as e:
+            error = UserError(f"{directory}: cannot be written ({e.strerror})")
+    raise_together(error)
+
+
+def _begin(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_checkpoint(directory)
+
+
+def _copy_assets(directory: Path, assets_dir: Path) -> None:
+    (directory / HF_ASSETS).mkdir()
+    for name in ("config.json", *ASSETS):
+        if (assets_dir / name).exists():
+            shutil.copyfile(assets_dir / name, directory / HF_ASSETS / name)
 
 
 def _remove_checkpoint(directory: Path) -> None:
