@@ -39,7 +39,10 @@ def save_mcore(model: PackedGPT, directory: str | Path, assets_dir: str | Path) 
     directory = Path(directory)
     _on_rank_0(directory, lambda: _begin(directory))
     with platform.megatron():
-        dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
+        try:
+            dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
+        except CheckpointException as error:
+            raise UserError(f"{directory}: the weights cannot be written ({_cause(error)})") from error
     # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
     _on_rank_0(directory, lambda: _copy_assets(directory, Path(assets_dir)))
 
@@ -85,15 +88,20 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
         _check_same_model(state, directory, skip_prefixes)
         try:
             loaded = dist_checkpointing.load(state, str(directory))
-        except CheckpointException as error:  # the same on every rank; its text is the stacks of all
-            cause = next(iter(error.failures.values()))[0]
-            raise UserError(f"{directory}: a file of weights is missing or cut short ({cause})") from error
+        except CheckpointException as error:
+            raise UserError(f"{directory}: a file of weights is missing or cut short ({_cause(error)})") from error
     with torch.no_grad():
         params = dict(model.named_parameters())
         for name, value in loaded.items():
             name = name.removeprefix("model.")
             if name in params and isinstance(value, torch.Tensor):
                 params[name].copy_(value)
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """The first rank's own error; the text of the whole is the stacks of all ranks, the same on every rank."""
+    cause: BaseException = next(iter(error.failures.values()))[0]
+    return cause
 
 
 def checkpoint_dtype(directory: str | Path) -> Any:

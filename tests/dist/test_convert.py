@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,16 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_tool(name: str, **options: str | Path) -> subprocess.CompletedProcess[str]:
+def run_tool(
+    name: str, largest_file: int | None = None, **options: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """largest_file: bytes beyond which the system refuses to write, as a full disk does; the writer's processes inherit
+    it."""
+
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
     arguments = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
     return subprocess.run(
         [sys.executable, str(ROOT / "tools" / name), *arguments],
@@ -34,6 +44,7 @@ def run_tool(name: str, **options: str | Path) -> subprocess.CompletedProcess[st
         text=True,
         timeout=280,
         check=False,
+        preexec_fn=limit,
         # Not those of a test under torchrun; and the program must be found without being installed.
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
@@ -141,6 +152,17 @@ def test_inputs_that_are_no_hugging_face_checkpoint(tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     assert_one_line(to_mcore(source, output), "only safetensors weights are read")
     assert not output.exists()
+
+
+def test_a_disk_that_takes_no_more_is_one_line_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    size = (source / "model.safetensors").stat().st_size
+    result = run_tool(
+        "convert_hf_to_mcore.py", largest_file=size // 4, hf_path=source, output=tmp_path / "output"
+    )
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "the weights cannot be written" in result.stderr.splitlines()[-1]
+    assert_one_line(to_hf(tmp_path / "output", tmp_path / "back"), "not a Megatron checkpoint")
 
 
 def test_inputs_that_are_no_megatron_checkpoint(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
