@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 WORLD = 2
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("good"))
 

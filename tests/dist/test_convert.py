@@ -68,7 +68,7 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> No
         assert part in line
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Per source its Hugging Face and its Megatron checkpoint."""
     root = tmp_path_factory.mktemp("convert")

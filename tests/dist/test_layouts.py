@@ -34,12 +34,12 @@ LAYOUTS = [
 COMPARED = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/entropy")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("layouts"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(pool: Any, workspace: Path) -> dict[str, Any]:
     """One process: what all layouts must reproduce."""
     config = write_config(workspace)

@@ -44,13 +44,13 @@ BIG, SMALL = 10_000, 32
 """Token budgets: all sequences in one micro-batch, and no room for two long ones (the longest has 30 tokens)."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("families")
     return {name: str(make_checkpoint(root / name, **extra)) for name, extra in FAMILIES.items()}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
     """Random tokens; all that the losses read, spread so that some tokens are clipped and some are not."""
     draw = torch.Generator().manual_seed(5)
