@@ -41,15 +41,14 @@ class Groups:
         return self.mesh.is_last_stage(self.rank)
 
 
-def init_process_group(timeout_seconds: int) -> tuple[int, int]:
-    """Joins the world that torchrun or srun describes in the environment; returns (rank, world size).
+def init_process_group(timeout_seconds: int) -> None:
+    """Joins the world that torchrun or srun describes in the environment.
     Without that environment the world is this one process."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
         os.environ.setdefault("MASTER_PORT", "0")
     platform.set_device()
     dist.init_process_group(platform.backend(), timeout=datetime.timedelta(seconds=timeout_seconds))
-    return dist.get_rank(), dist.get_world_size()
 
 
 def build_groups(mesh: Mesh) -> Groups:

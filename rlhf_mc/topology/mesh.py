@@ -42,10 +42,6 @@ class Mesh:
         assert 0 <= rank < self.world
         return Coordinate(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
-    def rank(self, coordinate: Coordinate) -> int:
-        """Global rank at a coordinate; the inverse of `coordinate`."""
-        return coordinate.tp + self.tp * (coordinate.dp + self.dp * coordinate.pp)
-
     def is_first_stage(self, rank: int) -> bool:
         """Whether the rank holds the embedding."""
         return self.coordinate(rank).pp == 0

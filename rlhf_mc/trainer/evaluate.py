@@ -15,12 +15,16 @@ from rlhf_mc.rollout.engine import RolloutEngine, Sampling
 from rlhf_mc.trainer.experience import VALIDATION, generate, repeat_prompts, sampling_seeds, score_responses
 
 
+def accuracy(row: dict[str, float]) -> float:
+    """A response's accuracy: "acc" where the reward function gives one, else its score."""
+    return row.get("acc", row["score"])
+
+
 def accuracy_metrics(prompts: Sequence[Prompt], scores: Sequence[dict[str, float]], n: int) -> dict[str, float]:
-    """{val-core/<data_source>/acc/mean@n: mean accuracy}; a row's accuracy is "acc" where the reward function gives
-    one, else its score. prompts and scores: one entry per response."""
+    """{val-core/<data_source>/acc/mean@n: mean accuracy}. prompts and scores: one entry per response."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, scores, strict=True):
-        by_source[prompt.data_source].append(row.get("acc", row["score"]))
+        by_source[prompt.data_source].append(accuracy(row))
     return {f"val-core/{source}/acc/mean@{n}": sum(accs) / len(accs) for source, accs in sorted(by_source.items())}
 
 
@@ -40,7 +44,7 @@ def evaluate(
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
     generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
     scores = score_responses(rewards, tokenizer, rows, [g.token_ids for g in generations])
-    mean = sum(row.get("acc", row["score"]) for row in scores) / len(scores)
+    mean = sum(accuracy(row) for row in scores) / len(scores)
     texts = [
         _as_text(prompt, tokenizer, generation, row["score"])
         for prompt, generation, row in zip(rows, generations, scores, strict=True)

@@ -21,7 +21,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
-from rlhf_mc.trainer.setup import Run, actor_layouts
+from rlhf_mc.trainer.setup import Run, layouts_of
 
 
 @dataclass
@@ -225,7 +225,7 @@ def export(run: Run, state: StepState, directory: Path) -> None:
     with state.timer.phase("save_checkpoint"):
         export_hf(
             run.actor.params,
-            actor_layouts(run.actor),
+            layouts_of(run.actor),
             run.actor.shape,
             directory,
             run.groups.rank,

@@ -98,7 +98,7 @@ def build_run(cfg: Config) -> Run:
         seed=cfg.trainer.seed,
     )
     plan = make_plan(
-        actor_layouts(actor),
+        layouts_of(actor),
         rollout_layouts(shape, engine_ranks),
         DTYPES[cfg.actor.megatron.dtype].itemsize,
         BUCKET_BYTES,
@@ -122,7 +122,7 @@ def build_run(cfg: Config) -> Run:
     )
 
 
-def actor_layouts(engine: ModelEngine) -> list[Layout]:
+def layouts_of(engine: ModelEngine) -> list[Layout]:
     """What each rank holds of an engine's model."""
     return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())
 
@@ -155,7 +155,7 @@ def _load(
         load_mcore(engine.model, checkpoint, skip_prefixes=("output_layer.",) if shape.value_head else ())
     else:
         skip = ("score.weight",) if shape.value_head and "score.weight" not in reader.names else ()
-        import_hf(reader, actor_layouts(engine)[groups.rank], engine.params, skip=skip)
+        import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
     return engine
 
 

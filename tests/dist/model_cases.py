@@ -26,7 +26,7 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.topology.groups import Groups, build_groups, destroy_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.experience import log_prob_head, score_tokens
-from rlhf_mc.trainer.setup import actor_layouts
+from rlhf_mc.trainer.setup import layouts_of
 from rlhf_mc.trainer.update import actor_objective, critic_objective, mini_batches, update
 
 TEMPERATURE = 0.7
@@ -78,7 +78,7 @@ def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) ->
     )
     engine = ModelEngine(role, shape, config, groups)
     skip = ("score.weight",) if role == "critic" else ()
-    import_hf(reader, actor_layouts(engine)[groups.rank], engine.params, skip=skip)
+    import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
         engine.params["output_layer.weight"].copy_(value_head_weight(shape.hidden_size))
     return engine
@@ -88,7 +88,7 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
     """The whole model on this rank, by the names of the Hugging Face checkpoint. What this rank holds itself is taken
     from itself, so that over all ranks every replica of every block is looked at."""
     target = hf_layout(engine.shape)
-    plan = make_plan(actor_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
+    plan = make_plan(layouts_of(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
     execute(plan.for_rank(dist.get_rank()), local, tensors, dist.group.WORLD)
     return tensors
