@@ -1,4 +1,4 @@
-"""What real runs need at the smallest size: a qwen2 or llama checkpoint with random weights and a real tokenizer,
+"""What real runs need at the smallest size: a checkpoint of any family with random weights and a real tokenizer,
 prompts in parquet, and a config over them. Used by tests/dist and tests/system."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_mc.data.parquet import write_prompts
 
@@ -39,16 +39,28 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return fast
 
 
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    # Heads that together are wider than the hidden size.
+    "qwen3": {"head_dim": 64},
+    "mistral": {"sliding_window": None},
+    "gemma": {"head_dim": 64},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+"""What the families have beside the sizes below."""
+
+
 def make_checkpoint(
     directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any
 ) -> Path:
     """Random weights large enough that a wrong block shows; the vocabulary is no multiple of 64, so it is padded."""
     tokenizer = make_tokenizer(directory)
     torch.manual_seed(0)
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[family]
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer) + 3,
         "hidden_size": 128,
@@ -64,7 +76,8 @@ def make_checkpoint(
         "initializer_range": 0.08,
         "dtype": "float32",
     }
-    model = model_class(config_class(**{**sizes, **extra})).float()
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILY_SIZES.get(family, {}), **extra})
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() == 1:

@@ -1,8 +1,6 @@
-"""What a model of a known family is made of: its sizes, and one table row per parameter.
+"""What a model of a known family is made of: its sizes, and what it computes otherwise than others.
 
-A row says how the parameter is named in Megatron-Core and in vLLM and which Hugging Face tensors it
-joins; the names of the dimensions say how it is split. Adding a family adds rows, not branches.
-Where each block lies on which rank is computed in layout.py.
+Adding a family adds an entry to FAMILIES, and to params.py the rows of the parameters that no family has yet.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_mc.config.errors import UserError
 
@@ -20,16 +18,57 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Family:
-    """What one `model_type` leaves open: True or False, or the key of config.json that decides it."""
+    """What one `model_type` leaves open. Flags are True, False, or the key of config.json that decides."""
 
     qkv_bias: bool | str
     o_bias: bool | str
     mlp_bias: bool | str
+    qk_norm: bool = False
+    """Each head's query and key pass through a norm of their own."""
+    zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the square root of the hidden size."""
+    experts: bool = False
+    """The layers are mixtures of experts."""
+    activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu"})
+    """What hidden_act may be -> the function that it means, by the name that transformers gives it."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a config.json means that leaves the key out."""
 
+
+_GELU = "gelu_pytorch_tanh"
 
 FAMILIES = {
-    "qwen2": Family(qkv_bias=True, o_bias=False, mlp_bias=False),
     "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "qwen2": Family(qkv_bias=True, o_bias=False, mlp_bias=False),
+    "qwen3": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias=False, qk_norm=True, defaults={"head_dim": 128}
+    ),
+    "qwen3_moe": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias=False,
+        qk_norm=True,
+        experts=True,
+        defaults={"norm_topk_prob": False},
+    ),
+    "mistral": Family(
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "gemma": Family(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias=False,
+        zero_centered_norms=True,
+        scaled_embeddings=True,
+        # The first published configurations say "gelu" and mean the approximation, as vLLM takes it.
+        activations={_GELU: _GELU, "gelu": _GELU},
+        defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": _GELU, "num_key_value_heads": 16},
+    ),
 }
 
 
@@ -53,6 +92,17 @@ class ModelShape:
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     o_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    zero_centered_norms: bool = False
+    scaled_embeddings: bool = False
+    activation: str = "silu"
+    num_experts: int = 0
+    """Of each layer; 0: the layers are dense."""
+    experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
+    """Of one expert; ffn_hidden_size is that of a dense layer."""
+    norm_topk_prob: bool = False
+    """A token's weights of its experts are made to sum to 1."""
     value_head: bool = False
     """A critic: `score.weight` [1, hidden] in place of the language-model head."""
 
@@ -61,12 +111,10 @@ class ModelShape:
         """The shape that a parsed config.json describes. UserError for what is not supported."""
         family_name = _need(config, "model_type")
         if family_name not in FAMILIES:
-            raise UserError(f"config.json: model_type is {family_name!r}; known are {', '.join(sorted(FAMILIES))}")
-        if config.get("use_sliding_window"):
-            raise UserError("config.json: use_sliding_window is true; only full attention is supported")
-        if config.get("hidden_act", "silu") != "silu":
-            raise UserError(f"config.json: hidden_act is {config['hidden_act']!r}; only 'silu' is supported")
+            raise UserError(f"config.json: model_type is {family_name!r}; known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
+        config = {**family.defaults, **config}
+        _refuse_windows(config)
         num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
@@ -91,8 +139,23 @@ class ModelShape:
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=_size(config, "max_position_embeddings"),
+            qk_norm=family.qk_norm,
+            zero_centered_norms=family.zero_centered_norms,
+            scaled_embeddings=family.scaled_embeddings,
+            activation=_activation(config, family),
             value_head=value_head,
+            **(_experts(config) if family.experts else {}),
         )
+
+    @property
+    def is_dense(self) -> bool:
+        """The layers have one feed-forward network each."""
+        return self.num_experts == 0
+
+    @property
+    def has_experts(self) -> bool:
+        """The layers are mixtures of experts."""
+        return self.num_experts > 0
 
     @property
     def has_lm_head(self) -> bool:
@@ -110,7 +173,10 @@ class ModelShape:
             "hidden": self.hidden_size,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
+            "head": self.head_dim,
             "ffn": self.ffn_hidden_size,
+            "experts": self.num_experts,
+            "expert_ffn": self.expert_ffn_hidden_size,
             "vocab": self.vocab_size,
             "one": 1,
         }
@@ -133,155 +199,53 @@ def _flag(config: Mapping[str, Any], rule: bool | str) -> bool:
     return rule if isinstance(rule, bool) else bool(config.get(rule, False))
 
 
+def _refuse_windows(config: Mapping[str, Any]) -> None:
+    """qwen's switch, and mistral's window, which a config.json without the key has too."""
+    if config.get("use_sliding_window"):
+        raise UserError("config.json: use_sliding_window is true; only full attention is supported")
+    window = config.get("sliding_window") if "use_sliding_window" not in config else None
+    if window is not None:
+        raise UserError(
+            f"config.json: sliding_window is {window} (given, or the default of {config['model_type']}); "
+            'only full attention is supported, which is "sliding_window": null'
+        )
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    # Gemma has a second key, which goes before the first.
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    name = config.get(key, "silu")
+    if name not in family.activations:
+        known = " or ".join(repr(n) for n in family.activations)
+        raise UserError(f"config.json: {key} is {name!r}; only {known} is supported")
+    return family.activations[name]
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ModelShape that describe a mixture of experts."""
+    everywhere: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    for key, supported in everywhere.items():
+        if config.get(key, supported) not in (supported, None):
+            raise UserError(f"config.json: {key} is {config[key]}; only {supported} is supported: experts in all layers")
+    # transformers 5 writes num_local_experts, earlier ones num_experts.
+    key = "num_experts" if config.get("num_experts") else "num_local_experts"
+    num_experts, per_token = _size(config, key), _size(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "expert_ffn_hidden_size": _size(config, "moe_intermediate_size"),
+        "norm_topk_prob": bool(config["norm_topk_prob"]),
+    }
+
+
 def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling or None): transformers 5 keeps both in `rope_parameters`, earlier ones in two keys."""
     merged = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = merged.get("rope_type", merged.get("type", "default"))
     return float(theta), None if kind == "default" else merged
-
-
-SPLIT_DIMS = frozenset({"q", "kv", "ffn", "vocab"})
-"""Dimensions that tensor parallelism splits; a tensor has at most one of them, others are replicated."""
-
-Place = Literal["first", "layer", "last", "last of several"]
-"""Which pipeline stages hold a parameter; `last of several`: the last, unless it is also the first."""
-
-
-@dataclass(frozen=True)
-class Param:
-    """One parameter as the engines hold it. `{i}` stands for the layer."""
-
-    place: Place
-    hf: Mapping[str, tuple[str, ...]]
-    """The Hugging Face tensors that it joins along their split dimension, in order, each with its dimensions."""
-    mcore: str
-    """Name in Megatron-Core's local layer spec."""
-    vllm: str | None
-    """Name in vLLM; None: vLLM has no such parameter."""
-    mcore_fused: str | None = None
-    """Name in the Transformer Engine layer spec, which joins norms with the next linear; None: as `mcore`."""
-    only_if: str | None = None
-    """Attribute of ModelShape that must be true."""
-
-
-_HF, _MC = "model.layers.{i}.", "decoder.layers.{i}."
-
-PARAMS: tuple[Param, ...] = (
-    Param(
-        place="first",
-        hf={"model.embed_tokens.weight": ("vocab", "hidden")},
-        mcore="embedding.word_embeddings.weight",
-        vllm="model.embed_tokens.weight",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "input_layernorm.weight": ("hidden",)},
-        mcore=_MC + "input_layernorm.weight",
-        mcore_fused=_MC + "self_attention.linear_qkv.layer_norm_weight",
-        vllm=_HF + "input_layernorm.weight",
-    ),
-    Param(
-        place="layer",
-        hf={
-            _HF + "self_attn.q_proj.weight": ("q", "hidden"),
-            _HF + "self_attn.k_proj.weight": ("kv", "hidden"),
-            _HF + "self_attn.v_proj.weight": ("kv", "hidden"),
-        },
-        mcore=_MC + "self_attention.linear_qkv.weight",
-        vllm=_HF + "self_attn.qkv_proj.weight",
-    ),
-    Param(
-        place="layer",
-        hf={
-            _HF + "self_attn.q_proj.bias": ("q",),
-            _HF + "self_attn.k_proj.bias": ("kv",),
-            _HF + "self_attn.v_proj.bias": ("kv",),
-        },
-        mcore=_MC + "self_attention.linear_qkv.bias",
-        vllm=_HF + "self_attn.qkv_proj.bias",
-        only_if="qkv_bias",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "self_attn.o_proj.weight": ("hidden", "q")},
-        mcore=_MC + "self_attention.linear_proj.weight",
-        vllm=_HF + "self_attn.o_proj.weight",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "self_attn.o_proj.bias": ("hidden",)},
-        mcore=_MC + "self_attention.linear_proj.bias",
-        vllm=_HF + "self_attn.o_proj.bias",
-        only_if="o_bias",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "post_attention_layernorm.weight": ("hidden",)},
-        mcore=_MC + "pre_mlp_layernorm.weight",
-        mcore_fused=_MC + "mlp.linear_fc1.layer_norm_weight",
-        vllm=_HF + "post_attention_layernorm.weight",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
-        mcore=_MC + "mlp.linear_fc1.weight",
-        vllm=_HF + "mlp.gate_up_proj.weight",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "mlp.gate_proj.bias": ("ffn",), _HF + "mlp.up_proj.bias": ("ffn",)},
-        mcore=_MC + "mlp.linear_fc1.bias",
-        vllm=_HF + "mlp.gate_up_proj.bias",
-        only_if="mlp_bias",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "mlp.down_proj.weight": ("hidden", "ffn")},
-        mcore=_MC + "mlp.linear_fc2.weight",
-        vllm=_HF + "mlp.down_proj.weight",
-    ),
-    Param(
-        place="layer",
-        hf={_HF + "mlp.down_proj.bias": ("hidden",)},
-        mcore=_MC + "mlp.linear_fc2.bias",
-        vllm=_HF + "mlp.down_proj.bias",
-        only_if="mlp_bias",
-    ),
-    Param(
-        place="last",
-        hf={"model.norm.weight": ("hidden",)},
-        mcore="decoder.final_layernorm.weight",
-        vllm="model.norm.weight",
-    ),
-    Param(
-        place="last",
-        hf={"lm_head.weight": ("vocab", "hidden")},
-        mcore="output_layer.weight",
-        vllm="lm_head.weight",
-        only_if="has_lm_head",
-    ),
-    # Megatron keeps a second copy of a shared embedding on the last of several stages.
-    Param(
-        place="last of several",
-        hf={"model.embed_tokens.weight": ("vocab", "hidden")},
-        mcore="output_layer.weight",
-        vllm=None,
-        only_if="shares_embeddings",
-    ),
-    Param(
-        place="last",
-        hf={"score.weight": ("one", "hidden")},
-        mcore="output_layer.weight",
-        vllm=None,
-        only_if="value_head",
-    ),
-)
-
-
-def params_of(shape: ModelShape) -> tuple[Param, ...]:
-    """The rows of the table that this model has."""
-    return tuple(p for p in PARAMS if p.only_if is None or getattr(shape, p.only_if))
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

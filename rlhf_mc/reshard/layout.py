@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.families import SPLIT_DIMS, ModelShape, Param, padded_vocab_size, params_of
+from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
+from rlhf_mc.reshard.params import SPLIT_DIMS, Param, params_of
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
@@ -28,7 +29,13 @@ class Piece:
     local: str
     """Name of the tensor in this process."""
     offset: tuple[int, ...]
-    """Where the block begins in it."""
+    """Where the block begins in it. Longer than the box where the tensor stacks blocks: fixed indices come first."""
+
+    def offset_of(self, block: Box) -> tuple[int, ...]:
+        """Where a part of the piece's block begins in the local tensor."""
+        lead = len(self.offset) - len(self.box)
+        starts = (part[0] - whole[0] for part, whole in zip(block, self.box, strict=True))
+        return (*self.offset[:lead], *(at + start for at, start in zip(self.offset[lead:], starts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,9 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
-    for param, layer in _with_layers(params_of(shape), range(shape.num_layers)):
+    for param, layer, expert in _occurrences(params_of(shape), range(shape.num_layers), range(shape.num_experts)):
         for name, dims in param.hf.items():
-            shapes[name.format(i=layer)] = tuple(sizes[d] for d in dims)
+            shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
     return shapes
 
 
@@ -71,110 +78,171 @@ def whole_layout(shapes: dict[str, tuple[int, ...]]) -> Layout:
 
 @functools.cache
 def mcore_layout(
-    shape: ModelShape, tp_rank: int, tp_size: int, layers: range, first: bool, last: bool, fused_norms: bool = False
+    shape: ModelShape,
+    tp_rank: int,
+    tp_size: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    fused_norms: bool = False,
+    *,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    etp_rank: int | None = None,
+    etp_size: int | None = None,
 ) -> Layout:
     """One Megatron-Core rank: `layers` are its stage's layers (global numbers), `first` and `last` its place.
 
     q, k and v are interleaved: for each KV group the rows of its query heads, of its key, of its value.
+    Of the experts of a layer the rank holds the ep_rank-th of ep_size equal runs, each of them split like the rest of
+    the layer, or over a tensor parallelism of their own (etp).
     """
-    check_mcore(shape, tp_size)
+    check_mcore(shape, tp_size, ep_size=ep_size, etp_size=etp_size)
+    if etp_rank is None or etp_size is None:
+        etp_rank, etp_size = tp_rank, tp_size
     groups = shape.num_kv_heads // tp_size
-    places = {"layer"} | ({"first"} if first else set()) | ({"last"} if last else set())
+    per_rank = shape.num_experts // ep_size
+    experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
+    places = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     places |= {"last of several"} if last and not first else set()
     params = [p for p in params_of(shape) if p.place in places]
     shapes, pieces = {}, []
-    for param, layer in _with_layers(params, layers):
+    for param, layer, expert in _occurrences(params, layers, experts):
         local = (param.mcore_fused or param.mcore) if fused_norms else param.mcore
         if _is_qkv(param):
             cuts = [(n, tp_rank * groups + g, shape.num_kv_heads) for g in range(groups) for n in param.hf]
+        elif param.place == "expert":
+            cuts = [(n, etp_rank, etp_size) for n in param.hf]
         else:
             cuts = [(n, tp_rank, tp_size) for n in param.hf]
         vocab = padded_vocab_size(shape.vocab_size, tp_size)
-        local = local.format(i=layer - layers.start)
-        shapes[local], found = _join(param, shape, local, layer, cuts, vocab)
+        local = local.format(i=layer - layers.start, e=expert - experts.start)
+        shapes[local], found = _join(param, shape, local, (layer, expert), cuts, vocab)
         pieces += found
     return Layout(shapes, tuple(pieces))
 
 
 @functools.cache
 def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
-    """One vLLM rank: q of all its heads, then k, then v; KV heads are replicated where there are fewer than ranks."""
+    """One vLLM rank: q of all its heads, then k, then v; KV heads are replicated where there are fewer than ranks.
+    Every rank has its part of every expert."""
     check_vllm(shape, tp_size)
     kv_cut = tp_size if shape.num_kv_heads >= tp_size else shape.num_kv_heads
     params = [p for p in params_of(shape) if p.vllm]
     shapes, pieces = {}, []
-    for param, layer in _with_layers(params, range(shape.num_layers)):
+    for param, layer, expert in _occurrences(params, range(shape.num_layers), range(shape.num_experts)):
         assert param.vllm is not None
         cuts = [
             (n, tp_rank * kv_cut // tp_size, kv_cut) if "kv" in dims else (n, tp_rank, tp_size)
             for n, dims in param.hf.items()
         ]
-        local = param.vllm.format(i=layer)
-        shapes[local], found = _join(param, shape, local, layer, cuts, padded_vocab_size(shape.vocab_size, 1))
+        local, vocab = param.vllm.format(i=layer), padded_vocab_size(shape.vocab_size, 1)
+        shapes[local], found = _join(param, shape, local, (layer, expert), cuts, vocab)
+        if param.place == "expert":
+            shapes[local] = (shape.num_experts, *shapes[local])
+            found = [replace(piece, offset=(expert, *piece.offset)) for piece in found]
         pieces += found
     return Layout(shapes, tuple(pieces))
 
 
-def check_mcore(shape: ModelShape, tp_size: int) -> None:
-    """UserError if Megatron-Core cannot split this model over tp_size ranks."""
-    _check_split("Megatron", shape, tp_size, _mcore_obstacle)
+_Obstacle = tuple[str, str]
+"""(what is in the way, the logical tensor that cannot be split)."""
+_LAYER = "model.layers.0."
+
+
+def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1, etp_size: int | None = None) -> None:
+    """UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
+    etp_size (by default tp_size)."""
+    kv_heads = ("num_key_value_heads", shape.num_kv_heads, _LAYER + "self_attn.k_proj.weight")
+    dense = [("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")]
+    inside = [("moe_intermediate_size", shape.expert_ffn_hidden_size, _LAYER + "mlp.experts.0.gate_proj.weight")]
+    number = [("num_experts", shape.num_experts, _LAYER + "mlp.experts.0.gate_proj.weight")]
+    ffn = ([] if etp_size else inside) if shape.has_experts else dense
+    split = functools.partial(_indivisible, [_heads(shape), *ffn, kv_heads])
+    _check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, split)
+    if not shape.has_experts:
+        if ep_size > 1:
+            raise UserError(f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no experts")
+        return
+    if etp_size:
+        _check_split(
+            "expert_tensor_parallel_size", "Megatron", shape, etp_size, functools.partial(_indivisible, inside)
+        )
+    _check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(_indivisible, number))
 
 
 def check_vllm(shape: ModelShape, tp_size: int) -> None:
     """UserError if vLLM cannot split this model over tp_size ranks."""
     if shape.value_head:
         raise UserError("a model with a value head cannot be generated from; use the actor's model")
-    _check_split("vLLM", shape, tp_size, _vllm_obstacle)
+    _check_split("tensor_model_parallel_size", "vLLM", shape, tp_size, functools.partial(_vllm_obstacle, shape))
 
 
 def _check_split(
-    engine: str, shape: ModelShape, tp_size: int, obstacle: Callable[[ModelShape, int], str | None]
+    key: str, engine: str, shape: ModelShape, size: int, obstacle: Callable[[int], _Obstacle | None]
 ) -> None:
-    if found := obstacle(shape, tp_size):
-        works = ", ".join(str(n) for n in range(1, shape.num_heads + 1) if obstacle(shape, n) is None)
-        raise UserError(f"tensor_model_parallel_size {tp_size} ({engine}): {found}; sizes that work: {works}")
+    """UserError with the sizes that work, if there is an obstacle to this one."""
+    if found := obstacle(size):
+        what, tensor = found
+        most = max(shape.num_heads, shape.num_experts)
+        works = ", ".join(str(n) for n in range(1, most + 1) if obstacle(n) is None)
+        tensor = f"{tensor} {list(logical_shapes(shape)[tensor])}"
+        raise UserError(f"{key} {size} ({engine}): {what} ({tensor}); sizes that work: {works}")
 
 
-def _mcore_obstacle(shape: ModelShape, tp_size: int) -> str | None:
-    sizes = _split_sizes(shape) | {"num_key_value_heads": shape.num_kv_heads}
-    return _indivisible(sizes, tp_size)
-
-
-def _vllm_obstacle(shape: ModelShape, tp_size: int) -> str | None:
+def _vllm_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
     kv = shape.num_kv_heads
     if kv % tp_size and tp_size % kv:
-        return f"num_key_value_heads is {kv}, and neither is a multiple of the other"
-    return _indivisible(_split_sizes(shape) | {"padded vocab_size": padded_vocab_size(shape.vocab_size, 1)}, tp_size)
+        return (
+            f"num_key_value_heads is {kv}, and neither is a multiple of the other",
+            _LAYER + "self_attn.k_proj.weight",
+        )
+    if shape.has_experts and tp_size > shape.num_experts:
+        return f"num_experts is {shape.num_experts}, fewer than ranks", _LAYER + "mlp.gate.weight"
+    ffn = ("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")
+    if shape.has_experts:
+        ffn = ("moe_intermediate_size", shape.expert_ffn_hidden_size, _LAYER + "mlp.experts.0.gate_proj.weight")
+    vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")
+    return _indivisible([_heads(shape), ffn, vocab], tp_size)
 
 
-def _split_sizes(shape: ModelShape) -> dict[str, int]:
-    return {"num_attention_heads": shape.num_heads, "intermediate_size": shape.ffn_hidden_size}
+def _heads(shape: ModelShape) -> tuple[str, int, str]:
+    return "num_attention_heads", shape.num_heads, _LAYER + "self_attn.q_proj.weight"
 
 
-def _indivisible(sizes: dict[str, int], tp_size: int) -> str | None:
-    return next(
-        (f"{what} is {size}, which {tp_size} does not divide" for what, size in sizes.items() if size % tp_size), None
-    )
+def _indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> _Obstacle | None:
+    """The first of (what, its size, a tensor that it splits) that is no multiple of `parts`."""
+    broken = ((what, size, tensor) for what, size, tensor in sizes if size % parts)
+    return next(((f"{what} is {size}, which {parts} does not divide", tensor) for what, size, tensor in broken), None)
 
 
 def _is_qkv(param: Param) -> bool:
     return any("kv" in dims for dims in param.hf.values())
 
 
-def _with_layers(params: Sequence[Param], layers: range) -> Iterator[tuple[Param, int]]:
-    """Each parameter with its layer's global number, layer by layer; those outside the layers with 0."""
-    yield from ((p, layers.start) for p in params if p.place == "first")
-    yield from ((p, layer) for layer in layers for p in params if p.place == "layer")
-    yield from ((p, layers.start) for p in params if p.place.startswith("last"))
+def _occurrences(params: Sequence[Param], layers: range, experts: range) -> Iterator[tuple[Param, int, int]]:
+    """Each parameter with the global numbers of its layer and of its expert, layer by layer; those outside the layers
+    with the first layer, those of no expert with 0."""
+    yield from ((p, layers.start, 0) for p in params if p.place == "first")
+    for layer in layers:
+        yield from ((p, layer, 0) for p in params if p.place == "layer")
+        yield from ((p, layer, expert) for expert in experts for p in params if p.place == "expert")
+    yield from ((p, layers.start, 0) for p in params if p.place.startswith("last"))
 
 
 def _join(
-    param: Param, shape: ModelShape, local: str, layer: int, cuts: Sequence[tuple[str, int, int]], padded_vocab: int
+    param: Param,
+    shape: ModelShape,
+    local: str,
+    layer_and_expert: tuple[int, int],
+    cuts: Sequence[tuple[str, int, int]],
+    padded_vocab: int,
 ) -> tuple[tuple[int, ...], list[Piece]]:
     """(local shape, pieces) of a parameter that joins `cuts` in order along the dimension that is split.
 
     A cut (name, index, count) is the index-th of count equal parts of the named tensor.
     """
+    layer, expert = layer_and_expert
     sizes = shape.dims()
     pieces, filled = [], 0
     for name, index, count in cuts:
@@ -190,7 +258,7 @@ def _join(
             offset[axis] = filled
             filled += end - start
         if all(a < b for a, b in box):
-            pieces.append(Piece(name.format(i=layer), tuple(box), local, tuple(offset)))
+            pieces.append(Piece(name.format(i=layer, e=expert), tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
     if axis is not None:
         local_shape[axis] = filled

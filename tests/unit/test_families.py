@@ -1,0 +1,339 @@
+"""The families of models: what config.json says, and where each engine holds every tensor, dense or of an expert.
+
+What the engines hold is computed here from whole tensors by chunk, view, cat and stack, independently of layout.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_reshard import PADDING, check_movement, empty, numbered, padded_chunk
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.families import FAMILIES, ModelShape, padded_vocab_size
+from rlhf_mc.reshard.layout import (
+    EMPTY,
+    Layout,
+    check_mcore,
+    check_vllm,
+    hf_layout,
+    logical_shapes,
+    mcore_layout,
+    vllm_layout,
+)
+from rlhf_mc.reshard.plan import make_plan
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 6,
+    "intermediate_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "vocab_size": 70,
+    "max_position_embeddings": 64,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
+}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **EXTRA.get(family, {}), **changes}
+
+
+def shape_of(family: str, **changes: Any) -> ModelShape:
+    return ModelShape.from_hf_config(config_of(family, **changes))
+
+
+def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
+    """Megatron's name in the layer -> the layer's norms, which every rank has whole."""
+    hf = f"model.layers.{i}."
+    out = {
+        "input_layernorm.weight": full[hf + "input_layernorm.weight"],
+        "pre_mlp_layernorm.weight": full[hf + "post_attention_layernorm.weight"],
+    }
+    if shape.family.startswith("qwen3"):
+        out["self_attention.q_layernorm.weight"] = full[hf + "self_attn.q_norm.weight"]
+        out["self_attention.k_layernorm.weight"] = full[hf + "self_attn.k_norm.weight"]
+    return out
+
+
+def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) -> dict[str, torch.Tensor]:
+    """What the Megatron rank of the only pipeline stage holds; `e` of `ep` is its place among the experts' ranks."""
+    full, out = numbered(shape), {}
+    rows = padded_vocab_size(shape.vocab_size, tp)
+    out["embedding.word_embeddings.weight"] = padded_chunk(full["model.embed_tokens.weight"], rows, t, tp)
+    for i in range(shape.num_layers):
+        hf, mc = f"model.layers.{i}.", f"decoder.layers.{i}."
+        out |= {mc + name: norm for name, norm in norms(full, shape, i).items()}
+        for kind in ["weight"] + ["bias"] * shape.qkv_bias:
+            qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            grouped = torch.cat([x.unflatten(0, (shape.num_kv_heads, -1)) for x in qkv], dim=1)
+            out[f"{mc}self_attention.linear_qkv.{kind}"] = grouped.flatten(0, 1).chunk(tp)[t]
+        out[mc + "self_attention.linear_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+        if shape.num_experts:
+            out[mc + "mlp.router.weight"] = full[hf + "mlp.gate.weight"]
+        per_rank = shape.num_experts // ep
+        sources = {f"mlp.experts.local_experts.{n}.": f"mlp.experts.{e * per_rank + n}." for n in range(per_rank)}
+        for local, source in (sources or {"mlp.": "mlp."}).items():
+            gate, up, down = (full[f"{hf}{source}{x}_proj.weight"] for x in ("gate", "up", "down"))
+            out[mc + local + "linear_fc1.weight"] = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
+            out[mc + local + "linear_fc2.weight"] = down.chunk(tp, 1)[t]
+    out["decoder.final_layernorm.weight"] = full["model.norm.weight"]
+    if not shape.tie_embeddings:
+        out["output_layer.weight"] = padded_chunk(full["lm_head.weight"], rows, t, tp)
+    return out
+
+
+def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]:
+    """What the vLLM rank holds: all experts of a layer in one tensor, each of them split."""
+    full, out = numbered(shape), {}
+    rows = padded_vocab_size(shape.vocab_size, 1)
+    for name in ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not shape.tie_embeddings):
+        out[name] = padded_chunk(full[name], rows, t, tp)
+    for i in range(shape.num_layers):
+        hf = f"model.layers.{i}."
+        out |= {n: x for n, x in full.items() if n.startswith(hf) and ("norm" in n or n.endswith("mlp.gate.weight"))}
+        for kind in ["weight"] + ["bias"] * shape.qkv_bias:
+            qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"].chunk(tp)[t] for x in "qkv"]
+            out[f"{hf}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
+        out[hf + "self_attn.o_proj.weight"] = full[hf + "self_attn.o_proj.weight"].chunk(tp, 1)[t]
+        sources = [f"{hf}mlp.experts.{n}." for n in range(shape.num_experts)] or [hf + "mlp."]
+        gate_up = [torch.cat([full[s + f"{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")]) for s in sources]
+        down = [full[s + "down_proj.weight"].chunk(tp, 1)[t] for s in sources]
+        if shape.num_experts:
+            out[hf + "mlp.experts.routed_experts.w13_weight"] = torch.stack(gate_up)
+            out[hf + "mlp.experts.routed_experts.w2_weight"] = torch.stack(down)
+        else:
+            out[hf + "mlp.gate_up_proj.weight"], out[hf + "mlp.down_proj.weight"] = gate_up[0], down[0]
+    out["model.norm.weight"] = full["model.norm.weight"]
+    return out
+
+
+def fill(layout: Layout, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """The local tensors as the layout describes them."""
+    full, out = numbered(shape), empty(layout)
+    for piece in layout.pieces:
+        block = full[piece.tensor][tuple(slice(*sides) for sides in piece.box)]
+        lead = len(piece.offset) - len(piece.box)
+        target = out[piece.local][piece.offset[:lead]]
+        target[tuple(slice(at, at + n) for at, n in zip(piece.offset[lead:], block.shape, strict=True))] = block
+    return out
+
+
+def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, want in wanted.items():
+        assert torch.equal(got[name], want), name
+
+
+def whole(shape: ModelShape, t: int, tp: int, **experts: int) -> Layout:
+    return mcore_layout(shape, t, tp, range(shape.num_layers), True, True, **experts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layouts_of_every_family(family: str, tp: int) -> None:
+    shape = shape_of(family)
+    for t in range(tp):
+        assert_same(fill(whole(shape, t, tp), shape), expected_mcore(shape, t, tp))
+        assert_same(fill(vllm_layout(shape, t, tp), shape), expected_vllm(shape, t, tp))
+
+
+@st.composite
+def expert_shapes(draw: st.DrawFn) -> ModelShape:
+    kv_heads = draw(st.sampled_from([2, 4]))
+    return shape_of(
+        "qwen3_moe",
+        num_hidden_layers=draw(st.integers(1, 2)),
+        hidden_size=draw(st.integers(1, 3)),
+        num_attention_heads=kv_heads * draw(st.sampled_from([1, 2])),
+        num_key_value_heads=kv_heads,
+        head_dim=draw(st.integers(1, 2)),
+        vocab_size=draw(st.integers(1, 70)),
+        num_experts=draw(st.sampled_from([4, 8])),
+        moe_intermediate_size=draw(st.sampled_from([2, 4, 6])),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(expert_shapes(), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
+def test_experts_lie_where_their_ranks_are(shape: ModelShape, tp: int, ep: int) -> None:
+    for e in range(ep):
+        for t in range(tp):
+            layout = whole(shape, t, tp, ep_rank=e, ep_size=ep)
+            assert_same(fill(layout, shape), expected_mcore(shape, t, tp, e, ep))
+
+
+def test_experts_may_have_a_tensor_parallelism_of_their_own() -> None:
+    shape = shape_of("qwen3_moe")
+    for t in range(2):
+        got = fill(whole(shape, t, 2, etp_rank=0, etp_size=1), shape)
+        unsplit, split = expected_mcore(shape, 0, 1), expected_mcore(shape, t, 2)
+        assert_same(got, {name: (unsplit if ".experts." in name else split)[name] for name in split})
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_experts_move_between_all_layouts(data: st.DataObject) -> None:
+    """From every expert parallelism to every rollout, into a file and out of it: exact, and no byte too many."""
+    shape = data.draw(expert_shapes())
+    tp, ep, dp = data.draw(st.sampled_from([(1, 1, 2), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]))
+    places = [(t, tp, e, ep) for _ in range(dp) for e in range(ep) for t in range(tp)]
+    source = [whole(shape, t, tp, ep_rank=e, ep_size=ep) for t, tp, e, ep in places]
+    have = [expected_mcore(shape, *place) for place in places]
+    rollout = data.draw(st.sampled_from([1, 2]))
+    ranks = data.draw(st.permutations([r % rollout for r in range(len(places))]))
+    target = [vllm_layout(shape, r, rollout) for r in ranks]
+    bucket = data.draw(st.sampled_from([100, 1 << 20]))
+    want = [expected_vllm(shape, r, rollout) for r in ranks]
+    check_movement(make_plan(source, target, 8, bucket), have, want, target, bucket)
+    file = [hf_layout(shape)] + [EMPTY] * (len(places) - 1)
+    content = [numbered(shape)] + [{}] * (len(places) - 1)
+    check_movement(make_plan(source, file, 8, bucket), have, content, file, bucket)
+    check_movement(make_plan(file, source, 8, bucket), content, have, source, bucket)
+
+
+def test_norms_of_transformer_engine_layers() -> None:
+    """Where the layers have experts, the norm before the router is not joined with a linear layer."""
+
+    def norm_names(family: str) -> set[str]:
+        layout = mcore_layout(shape_of(family), 0, 1, range(1), True, True, fused_norms=True)
+        return {name.removeprefix("decoder.layers.0.") for name in layout.shapes if "norm" in name}
+
+    qkv, final = "self_attention.linear_qkv.layer_norm_weight", "decoder.final_layernorm.weight"
+    heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
+    assert norm_names("gemma") == {qkv, "mlp.linear_fc1.layer_norm_weight", final}
+    assert norm_names("qwen3") == {qkv, "mlp.linear_fc1.layer_norm_weight", final} | heads
+    assert norm_names("qwen3_moe") == {qkv, "pre_mlp_layernorm.weight", final} | heads
+
+
+def test_names_in_the_checkpoint() -> None:
+    names = logical_shapes(shape_of("qwen3_moe"))
+    assert names["model.layers.1.mlp.experts.3.up_proj.weight"] == (4, 6)
+    assert names["model.layers.1.mlp.experts.0.down_proj.weight"] == (6, 4)
+    assert names["model.layers.0.mlp.gate.weight"] == (4, 6)
+    assert names["model.layers.0.self_attn.q_norm.weight"] == (3,)
+    assert not any("mlp.gate_proj" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("check", "sizes", "changes", "message"),
+    [
+        (
+            check_mcore,
+            {"tp_size": 1, "ep_size": 3},
+            {},
+            r"^expert_model_parallel_size 3 \(Megatron\): num_experts is 4, which 3 does not divide "
+            r"\(model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight \[4, 6\]\); sizes that work: 1, 2, 4$",
+        ),
+        (
+            check_mcore,
+            {"tp_size": 2},
+            {"moe_intermediate_size": 5},
+            r"^tensor_model_parallel_size 2 \(Megatron\): moe_intermediate_size is 5, which 2 does not divide "
+            r"\(model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight \[5, 6\]\); sizes that work: 1$",
+        ),
+        (
+            check_mcore,
+            {"tp_size": 2, "etp_size": 3},
+            {},
+            r"^expert_tensor_parallel_size 3 .*experts\.0\.gate_proj\.weight \[4, 6\]\); sizes that work: 1, 2, 4$",
+        ),
+        (
+            check_vllm,
+            {"tp_size": 2},
+            {"moe_intermediate_size": 5},
+            r"^tensor_model_parallel_size 2 \(vLLM\): moe_intermediate_size is 5.*\[5, 6\]\); sizes that work: 1$",
+        ),
+        (
+            check_vllm,
+            {"tp_size": 4},
+            {"num_experts": 2},
+            r"num_experts is 2, fewer than ranks \(model\.layers\.0\.mlp\.gate\.weight \[2, 6\]\); .*work: 1, 2$",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_spread(check: Any, sizes: dict, changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(shape_of("qwen3_moe", **changes), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("check", "tp", "message"),
+    [
+        (check_mcore, 4, r"num_key_value_heads is 2.*\(model\.layers\.0\.self_attn\.k_proj\.weight \[6, 6\]\)"),
+        (check_mcore, 3, r"num_attention_heads is 4.*\(model\.layers\.0\.self_attn\.q_proj\.weight \[12, 6\]\)"),
+        (check_vllm, 3, r"num_key_value_heads is 2.*\(model\.layers\.0\.self_attn\.k_proj\.weight \[6, 6\]\)"),
+    ],
+)
+def test_a_refused_split_names_a_tensor(check: Any, tp: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(shape_of("qwen3"), tp)
+
+
+def test_a_dense_model_has_no_experts_to_spread() -> None:
+    with pytest.raises(UserError, match=r"expert_model_parallel_size 2 \(Megatron\): a qwen3 model has no experts"):
+        check_mcore(shape_of("qwen3"), 1, ep_size=2)
+
+
+def test_what_a_family_computes_otherwise() -> None:
+    gemma = shape_of("gemma")
+    assert gemma.zero_centered_norms and gemma.scaled_embeddings and gemma.activation == "gelu_pytorch_tanh"
+    assert gemma.tie_embeddings and not gemma.qkv_bias
+    assert shape_of("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
+    assert shape_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh") == gemma
+    # Published configurations of gemma do not say that the head is the embedding, or how wide a head is.
+    sparse = {key: value for key, value in config_of("gemma").items() if key != "head_dim"}
+    assert ModelShape.from_hf_config(sparse).head_dim == 256
+    qwen3 = shape_of("qwen3")
+    assert qwen3.qk_norm and qwen3.head_dim == 3 and not qwen3.qkv_bias and qwen3.activation == "silu"
+    moe = shape_of("qwen3_moe")
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (4, 2, 4, True)
+    newer = config_of("qwen3_moe", num_local_experts=4)
+    del newer["num_experts"]
+    assert ModelShape.from_hf_config(newer) == moe
+    assert shape_of("mistral").is_dense and not shape_of("mistral").qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 4096}, 'sliding_window is 4096.*"sliding_window": null'),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'; only 'gelu_pytorch_tanh' or 'gelu'"),
+        ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; only \[\] is supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 is supported"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than num_experts, which is 4"),
+        ("qwen3_moe", {"num_experts": None}, "num_local_experts is missing"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    ],
+)
+def test_configs_that_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        shape_of(family, **changes)
+
+
+def test_a_mistral_without_the_key_has_a_window() -> None:
+    """As in transformers and vLLM, whose default it is."""
+    config = config_of("mistral")
+    del config["sliding_window"]
+    with pytest.raises(UserError, match="sliding_window is 4096"):
+        ModelShape.from_hf_config(config)
+    config["sliding_window"] = None
+    assert ModelShape.from_hf_config(config).family == "mistral"
+
+
+def test_padding_is_left_alone() -> None:
+    """What no piece covers stays as it was, in every layout."""
+    shape = shape_of("qwen3_moe")
+    filled = fill(whole(shape, 1, 2), shape)["output_layer.weight"]
+    assert (filled[70 - 64 :] == PADDING).all() and (filled[: 70 - 64] != PADDING).all()
