@@ -22,11 +22,14 @@ _AT_LEAST_ONE = [
     "critic.ppo_epochs",
     "actor.megatron.tensor_model_parallel_size",
     "actor.megatron.pipeline_model_parallel_size",
+    "actor.megatron.num_layers_in_first_pipeline_stage",
+    "actor.megatron.num_layers_in_last_pipeline_stage",
     "rollout.tensor_model_parallel_size",
     "rollout.n",
     "rollout.max_num_seqs",
     "rollout.max_num_batched_tokens",
     "rollout.val_kwargs.n",
+    "reshard.bucket_megabytes",
     "algorithm.kl_ctrl.horizon",
     "trainer.total_epochs",
     "trainer.total_training_steps",
@@ -108,6 +111,12 @@ def _check_layout(cfg: Config, world_size: int) -> None:
         f"actor.megatron.tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} = {tp * pp}"
         f" does not divide {works}",
     )
+    for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        layers = getattr(cfg.actor.megatron, key)
+        _require(
+            layers is None or pp > 1,
+            f"actor.megatron.{key} is {layers}; that needs actor.megatron.pipeline_model_parallel_size of at least 2",
+        )
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     _require(
         rollout_tp in divisors,

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.reshard.plan import RankPlan, Transfer
+from rlhf_mc.reshard.transfers import RankPlan, Transfer
+
+
+def shared_storage(plan: RankPlan, source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By local name of the target, the views of the source's tensors that stand for it."""
+    return {s.dst_local: source[s.src_local][s.row : s.row + s.rows] for s in plan.shared}
 
 
 @torch.no_grad()
@@ -30,10 +35,12 @@ def execute(
     NCCL, some collective must have run in the group before: its first one needs all ranks, a bucket does not.
     `group` None: nothing leaves the process. Elements are cast to the target's type; those sent travel as
     `wire_dtype`, by default the type that all tensors here have. Beside the tensors themselves this takes the
-    memory of one bucket of sends and one of receives.
+    memory of one bucket of sends and one of receives. Target tensors that the plan shares must be `shared_storage`.
     """
+    for name, view in shared_storage(plan, source).items():
+        assert target[name].data_ptr() == view.data_ptr(), f"{name} is no longer the memory of its source"
     for transfer in plan.copies:
-        destination(transfer, target).copy_(_source_block(transfer, source))
+        destination(transfer, target).copy_(source_blocks(transfer, source))
     if not any(sends or receives for sends, receives in plan.buckets):
         return
     assert group is not None and dist.get_rank(group) == plan.rank
@@ -41,20 +48,31 @@ def execute(
     assert dtype.itemsize == plan.itemsize, (
         f"plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}"
     )
-    # NCCL moves device memory only; gloo gets host memory.
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
+    device = message_device(group)
+    # One buffer each way serves all buckets: memory that is touched for the first time costs as much as a copy.
+    outbox = torch.empty(max(_numel(sends) for sends, _ in plan.buckets), dtype=dtype, device=device)
+    inbox = torch.empty(max(_numel(receives) for _, receives in plan.buckets), dtype=dtype, device=device)
     # A message matches its peer's by order, so all ranks of the group go through the buckets in this one
     # order; a rank without part in a bucket passes it by.
     for sends, receives in plan.buckets:
-        arriving = by_peer(receives, lambda t: t.src_rank)
-        incoming = {p: torch.empty(sum(t.numel for t in ts), dtype=dtype, device=device) for p, ts in arriving.items()}
-        outgoing = {p: pack(ts, source, dtype, device) for p, ts in by_peer(sends, lambda t: t.dst_rank).items()}
-        _exchange(outgoing, incoming, group)
+        leaving, arriving = by_peer(sends, lambda t: t.dst_rank), by_peer(receives, lambda t: t.src_rank)
+        outgoing, incoming = _cut(outbox, leaving), _cut(inbox, arriving)
+        for peer, transfers in leaving.items():
+            pack(outgoing[peer], transfers, source)
+        exchange(outgoing, incoming, group)
         for peer, transfers in arriving.items():
             unpack(incoming[peer], transfers, target)
 
 
-def _exchange(outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], group: dist.ProcessGroup) -> None:
+def message_device(group: dist.ProcessGroup) -> torch.device:
+    """Where messages of the group lie: NCCL moves device memory only, gloo gets host memory."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def exchange(outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sends each rank of the group its vector and fills those that come, one message each, and waits for all."""
     ops = [dist.P2POp(dist.irecv, flat, dist.get_global_rank(group, p), group) for p, flat in incoming.items()]
     ops += [dist.P2POp(dist.isend, flat, dist.get_global_rank(group, p), group) for p, flat in outgoing.items()]
     if ops:
@@ -70,37 +88,52 @@ def by_peer(transfers: Sequence[Transfer], peer_of: Any) -> dict[int, list[Trans
     return dict(groups)
 
 
-def pack(
-    transfers: Sequence[Transfer], source: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
-    """The blocks end to end in one vector."""
-    flat = torch.empty(sum(t.numel for t in transfers), dtype=dtype, device=device)
-    for transfer, part in zip(transfers, _parts(flat, transfers), strict=True):
-        part.view(transfer.extent).copy_(_source_block(transfer, source))
-    return flat
+def pack(flat: torch.Tensor, transfers: Sequence[Transfer], source: Mapping[str, Any]) -> None:
+    """Writes the blocks end to end into a vector of just their size."""
+    for transfer, part in zip(transfers, flat.split([t.numel for t in transfers]), strict=True):
+        part.view(transfer.count, *transfer.extent).copy_(source_blocks(transfer, source))
 
 
 def unpack(flat: torch.Tensor, transfers: Sequence[Transfer], target: Mapping[str, torch.Tensor]) -> None:
     """The reverse of pack, at the receiver."""
-    for transfer, part in zip(transfers, _parts(flat, transfers), strict=True):
-        destination(transfer, target).copy_(part.view(transfer.extent))
+    for transfer, part in zip(transfers, flat.split([t.numel for t in transfers]), strict=True):
+        destination(transfer, target).copy_(part.view(transfer.count, *transfer.extent))
 
 
 def destination(transfer: Transfer, target: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The view of the target tensor that a transfer writes."""
-    return target[transfer.dst_local][_slices(transfer.dst_offset, transfer.extent)]
+    """The view [count, *extent] of the target tensor that a transfer writes."""
+    return _blocks(target[transfer.dst_local], transfer.dst_offset, transfer.extent, transfer.count, transfer.dst_step)
 
 
-def _source_block(transfer: Transfer, source: Mapping[str, Any]) -> torch.Tensor:
-    return source[transfer.src_local][_slices(transfer.src_offset, transfer.extent)]
+def source_blocks(transfer: Transfer, source: Mapping[str, Any]) -> torch.Tensor:
+    """The blocks [count, *extent] that a transfer reads; a view where the source is a tensor."""
+    found, offset = source[transfer.src_local], transfer.src_offset
+    if isinstance(found, torch.Tensor):
+        return _blocks(found, offset, transfer.extent, transfer.count, transfer.src_step)
+    # What only slices, such as a file, is read block by block; it stacks nothing, so offset and extent are as long.
+    starts = [(offset[0] + n * transfer.src_step, *offset[1:]) for n in range(transfer.count)]
+    return torch.stack([found[_slices(start, transfer.extent)] for start in starts])
+
+
+def _blocks(tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int], count: int, step: int) -> torch.Tensor:
+    lead = len(offset) - len(extent)
+    start = tensor.storage_offset() + sum(at * stride for at, stride in zip(offset, tensor.stride(), strict=True))
+    strides = tensor.stride()[lead:]
+    return tensor.as_strided((count, *extent), (step * strides[0], *strides), start)
 
 
 def _slices(offset: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
 
 
-def _parts(flat: torch.Tensor, transfers: Sequence[Transfer]) -> Sequence[torch.Tensor]:
-    return flat.split([t.numel for t in transfers])
+def _numel(transfers: Iterable[Transfer]) -> int:
+    return sum(t.numel for t in transfers)
+
+
+def _cut(flat: torch.Tensor, transfers: Mapping[int, Sequence[Transfer]]) -> dict[int, torch.Tensor]:
+    """By peer, a part of the vector that its transfers fill."""
+    sizes = [_numel(found) for found in transfers.values()]
+    return dict(zip(transfers, flat[: sum(sizes)].split(sizes), strict=True)) if sizes else {}
 
 
 def _only_dtype(plan: RankPlan, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> torch.dtype:

@@ -22,23 +22,29 @@ if not platform.use_cuda():
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import contextlib
+import functools
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 import vllm
 import vllm._custom_ops
 import vllm.distributed.parallel_state as vllm_state
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.rollout.experts import fused_moe
 from rlhf_mc.topology.groups import gather_objects
 
 
@@ -63,16 +69,44 @@ def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
 
 @contextlib.contextmanager
 def _groups_as_given(groups: Sequence[Sequence[int]]) -> Iterator[None]:
-    """vLLM takes consecutive ranks as tensor-parallel groups; inside this context it takes the given ones."""
+    """vLLM takes consecutive ranks as tensor-parallel groups; inside this context it takes the given ones, whose order
+    is that of their shards (torch would sort the ranks of a group, and gather in that order)."""
     original = vllm_state.init_model_parallel_group
+    in_order = functools.partial(dist.new_group, sort_ranks=False)
 
     def init_group(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("group_name") == "tp":
-            group_ranks = [list(ranks) for ranks in groups]
-        return original(group_ranks, *args, **kwargs)
+        if kwargs.get("group_name") != "tp":
+            return original(group_ranks, *args, **kwargs)
+        with mock.patch.object(dist, "new_group", in_order):
+            return original([list(ranks) for ranks in groups], *args, **kwargs)
 
     with mock.patch.object(vllm_state, "init_model_parallel_group", init_group):
         yield
+
+
+LOAD_FORMAT = "rlhf_mc"
+"""vLLM's name for the way in which its parameters get their memory here."""
+
+
+def _give_memory(storage: Mapping[str, torch.Tensor]) -> None:
+    """Has vLLM take these tensors as its parameters of these names; all others are its own, and zero.
+
+    It is done where vLLM would load weights: before it measures memory or captures graphs, which hold addresses."""
+
+    class Loader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass  # nothing is loaded: a reshard fills the parameters
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            for name, param in model.named_parameters():
+                found = storage.get(name)
+                if found is None:
+                    param.data.zero_()
+                    continue
+                assert (found.shape, found.dtype) == (param.shape, param.dtype), name
+                param.data = found
+
+    register_model_loader(LOAD_FORMAT)(Loader)
 
 
 class RolloutEngine:
@@ -87,7 +121,9 @@ class RolloutEngine:
         max_model_len: int,
         dtype: str,
         seed: int,
+        storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """storage: by vLLM's names, tensors that are to be its parameters, in place of memory of its own."""
         self._group = next(list(g) for g in groups if rank in g)
         self._replica = next(i for i, g in enumerate(groups) if rank in g)
         self._num_replicas = len(groups)
@@ -98,17 +134,21 @@ class RolloutEngine:
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
-            # Otherwise the CPU backend repacks linear weights and empties the parameters that we write to.
+            # Otherwise the CPU backend repacks the weights of linear layers and of experts, and what is written into
+            # the parameters afterwards does not reach its kernels.
             vllm._custom_ops._supports_onednn = False
+            cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+            cpu_moe.cpu_fused_moe = fused_moe
             # vLLM's own collectives in shared memory spin for ever where a rank has died; gloo's raise.
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        _give_memory(storage or {})
         with _groups_as_given(groups):
             self._llm = vllm.LLM(
                 model_path,
                 skip_tokenizer_init=True,
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",
-                load_format="dummy",
+                load_format=LOAD_FORMAT,
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_model_len,

@@ -18,6 +18,8 @@ class Coordinate:
     """Its model replica."""
     pp: int
     """Its pipeline stage."""
+    ep: int = 0
+    """Its shard of the experts."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,16 @@ class Mesh:
     world: int
     tp: int
     pp: int
+    ep: int = 1
+    """Over how many neighbouring model replicas the experts of a mixture-of-experts model are spread."""
+    first_stage_layers: int | None = None
+    """Layers of the first stage, which holds the embedding too; None: as many as the stages between."""
+    last_stage_layers: int | None = None
+    """Layers of the last stage, which holds the output layer too; None: as many as the stages between."""
 
     def __post_init__(self) -> None:
         assert self.world % (self.tp * self.pp) == 0, f"{self.tp} x {self.pp} does not divide {self.world}"
+        assert self.dp % self.ep == 0, f"expert parallel {self.ep} does not divide {self.dp} replicas"
 
     @property
     def dp(self) -> int:
@@ -40,7 +49,8 @@ class Mesh:
     def coordinate(self, rank: int) -> Coordinate:
         """Coordinates of a global rank."""
         assert 0 <= rank < self.world
-        return Coordinate(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+        dp = rank // self.tp % self.dp
+        return Coordinate(tp=rank % self.tp, dp=dp, pp=rank // (self.tp * self.dp), ep=dp % self.ep)
 
     def is_first_stage(self, rank: int) -> bool:
         """Whether the rank holds the embedding."""
@@ -51,10 +61,26 @@ class Mesh:
         return self.coordinate(rank).pp == self.pp - 1
 
     def stage_layers(self, num_layers: int, pp: int) -> range:
-        """Global indices of the layers of pipeline stage pp; every stage has the same number."""
-        assert num_layers % self.pp == 0
-        per_stage = num_layers // self.pp
-        return range(pp * per_stage, (pp + 1) * per_stage)
+        """Global indices of the layers of pipeline stage pp."""
+        sizes = self.stage_sizes(num_layers)
+        assert sizes is not None, f"{num_layers} layers cannot be spread over {self.pp} stages"
+        start = sum(sizes[:pp])
+        return range(start, start + sizes[pp])
+
+    def stage_sizes(self, num_layers: int) -> list[int] | None:
+        """Layers of each stage: those of the first and the last as set, the others even; None if that cannot be."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        if self.pp == 1:
+            return [num_layers] if first in (None, num_layers) and last in (None, num_layers) else None
+        between = self.pp - (first is not None) - (last is not None)
+        rest = num_layers - (first or 0) - (last or 0)
+        if rest < between or (rest % between if between else rest):
+            return None
+        even = rest // between if between else 0
+        sizes = [even] * self.pp
+        sizes[0] = even if first is None else first
+        sizes[-1] = even if last is None else last
+        return sizes
 
 
 def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
@@ -62,11 +88,15 @@ def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
 
     Where rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside one
     training TP group, so that each rank's training shard is part of its generation shard
-    (HybridFlow, arXiv 2409.19256, section 5). Otherwise an engine takes consecutive ranks (neighbours on a node).
+    (HybridFlow, arXiv 2409.19256, section 5). Where t divides rollout_tp, an engine takes whole neighbouring TP
+    groups, ordered by training shard first, so that each rank's generation shard is part of its training shard.
+    Otherwise an engine takes consecutive ranks (neighbours on a node).
     """
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
     if mesh.tp % rollout_tp:
-        return [list(range(start, start + rollout_tp)) for start in range(0, mesh.world, rollout_tp)]
+        starts = range(0, mesh.world, rollout_tp)
+        shards = mesh.tp if rollout_tp % mesh.tp == 0 else 1
+        return [[r for s in range(shards) for r in range(a + s, a + rollout_tp, shards)] for a in starts]
     stride = mesh.tp // rollout_tp
     return [
         [base + first + part * stride for part in range(rollout_tp)]

@@ -18,7 +18,6 @@ from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
-from rlhf_mc.reshard.execute import execute
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
 from rlhf_mc.trainer.setup import Run, layouts_of
@@ -39,6 +38,7 @@ def fit(run: Run) -> None:
     cfg = run.config.trainer
     sinks = Sinks(cfg, run.total_steps) if run.groups.rank == 0 else None
     say(run, headline(run))
+    say(run, run.update.summary)
     reached = False
     if cfg.val_before_train and run.val_prompts:
         state = StepState(0, PhaseTimer(platform.synchronize), {})
@@ -91,7 +91,7 @@ def headline(run: Run) -> str:
 def sync_weights(run: Run, timer: PhaseTimer) -> None:
     """The actor's weights into vLLM's own parameters, each rank receiving only the blocks it lacks."""
     with timer.phase("update_weights"):
-        execute(run.update_plan, run.actor.params, run.rollout.params, dist.group.WORLD)
+        run.update.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
 
 
@@ -190,8 +190,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             "perf/peak_memory_gb": platform.peak_memory_gb(),
-            "reshard/received_bytes": run.update_plan.received_bytes,
-            "reshard/copied_bytes": run.update_plan.copied_bytes,
+            **run.update.metrics,
         }
     )
 

@@ -16,22 +16,21 @@ from rlhf_mc.checkpoint.hf import HFReader, import_hf
 from rlhf_mc.checkpoint.save_load import load_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import validate
-from rlhf_mc.config.schema import Config, KLCtrlConfig
+from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
 from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.reshard.execute import shared_storage
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
-from rlhf_mc.reshard.plan import RankPlan, make_plan
+from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
-
-BUCKET_BYTES = 256 << 20
-"""Largest bytes that one rank sends, or receives, at a time in a weight update."""
+from rlhf_mc.trainer.weights import WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Run:
     critic: ModelEngine
     reference: ModelEngine | None
     rollout: RolloutEngine
-    update_plan: RankPlan
+    update: WeightUpdate
     """From the actor's parameters to vLLM's."""
     kl_controller: KLController
 
@@ -76,7 +75,7 @@ def build_run(cfg: Config) -> Run:
     _check_model(cfg, shape, reader, tokenizer)
     check_layout(critic_shape, cfg.actor.megatron)
     critic_reader.check(critic_shape)
-    mesh = Mesh(world, cfg.actor.megatron.tensor_model_parallel_size, cfg.actor.megatron.pipeline_model_parallel_size)
+    mesh = mesh_of(cfg.actor.megatron, world)
     groups = build_groups(mesh)
 
     actor = _load(cfg, "actor", shape, groups, reader, cfg.model.dist_checkpointing_path)
@@ -88,6 +87,14 @@ def build_run(cfg: Config) -> Run:
     critic.make_trainable(cfg.critic.optim, total_steps)
 
     engine_ranks = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size)
+    plan = make_plan(
+        layouts_of(actor),
+        rollout_layouts(shape, engine_ranks),
+        DTYPES[cfg.actor.megatron.dtype].itemsize,
+        cfg.reshard.bucket_megabytes << 20,
+        share=cfg.reshard.share_weights,
+    )
+    update = WeightUpdate(plan, rank, cfg.reshard.verify)
     rollout = RolloutEngine(
         cfg.model.path,
         cfg.rollout,
@@ -96,13 +103,9 @@ def build_run(cfg: Config) -> Run:
         max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
         dtype=cfg.actor.megatron.dtype,
         seed=cfg.trainer.seed,
+        # The optimizer has given the actor's parameters their final place by now.
+        storage=shared_storage(update.plan, actor.params),
     )
-    plan = make_plan(
-        layouts_of(actor),
-        rollout_layouts(shape, engine_ranks),
-        DTYPES[cfg.actor.megatron.dtype].itemsize,
-        BUCKET_BYTES,
-    ).for_rank(rank)
     set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
@@ -117,8 +120,20 @@ def build_run(cfg: Config) -> Run:
         critic=critic,
         reference=reference,
         rollout=rollout,
-        update_plan=plan,
+        update=update,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
+    )
+
+
+def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
+    """The training mesh that the settings describe."""
+    return Mesh(
+        world,
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
+        last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 
@@ -24,14 +26,43 @@ def test_a_smaller_engine_takes_ranks_at_a_stride_inside_a_training_group() -> N
     assert rollout_groups(Mesh(world=4, tp=4, pp=1), 4) == [[0, 1, 2, 3]]
 
 
-def test_a_larger_engine_takes_neighbours() -> None:
+def test_a_larger_engine_takes_neighbours_in_the_order_of_their_shards() -> None:
     assert rollout_groups(Mesh(world=4, tp=1, pp=2), 2) == [[0, 1], [2, 3]]
-    assert rollout_groups(Mesh(world=4, tp=2, pp=1), 4) == [[0, 1, 2, 3]]
+    # Ranks 0 and 2 hold the first half: they generate with its quarters.
+    assert rollout_groups(Mesh(world=4, tp=2, pp=1), 4) == [[0, 2, 1, 3]]
+    assert rollout_groups(Mesh(world=6, tp=2, pp=1), 3) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_every_training_shard_is_part_of_its_ranks_generation_shard() -> None:
-    for tp, rollout_tp in ((2, 1), (4, 2), (8, 2), (8, 4)):
+def test_of_a_ranks_training_shard_and_generation_shard_the_smaller_is_part_of_the_larger() -> None:
+    for tp, rollout_tp in ((2, 1), (4, 2), (8, 2), (8, 4), (4, 8), (2, 8), (1, 4), (2, 16)):
         mesh = Mesh(world=16, tp=tp, pp=1)
-        for group in rollout_groups(mesh, rollout_tp):
+        groups = rollout_groups(mesh, rollout_tp)
+        assert sorted(rank for group in groups for rank in group) == list(range(16))
+        for group in groups:
             for part, rank in enumerate(group):
-                assert mesh.coordinate(rank).tp * rollout_tp // tp == part
+                ends = [
+                    Fraction(s + at, n)
+                    for s, n in ((mesh.coordinate(rank).tp, tp), (part, rollout_tp))
+                    for at in (0, 1)
+                ]
+                inside = (ends[2] <= ends[0] and ends[1] <= ends[3]) or (ends[0] <= ends[2] and ends[3] <= ends[1])
+                assert inside, (tp, rollout_tp, group)
+
+
+def test_uneven_stages() -> None:
+    def sizes(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> list[int] | None:
+        return Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last).stage_sizes(num_layers)
+
+    assert sizes(12, 3) == [4, 4, 4]
+    assert sizes(12, 3, first=2) == [2, 5, 5]
+    assert sizes(12, 3, last=2) == [5, 5, 2]
+    assert sizes(12, 4, first=3, last=1) == [3, 4, 4, 1]
+    assert sizes(5, 2, first=3, last=2) == [3, 2]
+    assert sizes(5, 2) is sizes(5, 2, first=3, last=3) is sizes(4, 3, first=4) is sizes(6, 3, first=1) is None
+    mesh = Mesh(world=4, tp=1, pp=4, first_stage_layers=3, last_stage_layers=1)
+    assert [list(mesh.stage_layers(8, pp)) for pp in range(4)] == [[0, 1, 2], [3, 4], [5, 6], [7]]
+
+
+def test_experts_are_spread_over_neighbouring_replicas() -> None:
+    mesh = Mesh(world=8, tp=2, pp=1, ep=2)
+    assert [mesh.coordinate(rank).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.execute import by_peer, execute, pack, unpack
+from rlhf_mc.reshard.execute import by_peer, execute, pack, shared_storage, unpack
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import (
     EMPTY,
@@ -142,12 +142,14 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
     """Every rank's part, with the exchange of a bucket done by a dict."""
     parts = [plan.for_rank(rank) for rank in range(len(sources))]
     for part, source, target in zip(parts, sources, targets, strict=True):
+        target.update(shared_storage(part, source))
         execute(replace(part, buckets=()), source, target, group=None)
     for number in range(len(plan.buckets)):
         wires = {}
         for rank, part in enumerate(parts):
             for peer, transfers in by_peer(part.buckets[number][0], lambda t: t.dst_rank).items():
-                wires[rank, peer] = pack(transfers, sources[rank], torch.int64, "cpu")
+                wires[rank, peer] = torch.empty(sum(t.numel for t in transfers), dtype=torch.int64)
+                pack(wires[rank, peer], transfers, sources[rank])
         for rank, part in enumerate(parts):
             for peer, transfers in by_peer(part.buckets[number][1], lambda t: t.src_rank).items():
                 unpack(wires.pop((peer, rank)), transfers, targets[rank])
@@ -232,11 +234,13 @@ def check_movement(plan: Plan, have: list[dict], want: list[dict], target: list[
         assert part.received_bytes == plan.received_bytes[rank] == plan.itemsize * missing
         assert part.sent_bytes == plan.sent_bytes[rank]
         assert part.copied_bytes == plan.copied_bytes[rank]
+        assert part.shared_bytes == plan.shared_bytes[rank]
+        assert part.shared_bytes + part.copied_bytes + part.received_bytes == plan.itemsize * len(elements(want[rank]))
         for transfer in (t for _, receives in part.buckets for t in receives):
             assert transfer.src_rank != rank
         for sends, receives in part.buckets:
             for transfers in (sends, receives):
-                one_row = sum(math.prod(t.extent[1:]) for t in transfers)
+                one_row = sum(t.count * math.prod(t.extent[1:]) for t in transfers)
                 size = sum(t.numel for t in transfers)
                 assert size * plan.itemsize <= bucket_bytes or size == one_row
 
@@ -248,7 +252,10 @@ def test_training_to_rollout_is_exact_and_minimal(data) -> None:
     ranks = rollout_ranks(mesh, data.draw)
     target = [vllm_layout(mesh.shape, *r) for r in ranks]
     bucket_bytes = data.draw(st.sampled_from([100, 1000, 1 << 20]))
-    plan = make_plan(mesh.layouts(), target, 8, bucket_bytes, data.draw(st.sampled_from([1, 2, 3, 8])))
+    nodes, share = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.booleans())
+    plan = make_plan(mesh.layouts(), target, 8, bucket_bytes, nodes, share)
+    if not share:
+        assert not any(plan.shared_bytes)
     check_movement(plan, mesh.expected(), [expected_vllm(mesh.shape, *r) for r in ranks], target, bucket_bytes)
 
 

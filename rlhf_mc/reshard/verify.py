@@ -1,0 +1,108 @@
+"""Whether a plan was carried out: checksums of every block, at its source and where it was to go, compared.
+
+Run after execute.py with the same arguments; nothing here writes to weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.execute import by_peer, destination, exchange, message_device, shared_storage, source_blocks
+from rlhf_mc.reshard.transfers import RankPlan, Transfer
+
+CHUNK = 1 << 20
+"""Elements that are summed up at a time, which bounds the memory this takes."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def verify(
+    plan: RankPlan,
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raises, on every rank alike, one line that names the first block whose target is not what its source holds.
+
+    Every rank of the group must call it. Tensors that are shared must be the source's memory. Source and target are
+    of one type: a difference is one of bits."""
+    failure = _first_difference(plan, source, target, group)
+    failures = [failure]
+    if group is not None:
+        failures = [None] * dist.get_world_size(group)
+        dist.all_gather_object(failures, failure, group)
+    if first := next((f for f in failures if f), None):
+        raise UserError(f"reshard.verify: {first}; {sum(f is not None for f in failures)} rank(s) have such blocks")
+
+
+def _first_difference(
+    plan: RankPlan,
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> str | None:
+    for name, view in shared_storage(plan, source).items():
+        if target[name].data_ptr() != view.data_ptr():
+            return f"{name} on rank {plan.rank} is not the memory of its source, though the plan says so"
+    found = [(t, checksum(source_blocks(t, source)), checksum(destination(t, target))) for t in plan.copies]
+    if group is not None:
+        received = [t for _, receives in plan.buckets for t in receives]
+        there = _checksums_of_senders(plan, source, received, group)
+        found += [(t, there[n], checksum(destination(t, target))) for n, t in enumerate(received)]
+    different = [t for t, wanted, got in found if not torch.equal(wanted, got)]
+    if not different:
+        return None
+    return f"{_describe(different[0])} ({len(different)} of the rank's {len(found)} blocks differ)"
+
+
+def _checksums_of_senders(
+    plan: RankPlan, source: Mapping[str, torch.Tensor], received: Sequence[Transfer], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """What the senders have for the blocks that this rank received: [blocks, 2]. Every rank of the group takes part."""
+    device = message_device(group)
+    leaving = by_peer([t for sends, _ in plan.buckets for t in sends], lambda t: t.dst_rank)
+    arriving = by_peer(received, lambda t: t.src_rank)
+    outgoing = {
+        p: torch.stack([checksum(source_blocks(t, source)) for t in ts]).to(device) for p, ts in leaving.items()
+    }
+    incoming = {p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()}
+    exchange(outgoing, incoming, group)
+    rows = {p: iter(found.cpu()) for p, found in incoming.items()}
+    return torch.stack([next(rows[t.src_rank]) for t in received]) if received else torch.empty(0, 2)
+
+
+def checksum(blocks: torch.Tensor) -> torch.Tensor:
+    """Two sums over the elements' bits as integers, the second weighted by position, modulo 2^64: [2] int64, on the
+    CPU. Elements that are lost, changed or in another order show in one of them."""
+    total = torch.zeros(2, dtype=torch.int64, device=blocks.device)
+    start = 0
+    for chunk in _chunks(blocks):
+        bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64)
+        total[0] += bits.sum()
+        total[1] += (bits * torch.arange(start + 1, start + 1 + len(bits), device=bits.device)).sum()
+        start += len(bits)
+    return total.cpu()
+
+
+def _chunks(blocks: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements [count, rows, ...] in order, as vectors of about CHUNK of them."""
+    for block in blocks:
+        per_row = max(1, block[0].numel())
+        for rows in block.split(max(1, CHUNK // per_row)):
+            yield rows.reshape(-1)
+
+
+def _describe(transfer: Transfer) -> str:
+    def where(local: str, offset: Sequence[int], step: int) -> str:
+        lead = len(offset) - len(transfer.extent)
+        ranges = [f"{at}:{at + size}" for at, size in zip(offset[lead:], transfer.extent, strict=True)]
+        repeated = f" and {transfer.count - 1} more at every {step} rows" if transfer.count > 1 else ""
+        return f"{local}[{', '.join([*map(str, offset[:lead]), *ranges])}]{repeated}"
+
+    target = where(transfer.dst_local, transfer.dst_offset, transfer.dst_step)
+    source = where(transfer.src_local, transfer.src_offset, transfer.src_step)
+    return f"{target} on rank {transfer.dst_rank} differs from {source} on rank {transfer.src_rank}"

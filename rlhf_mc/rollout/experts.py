@@ -1,0 +1,46 @@
+"""The mixture-of-experts layer that vLLM runs on a CPU here: on plain weights, in place of its own kernel, which
+keeps them in an order that only itself can read, so that an update could not be written into them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import gelu, linear, silu
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+}
+"""By vLLM's names."""
+
+
+def fused_moe(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    isa: str,
+    skip_weighted: bool = False,
+) -> None:
+    """Writes into out [T, hidden] each token's sum over its experts of weight x expert(hidden [T, hidden]).
+
+    w13 [experts, 2 x ffn, hidden]: gate, then up; w2 [experts, hidden, ffn]; topk_weights and topk_ids [T, k].
+    The arguments are those of vllm._custom_ops.cpu_fused_moe; `isa` names its kernel and says nothing here."""
+    assert w13_bias is None and w2_bias is None
+    out.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, place = torch.where(topk_ids == expert)
+        gate, up = linear(hidden[token], w13[expert]).chunk(2, dim=-1)
+        result = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
+        if not skip_weighted:
+            result = result * topk_weights[token, place, None]
+        out.index_add_(0, token, result.to(out.dtype))

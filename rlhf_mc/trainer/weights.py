@@ -1,0 +1,56 @@
+"""The weight update before each rollout: the actor's parameters into vLLM's, by a plan that was made once. How blocks
+move is reshard's subject; when, the loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.plan import Plan
+from rlhf_mc.reshard.verify import verify
+
+
+class WeightUpdate:
+    """This rank's part of the update, and what all ranks move."""
+
+    def __init__(self, plan: Plan, rank: int, verify_when: Literal["off", "first", "always"]) -> None:
+        self.plan = plan.for_rank(rank)
+        """What this rank does."""
+        self._verify_when = verify_when
+        self._is_first = True
+        self.metrics = {
+            f"reshard/{name}_bytes": float(counts[rank])
+            for name, counts in (
+                ("shared", plan.shared_bytes),
+                ("copied", plan.copied_bytes),
+                ("sent", plan.sent_bytes),
+                ("received", plan.received_bytes),
+            )
+        }
+        """Bytes of one update on this rank."""
+        self.summary = _summary(plan)
+        """One line for the person who watches."""
+
+    def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+        """Brings the target up to date. Every rank must call it. UserError where verification finds a difference."""
+        execute(self.plan, source, target, dist.group.WORLD)
+        if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
+            verify(self.plan, source, target, dist.group.WORLD)
+        self._is_first = False
+
+
+def _summary(plan: Plan) -> str:
+    def megabytes(counts: tuple[int, ...]) -> str:
+        low, high = min(counts) / 1e6, max(counts) / 1e6
+        return f"{high:.1f} MB" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f} MB"
+
+    line = (
+        f"weight update, per rank: {megabytes(plan.shared_bytes)} shared with training, "
+        f"{megabytes(plan.copied_bytes)} copied, {megabytes(plan.received_bytes)} received"
+    )
+    return f"{line}; busiest sender {plan.sender_imbalance:.2f} x the mean" if any(plan.sent_bytes) else line
