@@ -109,6 +109,18 @@ def _stub_cuda_calls() -> None:
     torch.nn.Module.cuda = same  # type: ignore[method-assign]
 
     import megatron.core.tensor_parallel.random as mcore_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     mcore_random._get_cuda_rng_state = get_state
     mcore_random._set_cuda_rng_state = set_state
+    # Experts' token counts are on the host already: no stream brings them there.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = cpu
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_numpy
+
+
+def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """What Megatron-Core's dispatcher of tokens to experts makes of its split sizes when it brings them to the host."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
+            setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert

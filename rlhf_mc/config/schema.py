@@ -85,6 +85,12 @@ class MegatronConfig:
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are cut into."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage, which holds the embedding too; null: as many as the other stages."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage, which holds the output layer too; null: as many as the other stages."""
+    expert_model_parallel_size: int = 1
+    """Data-parallel replicas that the experts of a mixture-of-experts model are spread over."""
     use_distributed_optimizer: bool = True
     """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -267,6 +273,18 @@ class TrainerConfig:
 
 
 @dataclass
+class ReshardConfig:
+    """The weight update: from Megatron-Core's parameters to vLLM's, before each rollout."""
+
+    share_weights: bool = True
+    """Where a vLLM parameter is, block for block, what Megatron-Core holds on the rank, one memory serves both."""
+    bucket_megabytes: int = 256
+    """Largest bytes that a rank sends, and receives, at a time; an update takes two such buckets of extra memory."""
+    verify: Literal["off", "first", "always"] = "first"
+    """Compare checksums of every block on both sides after an update: never, after the run's first, or after each."""
+
+
+@dataclass
 class Config:
     """One run."""
 
@@ -284,6 +302,8 @@ class Config:
     """The reference policy."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Generation."""
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    """The weight update before each rollout."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Rewards to advantages."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)

@@ -22,6 +22,7 @@ _AT_LEAST_ONE = [
     "critic.ppo_epochs",
     "actor.megatron.tensor_model_parallel_size",
     "actor.megatron.pipeline_model_parallel_size",
+    "actor.megatron.expert_model_parallel_size",
     "actor.megatron.num_layers_in_first_pipeline_stage",
     "actor.megatron.num_layers_in_last_pipeline_stage",
     "rollout.tensor_model_parallel_size",
@@ -110,6 +111,12 @@ def _check_layout(cfg: Config, world_size: int) -> None:
         tp * pp in divisors,
         f"actor.megatron.tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} = {tp * pp}"
         f" does not divide {works}",
+    )
+    ep, dp = cfg.actor.megatron.expert_model_parallel_size, world_size // (tp * pp)
+    _require(
+        dp % ep == 0,
+        f"actor.megatron.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
+        f"; what would: {', '.join(str(n) for n in range(1, dp + 1) if dp % n == 0)}",
     )
     for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         layers = getattr(cfg.actor.megatron, key)

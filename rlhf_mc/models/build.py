@@ -4,7 +4,9 @@ policy (vocabulary output layer) or the value model (value head). Weights are fi
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -23,11 +27,17 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding
 from rlhf_mc.models.heads import ValueHead
+from rlhf_mc.models.norms import ZeroCenteredRMSNorm
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import check_mcore
 from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 
@@ -38,14 +48,10 @@ def uses_transformer_engine() -> bool:
 
 def check_layout(shape: ModelShape, megatron: MegatronConfig) -> None:
     """Refuses, before anything is built, a layout that the model cannot be cut into."""
-    check_mcore(shape, megatron.tensor_model_parallel_size)
-    pp = megatron.pipeline_model_parallel_size
-    if shape.num_layers % pp:
-        fit = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
-        raise UserError(
-            f"actor.megatron.pipeline_model_parallel_size: {pp} does not divide the model's {shape.num_layers} "
-            f"layers; what divides them: {', '.join(map(str, fit))}"
-        )
+    check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
+    if shape.has_experts:
+        _check_experts(shape, megatron)
+    _check_stages(shape.num_layers, megatron)
     if shape.o_bias != shape.mlp_bias:
         raise UserError(
             f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
@@ -54,6 +60,41 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig) -> None:
     rope_type = (shape.rope_scaling or {}).get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE:
         raise UserError(f"model.path: rope_type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
+
+
+def _check_stages(num_layers: int, megatron: MegatronConfig) -> None:
+    pp = megatron.pipeline_model_parallel_size
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last).stage_sizes(num_layers) is not None:
+        return
+    if first is None and last is None:
+        fit = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        raise UserError(
+            f"actor.megatron.pipeline_model_parallel_size: {pp} does not divide the model's {num_layers} "
+            f"layers; what divides them: {', '.join(map(str, fit))}; or set num_layers_in_first_pipeline_stage"
+        )
+    between = pp - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    raise UserError(
+        f"actor.megatron.num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave "
+        f"{rest} of the model's {num_layers} layers for the other {between} of {pp} stages; "
+        "each of these needs one at least, and all of them as many"
+    )
+
+
+def _check_experts(shape: ModelShape, megatron: MegatronConfig) -> None:
+    tp = megatron.tensor_model_parallel_size
+    if tp > 1:
+        raise UserError(
+            f"actor.megatron.tensor_model_parallel_size: {tp}; Megatron-Core trains a mixture of experts "
+            f"({shape.num_experts} in model.path) with 1 alone unless its sequences are split too; spread the experts "
+            "by actor.megatron.expert_model_parallel_size instead"
+        )
+    if shape.experts_per_token == 1 and shape.norm_topk_prob:
+        raise UserError(
+            "config.json: num_experts_per_tok is 1 and norm_topk_prob is true: every weight is 1 and the router "
+            "cannot learn; Megatron-Core refuses it"
+        )
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> TransformerConfig:
@@ -70,19 +111,24 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=shape.o_bias,
         add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        layernorm_zero_centered_gamma=shape.zero_centered_norms and fused,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         pipeline_dtype=dtype,
         # Micro-batches are ragged: stages tell each other the shape before they send.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses ragged lengths
+        moe_token_dispatcher_type="alltoall",  # the default refuses ragged lengths, even where there are no experts
+        **(_expert_settings(shape, megatron) if shape.has_experts else {}),
         # Weights are always read from a checkpoint: nothing to initialise, no random state to keep.
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
@@ -93,6 +139,22 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         masked_softmax_fusion=False,
         apply_rope_fusion=fused,
     )
+
+
+def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
+        "moe_router_topk": shape.experts_per_token,
+        # The softmax over all experts, or over the chosen ones alone: these sum to 1.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        # PPO's loss is the whole loss.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+    }
 
 
 class PackedGPT(GPTModel):
@@ -107,12 +169,28 @@ class PackedGPT(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
 
-def _layer_spec() -> Any:
+def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int) -> Any:
+    """Which modules this stage is built of."""
+    parts = {"num_experts": shape.num_experts or None, "moe_grouped_gemm": False, "qk_layernorm": shape.qk_norm}
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec()
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(**parts)
+    # The router reads this name, which Megatron-Core 0.16 sets only where there is Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+    if not shape.zero_centered_norms:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ZeroCenteredRMSNorm
+    # A layer's specification says nothing of the norm after the last one, the block's does.
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, pp_rank=stage), layer_norm=ZeroCenteredRMSNorm
+    )
+
+
+def _scale_embeddings(model: PackedGPT, hidden_size: int) -> None:
+    """Multiplies what the embedding returns by sqrt(hidden_size), rounded to the model's type as transformers does."""
+    factor = torch.tensor(hidden_size**0.5)
+    model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out))
 
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
@@ -162,9 +240,10 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> 
     """This rank's part of the model, on its device, weights not yet set. Every rank must call it."""
     check_layout(shape, megatron)
     with platform.megatron():
+        config = transformer_config(shape, megatron)
         model = PackedGPT(
-            transformer_config(shape, megatron),
-            _layer_spec(),
+            config,
+            _layer_spec(shape, config, groups.coordinate.pp),
             vocab_size=padded_vocab_size(shape.vocab_size, groups.mesh.tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.mesh.is_first_stage(groups.rank),
@@ -177,6 +256,8 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> 
         )
         if shape.value_head and groups.is_last_stage:
             model.output_layer = ValueHead(shape.hidden_size)
+        if shape.scaled_embeddings and groups.mesh.is_first_stage(groups.rank):
+            _scale_embeddings(model, shape.hidden_size)
         _mark_tensor_parallel(model)
         _set_rope(model, shape)
         model.to(platform.device(), DTYPES[megatron.dtype])

@@ -226,7 +226,9 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     everywhere: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
     for key, supported in everywhere.items():
         if config.get(key, supported) not in (supported, None):
-            raise UserError(f"config.json: {key} is {config[key]}; only {supported} is supported: experts in all layers")
+            raise UserError(
+                f"config.json: {key} is {config[key]}; only {supported} is supported: experts in all layers"
+            )
     # transformers 5 writes num_local_experts, earlier ones num_experts.
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
     num_experts, per_token = _size(config, key), _size(config, "num_experts_per_tok")

@@ -18,7 +18,8 @@ def training_layouts(shape: ModelShape, mesh: Mesh, fused_norms: bool = False) -
         at = mesh.coordinate(rank)
         layers = mesh.stage_layers(shape.num_layers, at.pp)
         first, last = mesh.is_first_stage(rank), mesh.is_last_stage(rank)
-        layouts.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms))
+        experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
+        layouts.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
     return layouts
 
 

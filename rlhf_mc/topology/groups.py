@@ -56,6 +56,7 @@ def build_groups(mesh: Mesh) -> Groups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        expert_model_parallel_size=mesh.ep,
         create_gloo_process_groups=False,
     )
     return Groups(mesh, dist.get_rank(), ProcessGroupCollection.use_mpu_process_groups())

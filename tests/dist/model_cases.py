@@ -59,10 +59,10 @@ def value_head_weight(hidden_size: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def mesh_groups(tp: int, pp: int) -> Iterator[Groups]:
+def mesh_groups(tp: int, pp: int, ep: int = 1) -> Iterator[Groups]:
     """The process groups of a layout, taken down afterwards so that the next can follow."""
     try:
-        yield build_groups(Mesh(dist.get_world_size(), tp, pp))
+        yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep))
     finally:
         destroy_groups()
 
@@ -74,6 +74,7 @@ def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) ->
     config = MegatronConfig(
         tensor_model_parallel_size=groups.mesh.tp,
         pipeline_model_parallel_size=groups.mesh.pp,
+        expert_model_parallel_size=groups.mesh.ep,
         **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
     )
     engine = ModelEngine(role, shape, config, groups)
@@ -95,11 +96,11 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
 
 
 def log_probs(
-    checkpoints: Sequence[str], tp: int, pp: int, batch: RaggedBatch, budget: int
+    checkpoints: Sequence[str], tp: int, pp: int, batch: RaggedBatch, budget: int, ep: int = 1
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Per checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
     out = {}
-    with mesh_groups(tp, pp) as groups:
+    with mesh_groups(tp, pp, ep) as groups:
         for checkpoint in checkpoints:
             engine = make_engine(checkpoint, "actor", groups)
             vocab = engine.shape.vocab_size
@@ -126,12 +127,12 @@ def _my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> l
 
 
 def gradients(
-    jobs: Sequence[Job], tp: int, pp: int, batch: RaggedBatch
+    jobs: Sequence[Job], tp: int, pp: int, batch: RaggedBatch, ep: int = 1
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Per job (statistics, gradient of each logical tensor as this rank sees it)."""
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
-    with mesh_groups(tp, pp) as groups:
+    with mesh_groups(tp, pp, ep) as groups:
         for job in jobs:
             key = (job.checkpoint, job.role)
             if key not in engines:

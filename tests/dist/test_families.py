@@ -1,0 +1,171 @@
+"""Every family that test_models.py and test_layouts.py do not have: Megatron's log-probs and gradients against
+transformers', and two PPO steps after which vLLM holds what the exported checkpoint says."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cases
+import model_cases
+import pytest
+import torch
+from model_cases import Job
+from test_models import Reference
+from tiny import make_workspace, write_config
+
+from rlhf_mc.data.batch import RaggedBatch
+
+pytestmark = pytest.mark.dist
+
+DENSE: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3", "tied": False},
+    "mistral": {"family": "mistral", "tied": False},
+    "gemma": {"family": "gemma", "tied": True},
+}
+EXPERTS = {
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False},
+    # The weights of a token's experts as the softmax over all experts gives them.
+    "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
+}
+PROMPT_LENS, RESPONSE_LENS = (3, 9, 4, 4), (6, 1, 11, 5)
+ALL = tuple(range(len(PROMPT_LENS)))
+
+
+@pytest.fixture(scope="session")
+def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run's files for every family."""
+    root = tmp_path_factory.mktemp("more_families")
+    return {
+        name: make_workspace(root / name, **extra, num_hidden_layers=2) for name, extra in (DENSE | EXPERTS).items()
+    }
+
+
+@pytest.fixture(scope="session")
+def family_batch(workspaces: dict[str, Path]) -> RaggedBatch:
+    """Random tokens, and random numbers for all that the actor's loss reads."""
+    draw = torch.Generator().manual_seed(5)
+    prompt_lens, response_lens = torch.tensor(PROMPT_LENS), torch.tensor(RESPONSE_LENS)
+    vocab = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())["vocab_size"]
+    total, responses = int((prompt_lens + response_lens).sum()), int(response_lens.sum())
+    empty = RaggedBatch(
+        tokens=torch.randint(vocab, (total,), generator=draw),
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        rollout_log_probs=torch.zeros(responses),
+        finished=torch.ones(len(prompt_lens), dtype=torch.bool),
+    )
+    log_probs = transformers_model(str(workspaces["qwen3"] / "model")).log_probs(empty)[0].detach()
+    noise = torch.randn(3, responses, generator=draw)
+    return empty.with_fields(
+        old_log_probs=log_probs + 0.3 * noise[0], ref_log_probs=log_probs + 0.3 * noise[1], advantages=noise[2]
+    )
+
+
+@cache
+def transformers_model(checkpoint: str) -> Reference:
+    return Reference(checkpoint)
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_log_probs_and_gradients_are_those_of_transformers(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, pp: int
+) -> None:
+    check_against_transformers(pool(world), {n: workspaces[n] for n in DENSE}, family_batch, tp=tp, pp=pp)
+
+
+@pytest.mark.parametrize(("world", "pp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)])
+def test_experts_are_those_of_transformers_on_however_many_ranks(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int
+) -> None:
+    check_against_transformers(pool(world), {n: workspaces[n] for n in EXPERTS}, family_batch, tp=1, pp=pp, ep=ep)
+
+
+def check_against_transformers(workers: Any, directories: dict[str, Path], batch: RaggedBatch, **layout: int) -> None:
+    """Log-probs and gradients of each model are, on every rank, those of transformers and autograd."""
+    checkpoints = {name: str(directory / "model") for name, directory in directories.items()}
+    scores = workers.run(
+        model_cases.log_probs, checkpoints=list(checkpoints.values()), budget=24, batch=batch, **layout
+    )
+    jobs = {name: Job(checkpoint, "actor", "token-mean", 24, ALL) for name, checkpoint in checkpoints.items()}
+    gradients = workers.run(model_cases.gradients, jobs=list(jobs.values()), batch=batch, **layout)
+    for name, checkpoint in checkpoints.items():
+        wanted, wanted_grads = of_transformers(checkpoint, batch, jobs[name])
+        for rank, (score, gradient) in enumerate(zip(scores, gradients, strict=True)):
+            error = float((score[checkpoint][0] - wanted).abs().max())
+            assert error < 1e-5, f"{name}, rank {rank}: log-probs off by {error:.1e}"
+            grads = gradient[jobs[name]][1]
+            assert grads.keys() == wanted_grads.keys()
+            for tensor, want in wanted_grads.items():
+                error = float((grads[tensor] - want).abs().max() / want.abs().max())
+                assert error < 1e-4, f"{name}, rank {rank}, {tensor}: gradient off by {error:.1e} of the largest"
+
+
+def of_transformers(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(log-probs, gradients by the names of the checkpoint)."""
+    reference = transformers_model(checkpoint)
+    with torch.no_grad():
+        log_probs = reference.log_probs(batch)[0]
+    grads = {}
+    for name, grad in reference.gradients(batch, job)[1].items():
+        # In memory transformers keeps the experts of a layer in two tensors, gate and up in one.
+        prefix, is_expert, part = name.partition("experts.")
+        for number, of_expert in enumerate(grad) if is_expert else ():
+            halves = of_expert.chunk(2) if part == "gate_up_proj" else [of_expert]
+            for what, half in zip(("gate", "up") if part == "gate_up_proj" else ("down",), halves, strict=True):
+                grads[f"{prefix}experts.{number}.{what}_proj.weight"] = half
+        if not is_expert:
+            grads[name] = grad
+    return log_probs, grads
+
+
+# Training TP 2 and rollout TP 1 gather every split tensor; the other way round, every tensor is cut.
+@pytest.mark.parametrize(
+    ("world", "family", "tp", "rollout_tp"),
+    [(2, "qwen3", 2, 1), (2, "mistral", 2, 1), (2, "gemma", 2, 1), (2, "gemma", 1, 2)],
+)
+def test_vllm_generates_with_what_megatron_trained(
+    pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int
+) -> None:
+    directory = workspaces[family]
+    check_two_steps(pool(world), directory, tp=tp, rollout_tp=rollout_tp, overrides=[])
+
+
+def test_ppo_of_experts_is_the_same_on_one_rank_and_spread_over_two(pool: Any, workspaces: dict[str, Path]) -> None:
+    """One process; then experts spread over two ranks in training, generated from whole, and split inside vLLM."""
+    directory = workspaces["qwen3_moe"]
+    alone = check_two_steps(pool(1), directory, tp=1, rollout_tp=1, overrides=[])[0]
+    spread = ["actor.megatron.expert_model_parallel_size=2"]
+    for rollout_tp in (1, 2):
+        for result in check_two_steps(pool(2), directory, tp=1, rollout_tp=rollout_tp, overrides=spread):
+            assert result["digests"] == alone["digests"]
+            for mine, wanted in zip(result["steps"], alone["steps"], strict=True):
+                for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/entropy"):
+                    assert mine[key] == pytest.approx(wanted[key], rel=2e-4, abs=2e-6), key
+
+
+def check_two_steps(
+    workers: Any, directory: Path, tp: int, rollout_tp: int, overrides: list[str]
+) -> list[dict[str, Any]]:
+    """Two PPO steps move the weights, and vLLM has them: its log-probs are Megatron's, its parameters bit for bit what
+    its own loader makes of the exported checkpoint."""
+    export_to = directory / f"out_{tp}_{rollout_tp}_{len(overrides)}"
+    results = workers.run(
+        cases.two_steps,
+        config_path=str(write_config(directory)),
+        tp=tp,
+        pp=1,
+        rollout_tp=rollout_tp,
+        overrides=overrides,
+        export_to=str(export_to),
+    )
+    for rank, result in enumerate(results):
+        assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
+        for metrics in result["steps"]:
+            assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
+    start, end = (cases.exported_weights(str(path)) for path in (directory / "model", export_to))
+    assert start.keys() == end.keys()
+    assert all(not torch.equal(start[name], weight) for name, weight in end.items())
+    return results
