@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.topology.groups import destroy_groups
-from rlhf_mc.trainer import ppo
+from rlhf_mc.trainer import ppo, weights
 from rlhf_mc.trainer.experience import score_responses
 from rlhf_mc.trainer.setup import Run, build_run
 
@@ -50,8 +51,9 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
 def two_steps(
     config_path: str, tp: int, pp: int, rollout_tp: int, overrides: list[str], export_to: str
 ) -> dict[str, Any]:
-    """Two PPO steps by the loop itself. Returns each step's metrics, a digest of the tokens drawn, and how far vLLM's
-    weights after the second are from what loading the exported checkpoint gives (compared block for block)."""
+    """Two PPO steps by the loop itself. Returns each step's metrics, a digest of the tokens drawn, which of vLLM's
+    parameters are Megatron-Core's memory, and how far vLLM's weights after the second step are from what loading the
+    exported checkpoint gives (compared block for block)."""
     steps: list[dict[str, float]] = []
     digests: list[str] = []
     with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
@@ -69,8 +71,38 @@ def two_steps(
         ppo.sync_weights(run, PhaseTimer())
         ppo.export(run, state, Path(export_to))
         dist.barrier()
+        shared = same_memory(run)
         different = vllm_differs_from(run, Path(export_to), config_path, rollout_tp)
-    return {"steps": steps, "digests": digests, "different": different}
+    return {"steps": steps, "digests": digests, "shared": shared, "different": different}
+
+
+def same_memory(run: Run) -> list[str]:
+    """Names of vLLM's parameters, less their layer, whose memory lies inside that of one of the actor's."""
+    spans = [(p.untyped_storage().data_ptr(), p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
+    found = set()
+    for name, param in run.rollout.params.items():
+        begin, end = param.data_ptr(), param.data_ptr() + param.nbytes
+        if any(a <= begin and end <= b for _, a, b in spans):
+            found.add(re.sub(r"layers\.\d+\.", "layers.*.", name))
+    return sorted(found)
+
+
+def spoil_an_update(config_path: str, tp: int, rollout_tp: int, rank: int, name: str, overrides: list[str]) -> None:
+    """One element of one of vLLM's parameters changes on one rank between the update and its verification."""
+    with a_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
+        original = weights.verify
+
+        def spoil_then_verify(plan: Any, source: Any, target: Any, group: Any) -> None:
+            if dist.get_rank() == rank:
+                target[name].view(-1)[-1] += 1.0
+            original(plan, source, target, group)
+
+        weights.verify = spoil_then_verify
+        try:
+            ppo.sync_weights(run, PhaseTimer())
+        finally:
+            weights.verify = original
+            run.rollout.close()
 
 
 def vllm_differs_from(run: Run, checkpoint: Path, config_path: str, rollout_tp: int) -> list[str]:

@@ -3,6 +3,7 @@ what the exported checkpoint says."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,35 @@ LAYOUTS = [
     (4, 1, 2, 4),
 ]
 
+QKV, QKV_BIAS = (f"model.layers.*.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias"))
+EVERYTHING = (
+    "model.embed_tokens.weight",
+    "model.layers.*.input_layernorm.weight",
+    QKV,
+    QKV_BIAS,
+    "model.layers.*.self_attn.o_proj.weight",
+    "model.layers.*.post_attention_layernorm.weight",
+    "model.layers.*.mlp.gate_up_proj.weight",
+    "model.layers.*.mlp.down_proj.weight",
+    "model.norm.weight",
+)
+
 COMPARED = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/entropy")
 
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workspace(tmp_path_factory.mktemp("layouts"))
+    directory = make_workspace(tmp_path_factory.mktemp("layouts"))
+    write_config(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def reference(pool: Any, workspace: Path) -> dict[str, Any]:
     """One process: what all layouts must reproduce."""
-    config = write_config(workspace)
     result = pool(1).run(
         cases.two_steps,
-        config_path=str(config),
+        config_path=str(workspace / "config.yaml"),
         tp=1,
         pp=1,
         rollout_tp=1,
@@ -66,11 +81,14 @@ def test_every_layout_trains_alike(
         tp=tp,
         pp=pp,
         rollout_tp=rollout_tp,
-        overrides=[],
+        overrides=["reshard.verify=always"],
         export_to=str(export_to),
     )
     for rank, result in enumerate(results):
         assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
+        # Equal tensor parallelism shares all but the joined q, k, v, and these too with one KV head on a rank.
+        expected = set(EVERYTHING) if pp == 1 and tp == rollout_tp else set()
+        assert set(result["shared"]) >= expected - (set() if tp == 2 else {QKV, QKV_BIAS})
         assert result["digests"] == reference["digests"], f"rank {rank} drew other tokens"
         for step, (mine, wanted) in enumerate(zip(result["steps"], reference["steps"], strict=True), 1):
             assert mine["training/rollout_logprobs_diff_max"] < 1e-4
@@ -86,3 +104,66 @@ def test_the_weights_moved(reference: dict[str, Any], workspace: Path) -> None:
     """The comparison above is of weights that training has changed."""
     start = cases.exported_weights(str(workspace / "model"))
     assert all(not torch.equal(start[name], weight) for name, weight in reference["weights"].items())
+
+
+# (world, tp, pp, rollout TP): all shared; some of it; TP 4 whose order is not that of the ranks.
+@pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (4, 2, 1, 4)])
+def test_shared_memory_changes_nothing(
+    pool: Any, workspace: Path, world: int, tp: int, pp: int, rollout_tp: int, tmp_path: Path
+) -> None:
+    """The same metrics and weights to the last bit, whether vLLM's parameters are Megatron's memory or copies."""
+    outcomes = {}
+    for share in ("true", "false"):
+        results = pool(world).run(
+            cases.two_steps,
+            config_path=str(workspace / "config.yaml"),
+            tp=tp,
+            pp=pp,
+            rollout_tp=rollout_tp,
+            overrides=[f"reshard.share_weights={share}"],
+            export_to=str(tmp_path / share),
+        )
+        assert all(result["different"] == [] for result in results)
+        if share == "false":
+            assert all(result["shared"] == [] for result in results)
+        else:
+            assert all(result["shared"] for result in results)
+        steps = [{k: v for k, v in step.items() if k.startswith(("actor/", "critic/"))} for step in results[0]["steps"]]
+        outcomes[share] = (steps, results[0]["digests"], cases.exported_weights(str(tmp_path / share)))
+    (steps, digests, weights), (steps_without, digests_without, weights_without) = outcomes.values()
+    assert steps == steps_without and digests == digests_without
+    assert all(torch.equal(weights[name], weights_without[name]) for name in weights_without)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "rollout_tp", "name", "where"),
+    [
+        # Received from rank 1, copied on the rank, and (TP 2 to 2 without sharing) copied too.
+        (2, 2, 1, "model.layers.2.mlp.down_proj.weight", r"rank 0 differs from decoder\.layers\.2\.mlp\.linear_fc2"),
+        (
+            2,
+            1,
+            1,
+            "model.layers.1.self_attn.qkv_proj.weight",
+            r"rank 0 differs from decoder\.layers\.1\.self_attention",
+        ),
+    ],
+)
+def test_verification_names_the_first_block_that_differs(
+    pool: Any, workspace: Path, world: int, tp: int, rollout_tp: int, name: str, where: str
+) -> None:
+    outcomes = pool(world).outcomes(
+        cases.spoil_an_update,
+        config_path=str(workspace / "config.yaml"),
+        tp=tp,
+        rollout_tp=rollout_tp,
+        rank=0,
+        name=name,
+        overrides=["reshard.verify=first"],
+    )
+    for ok, value in outcomes:
+        assert not ok and value[0] == "UserError"
+        assert re.search(rf"reshard\.verify: {re.escape(name)}\[.*\].* on {where}.* on rank [01] \(1 of", value[1]), (
+            value[1]
+        )
+        assert "1 rank(s)" in value[1]

@@ -19,6 +19,7 @@ from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
+    Piece,
     check_mcore,
     check_vllm,
     hf_layout,
@@ -280,6 +281,48 @@ def test_training_to_training(data) -> None:
     other = Mesh(mesh.shape, tp, mesh.world // tp, [layers])
     plan = make_plan(mesh.layouts(), other.layouts(), 8, 2048)
     check_movement(plan, mesh.expected(), other.expected(), other.layouts(), 2048)
+
+
+@pytest.mark.parametrize("tp, dp", [(2, 2), (1, 2), (4, 1)])
+def test_equal_layouts_share_all_but_interleaved_heads(tp: int, dp: int) -> None:
+    mesh = Mesh(make_shape(num_kv_heads=4, hidden_size=16, vocab_size=128), tp, dp, [range(3)])
+    target = [vllm_layout(mesh.shape, r % tp, tp) for r in range(tp * dp)]
+    plan = make_plan(mesh.layouts(), target, 4, 1 << 20, share=True)
+    for rank in range(tp * dp):
+        part = plan.for_rank(rank)
+        copied = {t.dst_local for t in part.copies}
+        assert {s.dst_local for s in part.shared} | copied == set(target[rank].shapes)
+        assert all("qkv_proj" in name for name in copied) and bool(copied) == (tp < 4)
+        assert part.buckets == ()
+
+
+def test_a_part_of_what_training_holds_is_shared_where_its_rows_are_whole() -> None:
+    """TP 1 to 2: the embedding's halves, a KV group, the norms; not gate_up, whose halves lie apart, nor o_proj, which
+    is cut by columns."""
+    shape = make_shape(hidden_size=16, qkv_bias=False)
+    source = [mcore_layout(shape, 0, 1, range(3), True, True)]
+    plan = make_plan(source, [vllm_layout(shape, 1, 2)], 4, 1 << 20, share=True)
+    shared = {s.dst_local: s for s in plan.for_rank(0).shared}
+    assert {name.split(".")[-2] for name in shared} == {
+        "embed_tokens", "lm_head", "qkv_proj", "input_layernorm", "post_attention_layernorm", "norm"
+    }  # fmt: skip
+    assert (shared["lm_head.weight"].row, shared["lm_head.weight"].rows) == (64, 64)
+
+
+def test_what_would_begin_at_an_odd_address_is_copied() -> None:
+    layouts = [whole_layout({"w": (6, 3)})], [Layout({"v": (3, 3)}, (Piece("w", ((3, 6), (0, 3)), "v", (0, 0)),))]
+    assert make_plan(*layouts, 4, 100, share=True).shared_bytes == (0,)  # 36 bytes into w
+    assert make_plan(*layouts, 16, 100, share=True).shared_bytes == (16 * 9,)
+
+
+def test_the_heads_of_all_groups_travel_as_one_strided_transfer() -> None:
+    """q, k and v of a layer are three transfers, however many KV groups there are; each holds the right rows."""
+    shape = make_shape(num_layers=1, num_heads=32, num_kv_heads=16, qkv_bias=False)
+    plan = make_plan([mcore_layout(shape, 0, 1, range(1), True, True)], [vllm_layout(shape, 0, 1)], 4, 1 << 20)
+    qkv = [t for t in plan.for_rank(0).copies if "qkv" in t.dst_local]
+    assert sorted((t.count, t.extent[0], t.src_step, t.dst_step) for t in qkv) == [
+        (16, 2, 8, 2), (16, 2, 8, 2), (16, 4, 8, 4)
+    ]  # fmt: skip
 
 
 def test_equal_layout_sends_nothing() -> None:

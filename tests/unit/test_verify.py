@@ -1,0 +1,62 @@
+"""Checksums of a movement's blocks, in one process; between ranks they are tested in tests/dist/test_layouts.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard import verify as verify_module
+from rlhf_mc.reshard.execute import execute, shared_storage
+from rlhf_mc.reshard.layout import Layout, Piece, whole_layout
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.verify import checksum, verify
+
+EXPERTS = Layout({"all": (2, 3, 4)}, tuple(Piece(f"e{i}", ((0, 3), (0, 4)), "all", (i, 0, 0)) for i in (0, 1)))
+SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
+def test_checksum_sees_every_change(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "CHUNK", chunk)
+    blocks = torch.randn(3, 4, 5).to(dtype)
+    wanted = checksum(blocks)
+    assert torch.equal(checksum(blocks.transpose(0, 1).contiguous().transpose(0, 1)), wanted), "strides matter"
+    for index in [(0, 0, 0), (2, 3, 4), (1, 2, 3)]:
+        other = blocks.clone()
+        other[index] = -other[index]
+        assert not torch.equal(checksum(other), wanted)
+    swapped = blocks.clone()
+    swapped[0], swapped[2] = blocks[2], blocks[0]
+    assert not torch.equal(checksum(swapped), wanted), "blocks in another order"
+    assert not torch.equal(checksum(torch.zeros_like(blocks)), wanted)
+
+
+def test_stacked_experts_are_filled_and_named() -> None:
+    """Offsets that begin with a fixed index, on either side."""
+    whole = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
+    plan = make_plan([SEPARATE], [EXPERTS], 4, 1000, share=True).for_rank(0)
+    stacked = {"all": torch.zeros(2, 3, 4)}
+    execute(plan, whole, stacked, None)
+    assert torch.equal(stacked["all"], torch.stack(list(whole.values())))
+    verify(plan, whole, stacked, None)
+    stacked["all"][1, 2, 0] = 7.0
+    with pytest.raises(UserError, match=r"all\[1, 0:3, 0:4\] on rank 0 differs from e1\[0:3, 0:4\] on rank 0 \(1 of"):
+        verify(plan, whole, stacked, None)
+    back = make_plan([EXPERTS], [SEPARATE], 4, 1000).for_rank(0)
+    separate = {"e0": torch.zeros(3, 4), "e1": torch.zeros(3, 4)}
+    execute(back, stacked, separate, None)
+    assert torch.equal(torch.stack(list(separate.values())), stacked["all"])
+
+
+def test_memory_that_is_no_longer_shared_is_noticed() -> None:
+    plan = make_plan([SEPARATE], [SEPARATE], 4, 1000, share=True).for_rank(0)
+    whole = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
+    views = shared_storage(plan, whole)
+    execute(plan, whole, views, None)
+    verify(plan, whole, views, None)
+    with pytest.raises(AssertionError, match="e1 is no longer the memory"):
+        execute(plan, whole, views | {"e1": whole["e1"].clone()}, None)
+    with pytest.raises(UserError, match="e1 on rank 0 is not the memory of its source"):
+        verify(plan, whole, views | {"e1": whole["e1"].clone()}, None)
