@@ -187,8 +187,8 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int) -> Any
     )
 
 
-def _scale_embeddings(model: PackedGPT, hidden_size: int) -> None:
-    """Multiplies what the embedding returns by sqrt(hidden_size), rounded to the model's type as transformers does."""
+def scale_embeddings(model: Any, hidden_size: int) -> None:
+    """Multiplies what model.embedding returns by sqrt(hidden_size), rounded to the model's type as in transformers."""
     factor = torch.tensor(hidden_size**0.5)
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out))
 
@@ -257,7 +257,7 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> 
         if shape.value_head and groups.is_last_stage:
             model.output_layer = ValueHead(shape.hidden_size)
         if shape.scaled_embeddings and groups.mesh.is_first_stage(groups.rank):
-            _scale_embeddings(model, shape.hidden_size)
+            scale_embeddings(model, shape.hidden_size)
         _mark_tensor_parallel(model)
         _set_rope(model, shape)
         model.to(platform.device(), DTYPES[megatron.dtype])

@@ -131,6 +131,8 @@ class RolloutEngine:
         options: dict[str, Any] = {}
         if platform.use_cuda():
             options.update(gpu_memory_utilization=cfg.gpu_memory_utilization, enforce_eager=cfg.enforce_eager)
+            # The one backend that keeps the weights of experts as they are laid out, so that they can be written.
+            options.update(moe_backend="triton")
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import family_cases
 import model_cases
 import pytest
 import torch
@@ -119,6 +120,21 @@ def of_transformers(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple[torc
         if not is_expert:
             grads[name] = grad
     return log_probs, grads
+
+
+@pytest.mark.parametrize(("world", "ep", "other_ep"), [(2, 2, 1), (2, 1, 2)])
+def test_a_checkpoint_of_experts_loads_on_another_number_of_ranks(
+    pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, ep: int, other_ep: int
+) -> None:
+    checkpoint = str(workspaces["qwen3_moe"] / "model")
+    different = pool(world).run(
+        family_cases.saved_and_loaded,
+        checkpoint=checkpoint,
+        directory=str(tmp_path / "mcore"),
+        ep=ep,
+        other_ep=other_ep,
+    )
+    assert different == [[]] * world
 
 
 # Training TP 2 and rollout TP 1 gather every split tensor; the other way round, every tensor is cut.

@@ -5,6 +5,7 @@ What the engines hold is computed here from whole tensors by chunk, view, cat an
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_reshard import PADDING, check_movement, empty, numbered, padded_chunk
+from transformers import GemmaConfig, GemmaForCausalLM
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.models.build import check_layout, scale_embeddings
+from rlhf_mc.models.norms import ZeroCenteredRMSNorm
 from rlhf_mc.reshard.families import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import (
     EMPTY,
@@ -26,6 +31,7 @@ from rlhf_mc.reshard.layout import (
     vllm_layout,
 )
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.rollout.experts import fused_moe
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -337,3 +343,54 @@ def test_padding_is_left_alone() -> None:
     shape = shape_of("qwen3_moe")
     filled = fill(whole(shape, 1, 2), shape)["output_layer.weight"]
     assert (filled[70 - 64 :] == PADDING).all() and (filled[: 70 - 64] != PADDING).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "megatron", "message"),
+    [
+        ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size: 2; .*expert_model_parallel_size instead"),
+        ({}, {"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 .*num_experts is 4"),
+        ({"num_experts_per_tok": 1}, {}, "num_experts_per_tok is 1 and norm_topk_prob is true"),
+    ],
+)
+def test_what_megatron_cannot_train_is_refused(changes: dict[str, Any], megatron: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_layout(shape_of("qwen3_moe", **changes), MegatronConfig(**megatron))
+    check_layout(shape_of("qwen3_moe"), MegatronConfig(expert_model_parallel_size=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemmas_norm_and_embeddings_round_as_transformers_does(dtype: torch.dtype) -> None:
+    """sqrt(96) is 9.798, or 9.8125 in bfloat16."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    theirs = GemmaForCausalLM(GemmaConfig(vocab_size=50, hidden_size=96, intermediate_size=8, **sizes)).to(dtype).model
+    torch.nn.init.normal_(theirs.norm.weight)
+    tokens = torch.arange(50)
+    embedding = torch.nn.Embedding.from_pretrained(theirs.embed_tokens.weight.detach())
+    scale_embeddings(SimpleNamespace(embedding=embedding), 96)
+    states = embedding(tokens)
+    assert states.dtype == dtype and torch.equal(states, theirs.embed_tokens(tokens))
+    norm = ZeroCenteredRMSNorm(None, 96, eps=theirs.norm.eps).to(dtype)
+    norm.load_state_dict(theirs.norm.state_dict())
+    assert torch.equal(norm(states), theirs.norm(states))
+
+
+@pytest.mark.parametrize("skip_weighted", [False, True])
+def test_experts_on_plain_weights(skip_weighted: bool) -> None:
+    """Each token through every expert, those not chosen with weight 0. One expert is chosen by no token."""
+    torch.manual_seed(0)
+    tokens, experts, hidden, ffn = 9, 5, 6, 4
+    x, w13, w2 = (
+        torch.randn(tokens, hidden),
+        torch.randn(experts, 2 * ffn, hidden),
+        torch.randn(experts, hidden, ffn),
+    )
+    weights, ids = torch.rand(tokens, experts - 1).topk(2)
+    gate, up = torch.einsum("th,efh->tef", x, w13).chunk(2, dim=-1)
+    of_each = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, w2)
+    used = torch.ones_like(weights) if skip_weighted else weights
+    wanted = torch.einsum("teh,te->th", of_each, torch.zeros(tokens, experts).scatter(1, ids, used))
+    out = torch.full_like(x, torch.nan)
+    fused_moe(out, x, w13, w2, None, None, weights, ids.int(), "silu", "vec", skip_weighted)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
