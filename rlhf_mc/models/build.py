@@ -86,9 +86,9 @@ def _check_experts(shape: ModelShape, megatron: MegatronConfig) -> None:
     tp = megatron.tensor_model_parallel_size
     if tp > 1:
         raise UserError(
-            f"actor.megatron.tensor_model_parallel_size: {tp}; Megatron-Core trains a mixture of experts "
-            f"({shape.num_experts} in model.path) with 1 alone unless its sequences are split too; spread the experts "
-            "by actor.megatron.expert_model_parallel_size instead"
+            f"actor.megatron.tensor_model_parallel_size: {tp} with a mixture of experts needs sequence parallelism, "
+            f"which there is not; set it to 1 and spread the {shape.num_experts} experts by "
+            "actor.megatron.expert_model_parallel_size"
         )
     if shape.experts_per_token == 1 and shape.norm_topk_prob:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What the ranks run in test_families.py, beside cases.py and model_cases.py."""
+"""What the ranks run in test_family_models.py, beside cases.py and model_cases.py."""
 
 from __future__ import annotations
 

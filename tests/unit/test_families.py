@@ -348,7 +348,7 @@ def test_padding_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "megatron", "message"),
     [
-        ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size: 2; .*expert_model_parallel_size instead"),
+        ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size: 2 .*by actor.megatron.expert_model_parallel_size"),
         ({}, {"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 .*num_experts is 4"),
         ({"num_experts_per_tok": 1}, {}, "num_experts_per_tok is 1 and norm_topk_prob is true"),
     ],
