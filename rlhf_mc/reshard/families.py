@@ -38,12 +38,17 @@ class Family:
 
 
 _GELU = "gelu_pytorch_tanh"
+_NO_WINDOW = {"use_sliding_window": False}
 
 FAMILIES = {
     "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "qwen2": Family(qkv_bias=True, o_bias=False, mlp_bias=False),
+    "qwen2": Family(qkv_bias=True, o_bias=False, mlp_bias=False, defaults=_NO_WINDOW),
     "qwen3": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias=False, qk_norm=True, defaults={"head_dim": 128}
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias=False,
+        qk_norm=True,
+        defaults={"head_dim": 128, **_NO_WINDOW},
     ),
     "qwen3_moe": Family(
         qkv_bias="attention_bias",
@@ -51,7 +56,7 @@ FAMILIES = {
         mlp_bias=False,
         qk_norm=True,
         experts=True,
-        defaults={"norm_topk_prob": False},
+        defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
     ),
     "mistral": Family(
         qkv_bias=False,

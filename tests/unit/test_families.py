@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reshard import PADDING, check_movement, empty, numbered, padded_chunk
+from test_reshard import check_movement, empty, numbered, padded_chunk
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from rlhf_mc.config.errors import UserError
@@ -328,8 +328,9 @@ def test_configs_that_are_refused(family: str, changes: dict[str, Any], message:
         shape_of(family, **changes)
 
 
-def test_a_mistral_without_the_key_has_a_window() -> None:
-    """As in transformers and vLLM, whose default it is."""
+def test_a_window_counts_where_the_family_has_it_switched_on() -> None:
+    """As in transformers and vLLM: qwen's switch is off by default, mistral has a window by default."""
+    assert shape_of("qwen3", sliding_window=16) == shape_of("qwen3")
     config = config_of("mistral")
     del config["sliding_window"]
     with pytest.raises(UserError, match="sliding_window is 4096"):
@@ -338,17 +339,14 @@ def test_a_mistral_without_the_key_has_a_window() -> None:
     assert ModelShape.from_hf_config(config).family == "mistral"
 
 
-def test_padding_is_left_alone() -> None:
-    """What no piece covers stays as it was, in every layout."""
-    shape = shape_of("qwen3_moe")
-    filled = fill(whole(shape, 1, 2), shape)["output_layer.weight"]
-    assert (filled[70 - 64 :] == PADDING).all() and (filled[: 70 - 64] != PADDING).all()
-
-
 @pytest.mark.parametrize(
     ("changes", "megatron", "message"),
     [
-        ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size: 2 .*by actor.megatron.expert_model_parallel_size"),
+        (
+            {},
+            {"tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size: 2 .*by actor.megatron.expert_model_parallel_size",
+        ),
         ({}, {"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 .*num_experts is 4"),
         ({"num_experts_per_tok": 1}, {}, "num_experts_per_tok is 1 and norm_topk_prob is true"),
     ],
