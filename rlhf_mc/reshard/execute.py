@@ -7,12 +7,13 @@ of a safetensors file.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 
 
@@ -28,6 +29,7 @@ def execute(
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
     wire_dtype: torch.dtype | None = None,
+    node: NodeMemory | None = None,
 ) -> None:
     """Fills `target` (in place) from the ranks' `source`, both by local name.
 
@@ -36,32 +38,42 @@ def execute(
     `group` None: nothing leaves the process. Elements are cast to the target's type; those sent travel as
     `wire_dtype`, by default the type that all tensors here have. Beside the tensors themselves this takes the
     memory of one bucket of sends and one of receives. Target tensors that the plan shares must be `shared_storage`.
+    node: memory of at least RankPlan.outbox_bytes by which ranks of one node hand messages over; host memory only.
     """
     for name, view in shared_storage(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} is no longer the memory of its source"
     for transfer in plan.copies:
         destination(transfer, target).copy_(source_blocks(transfer, source))
-    if not any(sends or receives for sends, receives in plan.buckets):
+    if not plan.buckets:
         return
     assert group is not None and dist.get_rank(group) == plan.rank
     dtype = wire_dtype or _only_dtype(plan, source, target)
-    assert dtype.itemsize == plan.itemsize, (
-        f"plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}"
+    moves = plan.sent_bytes or plan.received_bytes
+    assert not moves or dtype.itemsize == plan.itemsize, (
+        f"the plan counts {plan.itemsize} bytes an element, not {dtype}"
     )
+    neighbours = node.ranks if node is not None else frozenset()
     device = message_device(group)
     # One buffer each way serves all buckets: memory that is touched for the first time costs as much as a copy.
-    outbox = torch.empty(max(_numel(sends) for sends, _ in plan.buckets), dtype=dtype, device=device)
-    inbox = torch.empty(max(_numel(receives) for _, receives in plan.buckets), dtype=dtype, device=device)
+    inbox = torch.empty(max(_numel(r, neighbours) for _, r in plan.buckets), dtype=dtype, device=device)
+    if node is not None and neighbours:
+        outbox = node.own(dtype)
+    else:
+        outbox = torch.empty(max(_numel(s) for s, _ in plan.buckets), dtype=dtype, device=device)
     # A message matches its peer's by order, so all ranks of the group go through the buckets in this one
-    # order; a rank without part in a bucket passes it by.
+    # order; a rank without part in a bucket passes it by, but for the wait that the ranks of a node share.
     for sends, receives in plan.buckets:
         leaving, arriving = by_peer(sends, lambda t: t.dst_rank), by_peer(receives, lambda t: t.src_rank)
-        outgoing, incoming = _cut(outbox, leaving), _cut(inbox, arriving)
-        for peer, transfers in leaving.items():
-            pack(outgoing[peer], transfers, source)
-        exchange(outgoing, incoming, group)
+        outgoing = _pack_messages(outbox, leaving, source)
+        incoming = _cut(inbox, {p: ts for p, ts in arriving.items() if p not in neighbours})
+        exchange({p: flat for p, flat in outgoing.items() if p not in neighbours}, incoming, group)
+        if node is not None and neighbours:
+            node.publish({p: int(flat.storage_offset()) for p, flat in outgoing.items()})
+            incoming |= {p: node.message(p, _numel(ts), dtype) for p, ts in arriving.items() if p in neighbours}
         for peer, transfers in arriving.items():
             unpack(incoming[peer], transfers, target)
+        if node is not None and neighbours:
+            node.wait()
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
@@ -86,6 +98,22 @@ def by_peer(transfers: Sequence[Transfer], peer_of: Any) -> dict[int, list[Trans
     for transfer in transfers:
         groups[peer_of(transfer)].append(transfer)
     return dict(groups)
+
+
+def _pack_messages(
+    outbox: torch.Tensor, leaving: Mapping[int, Sequence[Transfer]], source: Mapping[str, Any]
+) -> dict[int, torch.Tensor]:
+    """By peer, its message, in the outbox; peers that are sent the same blocks share one."""
+    packed: dict[tuple, torch.Tensor] = {}
+    messages, filled = {}, 0
+    for peer, transfers in leaving.items():
+        blocks = tuple((t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in transfers)
+        if blocks not in packed:
+            packed[blocks] = outbox[filled : filled + _numel(transfers)]
+            pack(packed[blocks], transfers, source)
+            filled += len(packed[blocks])
+        messages[peer] = packed[blocks]
+    return messages
 
 
 def pack(flat: torch.Tensor, transfers: Sequence[Transfer], source: Mapping[str, Any]) -> None:
@@ -126,8 +154,8 @@ def _slices(offset: Iterable[int], extent: Iterable[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
 
 
-def _numel(transfers: Iterable[Transfer]) -> int:
-    return sum(t.numel for t in transfers)
+def _numel(transfers: Iterable[Transfer], but_from: Collection[int] = ()) -> int:
+    return sum(t.numel for t in transfers if t.src_rank not in but_from)
 
 
 def _cut(flat: torch.Tensor, transfers: Mapping[int, Sequence[Transfer]]) -> dict[int, torch.Tensor]:
@@ -137,7 +165,8 @@ def _cut(flat: torch.Tensor, transfers: Mapping[int, Sequence[Transfer]]) -> dic
 
 
 def _only_dtype(plan: RankPlan, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The type of what this rank sends and receives; any, where that is nothing."""
     sends = {source[t.src_local].dtype for sends, _ in plan.buckets for t in sends}
     receives = {target[t.dst_local].dtype for _, receives in plan.buckets for t in receives}
-    assert len(sends | receives) == 1, f"tensors of several types {sends | receives}: name the one that is sent"
-    return (sends | receives).pop()
+    assert len(sends | receives) <= 1, f"tensors of several types {sends | receives}: name the one that is sent"
+    return next(iter(sends | receives), torch.uint8)

@@ -48,6 +48,11 @@ class RankPlan:
     """(sends, receives), to be completed before the next bucket begins."""
 
     @property
+    def outbox_bytes(self) -> int:
+        """The most that it sends in one bucket."""
+        return self.itemsize * max((sum(t.numel for t in sends) for sends, _ in self.buckets), default=0)
+
+    @property
     def shared_bytes(self) -> int:
         return self.itemsize * sum(s.numel for s in self.shared)
 

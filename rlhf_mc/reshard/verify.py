@@ -15,8 +15,7 @@ from rlhf_mc.reshard.execute import by_peer, destination, exchange, message_devi
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 
 CHUNK = 1 << 20
-"""Elements that are summed up at a time, which bounds the memory this takes."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes that are summed up at a time, which bounds the memory this takes; a multiple of 8."""
 
 
 @torch.no_grad()
@@ -76,24 +75,28 @@ def _checksums_of_senders(
 
 
 def checksum(blocks: torch.Tensor) -> torch.Tensor:
-    """Two sums over the elements' bits as integers, the second weighted by position, modulo 2^64: [2] int64, on the
-    CPU. Elements that are lost, changed or in another order show in one of them."""
+    """Two sums over the elements' bits, taken eight bytes at a time as an integer, the second weighted by position,
+    modulo 2^64: [2] int64, on the CPU. Elements that are lost, changed or in another order show in one of them."""
     total = torch.zeros(2, dtype=torch.int64, device=blocks.device)
+    weights = torch.arange(1, 1 + CHUNK // 8, device=blocks.device)
     start = 0
-    for chunk in _chunks(blocks):
-        bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64)
-        total[0] += bits.sum()
-        total[1] += (bits * torch.arange(start + 1, start + 1 + len(bits), device=bits.device)).sum()
-        start += len(bits)
+    for words in _words(blocks):
+        first = words.sum()
+        total[0] += first
+        total[1] += start * first + torch.dot(words, weights[: len(words)])
+        start += len(words)
     return total.cpu()
 
 
-def _chunks(blocks: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements [count, rows, ...] in order, as vectors of about CHUNK of them."""
+def _words(blocks: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of the elements [count, rows, ...] in order, as vectors of int64 of CHUNK bytes at most."""
+    row_bytes = max(1, blocks[0, 0].numel() * blocks.element_size())
     for block in blocks:
-        per_row = max(1, block[0].numel())
-        for rows in block.split(max(1, CHUNK // per_row)):
-            yield rows.reshape(-1)
+        for rows in block.split(max(1, CHUNK // row_bytes)):
+            for part in rows.reshape(-1).view(torch.uint8).split(CHUNK):
+                if len(part) % 8 or part.data_ptr() % 8:
+                    part = torch.cat([part, part.new_zeros(-len(part) % 8)])
+                yield part.view(torch.int64)
 
 
 def _describe(transfer: Transfer) -> str:

@@ -10,7 +10,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from rlhf_mc import platform
 from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.plan import Plan
 from rlhf_mc.reshard.verify import verify
 
@@ -21,6 +23,8 @@ class WeightUpdate:
     def __init__(self, plan: Plan, rank: int, verify_when: Literal["off", "first", "always"]) -> None:
         self.plan = plan.for_rank(rank)
         """What this rank does."""
+        # On GPUs messages go over NVLink or the network, which NCCL knows best.
+        self._node = None if platform.use_cuda() else NodeMemory(self.plan.outbox_bytes, _world())
         self._verify_when = verify_when
         self._is_first = True
         self.metrics = {
@@ -38,10 +42,15 @@ class WeightUpdate:
 
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
         """Brings the target up to date. Every rank must call it. UserError where verification finds a difference."""
-        execute(self.plan, source, target, dist.group.WORLD)
+        execute(self.plan, source, target, _world(), node=self._node)
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
-            verify(self.plan, source, target, dist.group.WORLD)
+            verify(self.plan, source, target, _world())
         self._is_first = False
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _summary(plan: Plan) -> str:

@@ -113,4 +113,4 @@ def pool() -> Iterator[Callable[[int], Workers]]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Groups the tests by world size (their parameter `world`), so that each size starts once."""
-    items.sort(key=lambda item: getattr(item, "callspec").params.get("world", 0) if hasattr(item, "callspec") else 0)
+    items.sort(key=lambda item: item.callspec.params.get("world", 0) if hasattr(item, "callspec") else 0)

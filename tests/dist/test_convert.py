@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +27,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_tool(
-    name: str, largest_file: int | None = None, **options: str | Path
-) -> subprocess.CompletedProcess[str]:
+def run_tool(name: str, largest_file: int | None = None, **options: str | Path) -> subprocess.CompletedProcess[str]:
     """largest_file: bytes beyond which the system refuses to write, as a full disk does; the writer's processes inherit
     it."""
 
@@ -157,9 +155,7 @@ def test_inputs_that_are_no_hugging_face_checkpoint(tmp_path: Path) -> None:
 def test_a_disk_that_takes_no_more_is_one_line_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     size = (source / "model.safetensors").stat().st_size
-    result = run_tool(
-        "convert_hf_to_mcore.py", largest_file=size // 4, hf_path=source, output=tmp_path / "output"
-    )
+    result = run_tool("convert_hf_to_mcore.py", largest_file=size // 4, hf_path=source, output=tmp_path / "output")
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert "the weights cannot be written" in result.stderr.splitlines()[-1]
     assert_one_line(to_hf(tmp_path / "output", tmp_path / "back"), "not a Megatron checkpoint")

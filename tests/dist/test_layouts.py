@@ -84,11 +84,36 @@ def test_every_layout_trains_alike(
         overrides=["reshard.verify=always"],
         export_to=str(export_to),
     )
-    for rank, result in enumerate(results):
-        assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
+    for result in results:
         # Equal tensor parallelism shares all but the joined q, k, v, and these too with one KV head on a rank.
         expected = set(EVERYTHING) if pp == 1 and tp == rollout_tp else set()
         assert set(result["shared"]) >= expected - (set() if tp == 2 else {QKV, QKV_BIAS})
+    check_like(reference, results, export_to)
+
+
+@pytest.mark.parametrize(("world", "first", "last"), [(2, 3, None), (4, 1, 3)])
+def test_uneven_stages_train_alike(
+    pool: Any, reference: dict[str, Any], workspace: Path, world: int, first: int, last: int | None
+) -> None:
+    """Four layers as 3 and 1, and as 1 and 3 with both ends set."""
+    export_to = workspace / f"uneven_{world}"
+    stages = {"first": first, "last": last}
+    results = pool(world).run(
+        cases.two_steps,
+        config_path=str(workspace / "config.yaml"),
+        tp=1,
+        pp=2,
+        rollout_tp=2,
+        overrides=[f"actor.megatron.num_layers_in_{k}_pipeline_stage={v}" for k, v in stages.items() if v],
+        export_to=str(export_to),
+    )
+    check_like(reference, results, export_to)
+
+
+def check_like(reference: dict[str, Any], results: list[dict[str, Any]], export_to: Path) -> None:
+    """The same tokens, losses, gradient norms and weights as one process has, and in vLLM the exported weights."""
+    for rank, result in enumerate(results):
+        assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
         assert result["digests"] == reference["digests"], f"rank {rank} drew other tokens"
         for step, (mine, wanted) in enumerate(zip(result["steps"], reference["steps"], strict=True), 1):
             assert mine["training/rollout_logprobs_diff_max"] < 1e-4

@@ -1,0 +1,70 @@
+"""What the ranks run in test_reshard_ranks.py: plans on plain tensors, between real processes."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import Layout, logical_shapes
+from rlhf_mc.reshard.node_memory import NodeMemory
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.verify import verify
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
+
+SHAPE = ModelShape.from_hf_config(
+    {
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+    }
+)
+
+
+def held(layout: Layout) -> dict[str, torch.Tensor]:
+    """The layout's tensors, every element the number of its logical one; padding is -1."""
+    starts, start = {}, 0
+    for name, size in logical_shapes(SHAPE).items():
+        starts[name] = start
+        start += math.prod(size)
+    out = {name: torch.full(size, -1.0) for name, size in layout.shapes.items()}
+    for piece in layout.pieces:
+        size = logical_shapes(SHAPE)[piece.tensor]
+        full = torch.arange(starts[piece.tensor], starts[piece.tensor] + math.prod(size)).view(size)
+        there = tuple(slice(o, o + b - a) for o, (a, b) in zip(piece.offset, piece.box, strict=True))
+        out[piece.local][there] = full[tuple(slice(a, b) for a, b in piece.box)].float()
+    return out
+
+
+def update_by(way: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int) -> tuple[bool, int]:
+    """One movement through the node's memory, through sockets, or by sockets because one rank may not open another's
+    memory. Returns (whether the rank holds just what it should, how many ranks' memory it reads)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
+    training = training_layouts(SHAPE, mesh)
+    rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp))
+    part = make_plan(training, rollout, 4, bucket).for_rank(rank)
+    node = None
+    if way != "sockets":
+        refused = way == "refused" and rank == world - 1
+        opener = (lambda self, *args: False) if refused else NodeMemory._open
+        with mock.patch.object(NodeMemory, "_open", opener):
+            node = NodeMemory(part.outbox_bytes, dist.group.WORLD)
+    source, wanted = held(training[rank]), held(rollout[rank])
+    target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
+    for _ in range(2):  # the second finds the node's memory used
+        for tensor in target.values():
+            tensor.fill_(-1.0)
+        execute(part, source, target, dist.group.WORLD, node=node)
+        verify(part, source, target, dist.group.WORLD)
+    return all(torch.equal(target[name], wanted[name]) for name in wanted), len(node.ranks) if node else 0

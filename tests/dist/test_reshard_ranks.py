@@ -1,0 +1,31 @@
+"""Plans carried out between processes: through the memory of the node, through sockets, in buckets of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reshard_cases
+
+# (world, tp, pp, layers of the first stage, rollout TP)
+LAYOUTS = [
+    (2, 2, 1, None, 1),
+    (2, 1, 2, 1, 2),
+    (4, 4, 1, None, 2),
+    (4, 2, 2, 2, 1),
+    (4, 2, 1, None, 4),
+    (4, 1, 2, 1, 2),
+]
+
+
+@pytest.mark.parametrize("bucket", [4096, 1 << 20])
+@pytest.mark.parametrize("way", ["node", "sockets", "refused"])
+@pytest.mark.parametrize(("world", "tp", "pp", "first", "rollout_tp"), LAYOUTS)
+def test_every_way_gives_every_rank_its_blocks(
+    pool: Any, way: str, world: int, tp: int, pp: int, first: int | None, rollout_tp: int, bucket: int
+) -> None:
+    results = pool(world).run(
+        reshard_cases.update_by, way=way, tp=tp, pp=pp, first_layers=first, rollout_tp=rollout_tp, bucket=bucket
+    )
+    # Where one rank may not read another's memory, none of the node does.
+    assert results == [(True, world if way == "node" else 0)] * world
