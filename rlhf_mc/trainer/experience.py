@@ -20,7 +20,7 @@ from rlhf_mc.data.balance import assign_to_replicas, plan_micro_batches
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, pad_responses
 from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.heads import log_probs_and_entropy, values
+from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.observability.metrics import summarize, summarize_lengths
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
@@ -80,7 +80,7 @@ def log_prob_head(vocab_size: int, temperature: float) -> Head:
     """For ModelEngine.score: the log-prob of each response token."""
 
     def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-        return log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)[0]
+        return log_probs(model, states, micro.targets, vocab_size, temperature)
 
     return head
 

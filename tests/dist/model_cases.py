@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import heads
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
@@ -96,13 +98,13 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
 
 
 def log_probs(
-    checkpoints: Sequence[str], tp: int, pp: int, batch: RaggedBatch, budget: int, ep: int = 1
+    checkpoints: Sequence[str], tp: int, pp: int, batch: RaggedBatch, budget: int, ep: int = 1, **megatron: Any
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Per checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
     out = {}
     with mesh_groups(tp, pp, ep) as groups:
         for checkpoint in checkpoints:
-            engine = make_engine(checkpoint, "actor", groups)
+            engine = make_engine(checkpoint, "actor", groups, **megatron)
             vocab = engine.shape.vocab_size
 
             def entropy_head(model: object, states: torch.Tensor, micro: MicroBatch, v: int = vocab) -> torch.Tensor:
@@ -127,16 +129,23 @@ def _my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> l
 
 
 def gradients(
-    jobs: Sequence[Job], tp: int, pp: int, batch: RaggedBatch, ep: int = 1
+    jobs: Sequence[Job],
+    tp: int,
+    pp: int,
+    batch: RaggedBatch,
+    ep: int = 1,
+    chunk_logits: int = heads.CHUNK_LOGITS,
+    **megatron: Any,
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
-    """Per job (statistics, gradient of each logical tensor as this rank sees it)."""
+    """Per job (statistics, gradient of each logical tensor as this rank sees it), under further settings of the
+    layout and with chunks of so many logits."""
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
-    with mesh_groups(tp, pp, ep) as groups:
+    with mesh_groups(tp, pp, ep) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
         for job in jobs:
             key = (job.checkpoint, job.role)
             if key not in engines:
-                engines[key] = make_engine(*key, groups)
+                engines[key] = make_engine(*key, groups, **megatron)
                 engines[key].make_trainable(OptimConfig(), total_steps=1)
             engine = engines[key]
             mini = batch.select(job.sequences)

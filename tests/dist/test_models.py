@@ -194,6 +194,26 @@ def test_the_gradient_depends_on_no_layout_and_no_micro_batch(
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    # Of 512 columns on one rank: 3 tokens at a time.
+    "chunks of logits": {"chunk_logits": 1536},
+}
+"""What must not change a gradient."""
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "what"),
+    [(1, 1, 1, "chunks of logits"), (2, 2, 1, "chunks of logits")],
+)
+def test_the_gradient_depends_on_no_setting_of_the_engine(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, what: str
+) -> None:
+    jobs = [Job(checkpoints["qwen2_tied"], role, "token-mean", SMALL, ALL) for role in ("actor", "critic")]
+    jobs += [Job(checkpoints["llama_biases"], "actor", "seq-mean-token-mean", SMALL, ALL)]
+    settings = SETTINGS[what]
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch, **settings), batch)
+
+
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "sequences"),
     [(2, 1, 1, (2,)), (4, 1, 1, (5, 1)), (4, 2, 1, (2,)), (4, 1, 2, (2,))],
