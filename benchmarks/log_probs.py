@@ -16,9 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from rlhf_mc.models import heads
-from rlhf_mc.topology.groups import single_process
 
 
 def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -57,46 +57,48 @@ def main() -> None:
     weight = (0.05 * torch.randn(args.vocab, args.hidden, generator=draw)).to(dtype)
     targets = torch.randint(args.vocab, (args.tokens,), generator=draw)
     upstream = torch.randn(args.tokens, generator=draw)
-    with single_process() as groups:
-        model = SimpleNamespace(
-            output_weight=lambda: None, output_layer=SimpleNamespace(weight=weight), pg_collection=groups.collection
-        )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = SimpleNamespace(
+        output_weight=lambda: None,
+        output_layer=SimpleNamespace(weight=weight),
+        pg_collection=SimpleNamespace(tp=dist.group.WORLD),
+    )
 
-        def measure(chunk: int | None, backward: bool) -> tuple[float, int]:
-            def run() -> None:
-                with torch.set_grad_enabled(backward):
-                    if chunk is None:
-                        out = full_logits(hidden, weight, targets, 0.7)
-                    else:
-                        heads.CHUNK_LOGITS = chunk
-                        out = heads.log_probs(model, hidden[:, None], targets, args.vocab, 0.7)
-                    if backward:
-                        out.backward(upstream)
+    def measure(chunk: int | None, backward: bool) -> tuple[float, int]:
+        def run() -> None:
+            with torch.set_grad_enabled(backward):
+                if chunk is None:
+                    out = full_logits(hidden, weight, targets, 0.7)
+                else:
+                    heads.CHUNK_LOGITS = chunk
+                    out = heads.log_probs(model, hidden[:, None], targets, args.vocab, 0.7)
+                if backward:
+                    out.backward(upstream)
 
-            for tensor in (hidden, weight):
-                tensor.grad = None
-                tensor.requires_grad_(backward)
-            start = time.perf_counter()
-            peak = peak_bytes(run)
-            return time.perf_counter() - start, peak
+        for tensor in (hidden, weight):
+            tensor.grad = None
+            tensor.requires_grad_(backward)
+        start = time.perf_counter()
+        peak = peak_bytes(run)
+        return time.perf_counter() - start, peak
 
-        ways: list[int | None] = [None, *args.chunk_logits]
-        print(f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {args.dtype}, ", end="")
-        print(f"{torch.get_num_threads()} threads; medians of {args.rounds} rounds, ways in turn")
-        print(f"weight gradient {args.vocab * args.hidden * dtype.itemsize >> 20} MiB (in forward + backward)")
-        print(f"{'':>28} {'forward':>22} {'forward + backward':>22}")
-        results: dict[tuple[int | None, bool], list[tuple[float, int]]] = {}
-        for _ in range(args.rounds):
-            for way in ways:
-                for backward in (False, True):
-                    results.setdefault((way, backward), []).append(measure(way, backward))
+    ways: list[int | None] = [None, *args.chunk_logits]
+    print(f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {args.dtype}, ", end="")
+    print(f"{torch.get_num_threads()} threads; medians of {args.rounds} rounds, ways in turn")
+    print(f"weight gradient {args.vocab * args.hidden * dtype.itemsize >> 20} MiB (in forward + backward)")
+    print(f"{'':>28} {'forward':>22} {'forward + backward':>22}")
+    results: dict[tuple[int | None, bool], list[tuple[float, int]]] = {}
+    for _ in range(args.rounds):
         for way in ways:
-            name = "full logits" if way is None else f"{way >> 20} Mi logits, {max(1, way // args.vocab)} tokens"
-            cells = []
             for backward in (False, True):
-                seconds, peak = (statistics.median(column) for column in zip(*results[way, backward], strict=True))
-                cells.append(f"{seconds:>8.2f} s {int(peak) >> 20:>7} MiB")
-            print(f"{name:>28} {cells[0]:>22} {cells[1]:>22}")
+                results.setdefault((way, backward), []).append(measure(way, backward))
+    for way in ways:
+        name = "full logits" if way is None else f"{way >> 20} Mi logits, {max(1, way // args.vocab)} tokens"
+        cells = []
+        for backward in (False, True):
+            seconds, peak = (statistics.median(column) for column in zip(*results[way, backward], strict=True))
+            cells.append(f"{seconds:>8.2f} s {int(peak) >> 20:>7} MiB")
+        print(f"{name:>28} {cells[0]:>22} {cells[1]:>22}")
 
 
 if __name__ == "__main__":

@@ -116,6 +116,34 @@ def _stub_cuda_calls() -> None:
     # Experts' token counts are on the host already: no stream brings them there.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = cpu
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_numpy
+    _let_gloo_split_unevenly()
+
+
+def _let_gloo_split_unevenly() -> None:
+    """gloo gathers and scatters parts of one size alone; tokens that experts get from tensor-parallel ranks differ."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_any(part: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or len(set(sizes)) == 1:
+            return gather(part, group, sizes, use_global_buffer)
+        out = part.new_empty(sum(sizes), *part.shape[1:])
+        to_each = torch.cat([part] * group.size())
+        torch.distributed.all_to_all_single(out, to_each, sizes, [len(part)] * group.size(), group=group)
+        return out
+
+    def reduce_scatter_any(
+        whole: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> Any:
+        if sizes is None or len(set(sizes)) == 1:
+            return reduce_scatter(whole, group, sizes, use_global_buffer)
+        total = whole.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_any
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_any
 
 
 def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:

@@ -91,6 +91,12 @@ class MegatronConfig:
     """Layers of the last stage, which holds the output layer too; null: as many as the other stages."""
     expert_model_parallel_size: int = 1
     """Data-parallel replicas that the experts of a mixture-of-experts model are spread over."""
+    sequence_parallel: bool = False
+    """Between layers each tensor-parallel rank holds its part of the tokens, not all of them: less activation memory
+    for the same communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Activations computed again in the backward pass, so as not to keep them: those inside attention (selective), or
+    all but each layer's input (full, for about a third more computation); null: none."""
     use_distributed_optimizer: bool = True
     """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -118,6 +118,10 @@ def _check_layout(cfg: Config, world_size: int) -> None:
         f"actor.megatron.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
         f"; what would: {', '.join(str(n) for n in range(1, dp + 1) if dp % n == 0)}",
     )
+    _require(
+        tp > 1 or not cfg.actor.megatron.sequence_parallel,
+        "actor.megatron.sequence_parallel is true; that needs actor.megatron.tensor_model_parallel_size of at least 2",
+    )
     for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         layers = getattr(cfg.actor.megatron, key)
         _require(

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -27,7 +28,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding
 from rlhf_mc.models.heads import ValueHead
-from rlhf_mc.models.norms import ZeroCenteredRMSNorm
+from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import check_mcore
 from rlhf_mc.topology.groups import Groups
@@ -84,11 +85,10 @@ def _check_stages(num_layers: int, megatron: MegatronConfig) -> None:
 
 def _check_experts(shape: ModelShape, megatron: MegatronConfig) -> None:
     tp = megatron.tensor_model_parallel_size
-    if tp > 1:
+    if tp > 1 and not megatron.sequence_parallel:
         raise UserError(
-            f"actor.megatron.tensor_model_parallel_size: {tp} with a mixture of experts needs sequence parallelism, "
-            f"which there is not; set it to 1 and spread the {shape.num_experts} experts by "
-            "actor.megatron.expert_model_parallel_size"
+            f"actor.megatron.tensor_model_parallel_size: {tp} with a mixture of experts needs "
+            "actor.megatron.sequence_parallel: true"
         )
     if shape.experts_per_token == 1 and shape.norm_topk_prob:
         raise UserError(
@@ -122,6 +122,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+        **_recomputation(megatron),
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         pipeline_dtype=dtype,
@@ -139,6 +141,13 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         masked_softmax_fusion=False,
         apply_rope_fusion=fused,
     )
+
+
+def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
+    if megatron.recompute_granularity != "full":
+        return {"recompute_granularity": megatron.recompute_granularity, "recompute_modules": ["core_attn"]}
+    # Every layer for itself: what one layer keeps while it is computed again is the least there can be.
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
@@ -178,12 +187,14 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int) -> Any
     vars(moe_utils).setdefault("te_general_gemm", None)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    if not shape.zero_centered_norms:
-        return spec
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ZeroCenteredRMSNorm
+    norm = ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    if shape.qk_norm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = norm
     # A layer's specification says nothing of the norm after the last one, the block's does.
     return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config, pp_rank=stage), layer_norm=ZeroCenteredRMSNorm
+        layer_specs=[spec] * get_num_layers_to_build(config, pp_rank=stage), layer_norm=norm
     )
 
 
@@ -236,10 +247,19 @@ def _mark_tensor_parallel(model: PackedGPT) -> None:
                 set_tensor_model_parallel_attributes(param, True, dim, 1)
 
 
+def _add_random_state() -> None:
+    """With sequence parallelism Megatron-Core's embedding enters this random state for its dropout, be that 0."""
+    tracker = mcore_random.get_cuda_rng_tracker()
+    if mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME not in tracker.get_states():
+        tracker.add(mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, 0)
+
+
 def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> PackedGPT:
     """This rank's part of the model, on its device, weights not yet set. Every rank must call it."""
     check_layout(shape, megatron)
     with platform.megatron():
+        if megatron.sequence_parallel:
+            _add_random_state()
         config = transformer_config(shape, megatron)
         model = PackedGPT(
             config,

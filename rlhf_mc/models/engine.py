@@ -178,12 +178,13 @@ class ModelEngine:
         """Runs the micro-batches through this rank's stage by Megatron-Core's schedule; on the last stage
         `on_last_stage` gets the states that predict response tokens and, unless forward_only, returns the loss."""
         pp = self.groups.mesh.pp
+        multiple_of = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
 
         def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-                value = on_last_stage(self.model, predicting_states(hidden, micro), micro)
+                value = on_last_stage(self.model, predicting_states(self.model, hidden, micro), micro)
                 return value if non_loss_data else (value, {})
 
             return run_stage(model, micro), finish
@@ -194,7 +195,7 @@ class ModelEngine:
         with platform.megatron():
             get_forward_backward_func(pp, None)(
                 forward_step_func=step,
-                data_iterator=(cut_micro_batch(batch, list(m)) for m in micro_batches),
+                data_iterator=(cut_micro_batch(batch, list(m), multiple_of) for m in micro_batches),
                 model=[self.model if forward_only else self._ddp],
                 num_microbatches=len(micro_batches),
                 seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)

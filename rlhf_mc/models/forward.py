@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
@@ -35,9 +36,10 @@ class MicroBatch:
         return len(self.response_index) == 0
 
 
-def cut_micro_batch(batch: RaggedBatch, indices: list[int]) -> MicroBatch:
+def cut_micro_batch(batch: RaggedBatch, indices: list[int], multiple_of: int = 1) -> MicroBatch:
     """Packs these sequences of the batch, shortest first (neighbours of equal length share one attention call).
-    An empty list gives a filler: the batch's first sequence, whose results count for nothing."""
+    An empty list gives a filler: the batch's first sequence, whose results count for nothing. Where their tokens are
+    no multiple of `multiple_of`, one more sequence of token 0, from which nothing is predicted, makes up for it."""
     lens = batch.seq_lens
     which = torch.tensor(sorted(indices or [0], key=lambda i: (int(lens[i]), i)), dtype=torch.int64)
     seq_lens, prompt_lens, response_lens = lens[which], batch.prompt_lens[which], batch.response_lens[which]
@@ -47,6 +49,9 @@ def cut_micro_batch(batch: RaggedBatch, indices: list[int]) -> MicroBatch:
     position = torch.arange(int(response_lens.sum())) + torch.repeat_interleave(
         first_response - response_starts, response_lens
     )
+    if missing := -len(tokens) % multiple_of:
+        tokens = torch.cat([tokens, tokens.new_zeros(missing)])
+        seq_lens = torch.cat([seq_lens, seq_lens.new_tensor([missing])])
     device = platform.device()
     response_index = ragged_indices(batch.response_lens, which)
     return MicroBatch(
@@ -59,13 +64,19 @@ def cut_micro_batch(batch: RaggedBatch, indices: list[int]) -> MicroBatch:
 
 
 def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """This pipeline stage's output for the micro-batch: [T, 1, hidden]."""
+    """This pipeline stage's output for the micro-batch: [T, 1, hidden], or this rank's part of T with sequence
+    parallelism."""
     out: torch.Tensor = model(
         input_ids=micro_batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=micro_batch.packed
     )
     return out
 
 
-def predicting_states(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """[R, 1, hidden] of the last stage's [T, 1, hidden]."""
+def predicting_states(model: Any, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """[R, 1, hidden] of the last stage's [T, 1, hidden] (of this rank's part of T with sequence parallelism). Every
+    tensor-parallel rank must call it; what they hand back as gradient must be the same on all of them."""
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=model.pg_collection.tp
+        )
     return hidden.index_select(0, micro_batch.predicting)

@@ -18,6 +18,7 @@ from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, Megatr
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import heads
+from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
@@ -155,6 +156,32 @@ def gradients(
             grads = {name: param.main_grad for name, param in engine.model.named_parameters()}
             out[job] = (stats, logical_tensors(engine, grads))
     return out
+
+
+def kept_for_backward(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """(bytes of activations kept from the forward pass of one micro-batch for its backward pass, the gradients)."""
+    kept: dict[int, int] = {}
+    at_the_loss: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        engine.make_trainable(OptimConfig(), total_steps=1)
+        objective = _objective(engine, batch, "token-mean")
+        params = {param.untyped_storage().data_ptr() for param in engine.model.parameters()}
+
+        def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
+            at_the_loss.append(sum(size for pointer, size in kept.items() if pointer not in params))
+            return objective(model, states, micro)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.backward(batch, [list(range(batch.num_sequences))], loss)
+        grads = {name: param.main_grad.clone() for name, param in engine.model.named_parameters()}
+    return at_the_loss[0], grads
 
 
 def weights_after_steps(

@@ -83,6 +83,23 @@ def test_experts_are_those_of_transformers_on_however_many_ranks(
     check_against_transformers(pool(world), {n: workspaces[n] for n in EXPERTS}, family_batch, tp=1, pp=pp, ep=ep)
 
 
+@pytest.mark.parametrize(("world", "tp", "ep"), [(2, 2, 1), (4, 2, 2)])
+def test_experts_split_over_tensor_parallel_ranks_are_those_of_transformers(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, ep: int
+) -> None:
+    directories = {n: workspaces[n] for n in EXPERTS}
+    check_against_transformers(pool(world), directories, family_batch, tp=tp, pp=1, ep=ep, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("world", "family"), [(2, "qwen3"), (2, "gemma")])
+def test_norms_of_split_sequences_have_their_whole_gradient(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, family: str
+) -> None:
+    """Norms of heads and norms around zero, of which each rank sees its part of the tokens."""
+    directories = {family: workspaces[family]}
+    check_against_transformers(pool(world), directories, family_batch, tp=2, pp=1, sequence_parallel=True)
+
+
 def test_a_rank_without_sequences_serves_its_experts(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch
 ) -> None:

@@ -11,8 +11,8 @@ import torch
 
 pytestmark = pytest.mark.dist
 
-VOCAB, HIDDEN, TOKENS = 273, 24, 37
-"""Over 4 ranks the padded vocabulary leaves one rank without any token."""
+VOCAB, PADDED, HIDDEN, TOKENS = 130, 192, 24, 37
+"""Of 4 ranks the last has no token at all: its 48 rows begin at 144."""
 
 
 def plain(
@@ -83,7 +83,7 @@ def test_chunks_are_exact(pool: Any, world: int, terms: tuple[str, ...]) -> None
             temperature=0.7,
             tied=tied,
             terms=terms,
-            chunk_logits=tokens_per_chunk * 512 // world,
+            chunk_logits=tokens_per_chunk * PADDED // world,
         )
         for name, error in errors(results, wanted).items():
             assert error < 2e-6, f"{tokens_per_chunk} tokens a chunk, {name}: off by {error:.1e} of the largest"
@@ -98,7 +98,7 @@ def test_bfloat16_loses_no_more_than_one_matrix_product_does(pool: Any, world: i
     exact = plain(**given, temperature=1.0, terms=terms)
     rounded = plain(**given, temperature=1.0, terms=terms, wide=False)
     results = pool(world).run(
-        head_cases.log_probs_of, **given, temperature=1.0, tied=False, terms=terms, chunk_logits=8 * 512 // world
+        head_cases.log_probs_of, **given, temperature=1.0, tied=False, terms=terms, chunk_logits=8 * PADDED // world
     )
     assert results[0]["log-prob"].dtype == results[0]["entropy"].dtype == torch.float32
     assert results[0]["hidden"].dtype == results[0]["weight"].dtype == torch.bfloat16

@@ -145,12 +145,22 @@ def transformers_model(checkpoint: str) -> Reference:
     return Reference(checkpoint)
 
 
-@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "settings"),
+    [
+        (1, 1, 1, {}),
+        (2, 2, 1, {}),
+        (2, 1, 2, {}),
+        (4, 2, 2, {}),
+        (4, 1, 1, {}),
+        (2, 2, 1, {"sequence_parallel": True}),
+    ],
+)
 def test_log_probs_and_entropy_are_those_of_transformers(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, settings: dict[str, Any]
 ) -> None:
     results = pool(world).run(
-        model_cases.log_probs, checkpoints=list(checkpoints.values()), tp=tp, pp=pp, batch=batch, budget=48
+        model_cases.log_probs, checkpoints=list(checkpoints.values()), tp=tp, pp=pp, batch=batch, budget=48, **settings
     )
     for family, checkpoint in checkpoints.items():
         with torch.no_grad():
@@ -195,15 +205,28 @@ def test_the_gradient_depends_on_no_layout_and_no_micro_batch(
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    # Of 512 columns on one rank: 3 tokens at a time.
-    "chunks of logits": {"chunk_logits": 1536},
+    # The padded vocabulary has 320: 3 tokens at a time on one rank, 6 where it is over two.
+    "chunks of logits": {"chunk_logits": 960},
+    "selective recomputation": {"recompute_granularity": "selective"},
+    "full recomputation": {"recompute_granularity": "full"},
+    "sequence parallel": {"sequence_parallel": True},
+    "sequence parallel, full recomputation": {"sequence_parallel": True, "recompute_granularity": "full"},
 }
 """What must not change a gradient."""
 
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "what"),
-    [(1, 1, 1, "chunks of logits"), (2, 2, 1, "chunks of logits")],
+    [
+        (1, 1, 1, "chunks of logits"),
+        (1, 1, 1, "selective recomputation"),
+        (1, 1, 1, "full recomputation"),
+        (2, 2, 1, "chunks of logits"),
+        (2, 2, 1, "sequence parallel"),
+        (2, 2, 1, "sequence parallel, full recomputation"),
+        (2, 1, 2, "full recomputation"),
+        (4, 2, 2, "sequence parallel"),
+    ],
 )
 def test_the_gradient_depends_on_no_setting_of_the_engine(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, what: str
@@ -212,6 +235,24 @@ def test_the_gradient_depends_on_no_setting_of_the_engine(
     jobs += [Job(checkpoints["llama_biases"], "actor", "seq-mean-token-mean", SMALL, ALL)]
     settings = SETTINGS[what]
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch, **settings), batch)
+
+
+@pytest.mark.parametrize("world", [1])
+def test_recomputation_changes_no_bit_and_keeps_less(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
+) -> None:
+    checkpoint = checkpoints["qwen2_tied"]
+    kept, grads = {}, {}
+    for how in (None, "selective", "full"):
+        [(kept[how], grads[how])] = pool(world).run(
+            model_cases.kept_for_backward, checkpoint=checkpoint, batch=batch, recompute_granularity=how
+        )
+    for how in ("selective", "full"):
+        for name, grad in grads[None].items():
+            assert torch.equal(grads[how][name], grad), f"{how}, {name}"
+    assert kept["selective"] < kept[None]
+    # Of each of the 4 layers its input alone is kept.
+    assert kept["full"] < 0.25 * kept[None]
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,10 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
             ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.expert_model_parallel_size=4"),
             ("expert_model_parallel_size 4 does not divide the 2 data-parallel replicas", "what would: 1, 2"),
         ),
+        (
+            ("actor.megatron.sequence_parallel=true",),
+            ("actor.megatron.sequence_parallel is true", "tensor_model_parallel_size of at least 2"),
+        ),
         (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", "1, 2, 4")),
         (("data.train_batch_size=0",), ("data.train_batch_size is 0", "at least 1")),
         (("actor.ppo_mini_batch_size=64",), ("actor.ppo_mini_batch_size is 64", "data.train_batch_size, 32")),
