@@ -345,7 +345,7 @@ def test_a_window_counts_where_the_family_has_it_switched_on() -> None:
         (
             {},
             {"tensor_model_parallel_size": 2},
-            "tensor_model_parallel_size: 2 .*by actor.megatron.expert_model_parallel_size",
+            "tensor_model_parallel_size: 2 .*needs actor.megatron.sequence_parallel: true",
         ),
         ({}, {"expert_model_parallel_size": 3}, "expert_model_parallel_size 3 .*num_experts is 4"),
         ({"num_experts_per_tok": 1}, {}, "num_experts_per_tok is 1 and norm_topk_prob is true"),
@@ -369,7 +369,7 @@ def test_gemmas_norm_and_embeddings_round_as_transformers_does(dtype: torch.dtyp
     scale_embeddings(SimpleNamespace(embedding=embedding), 96)
     states = embedding(tokens)
     assert states.dtype == dtype and torch.equal(states, theirs.embed_tokens(tokens))
-    norm = ZeroCenteredRMSNorm(None, 96, eps=theirs.norm.eps).to(dtype)
+    norm = ZeroCenteredRMSNorm(SimpleNamespace(sequence_parallel=False), 96, eps=theirs.norm.eps).to(dtype)
     norm.load_state_dict(theirs.norm.state_dict())
     assert torch.equal(norm(states), theirs.norm(states))
 
