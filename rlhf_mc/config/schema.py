@@ -274,6 +274,8 @@ class TrainerConfig:
     """Where metrics go."""
     seed: int = 1
     """Seed of everything random."""
+    max_skipped_updates_in_a_row: int = 3
+    """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
     dist_timeout_seconds: int = 600
     """Time after which a collective that some rank has not reached is an error, for every process group."""
 

@@ -34,6 +34,7 @@ _AT_LEAST_ONE = [
     "algorithm.kl_ctrl.horizon",
     "trainer.total_epochs",
     "trainer.total_training_steps",
+    "trainer.max_skipped_updates_in_a_row",
     "trainer.dist_timeout_seconds",
 ]
 _AT_LEAST_ONE_OR_MINUS_ONE = [

@@ -4,18 +4,19 @@ number per response token or to take one optimizer step. What the numbers mean i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
@@ -130,13 +131,26 @@ class ModelEngine:
 
     def train_step(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
         """One optimizer step on the batch (a mini-batch), along the gradient that `backward` leaves. Returns the
-        sums of the statistics, and grad_norm (before clipping) and lr. Every rank must call it."""
+        sums of the statistics, and grad_norm (before clipping), lr and "skipped": 0. Where loss, statistics or gradient
+        are not finite on any rank, no rank steps: weights and optimizer state stay as they are, and {"skipped": 1} is
+        all that is returned. Every rank must call it."""
         stats = self.backward(batch, micro_batches, loss)
         with platform.megatron():
-            _, grad_norm, _ = self._optimizer.step()
-        if not torch.isfinite(torch.tensor(float(grad_norm))):
-            raise UserError(f"{self.name}: the gradient is not finite (norm {grad_norm}); try a smaller optim.lr")
-        return {**stats, "grad_norm": float(grad_norm), "lr": self.lr}
+            self._optimizer.prepare_grads()
+            grad_norm = float(self._optimizer.get_grad_norm())
+        finite = all(math.isfinite(value) for value in (grad_norm, *stats.values()))
+        if not all(gather_objects(finite)):
+            return {"skipped": 1.0}
+        with platform.megatron():
+            self._step(grad_norm)
+        return {**stats, "grad_norm": grad_norm, "lr": self.lr, "skipped": 0.0}
+
+    def _step(self, grad_norm: float) -> None:
+        """What Megatron-Core's optimizer.step does once the norm is known."""
+        for part in self._optimizer.chained_optimizers:
+            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+        self._optimizer.step_with_ready_grads()
 
     def backward(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
         """Leaves in each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all

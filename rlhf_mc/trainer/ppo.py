@@ -163,14 +163,15 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
         )
         budget = cfg.critic.ppo_max_token_len_per_gpu
         objective = lambda mini: update.critic_objective(mini, cfg.critic)  # noqa: E731
-        state.metrics.update(update.update(run.critic, batch, minis, objective, budget))
+        state.metrics.update(update.update(run.critic, batch, minis, objective, budget, run.skipped, state.step))
     with state.timer.phase("update_actor"):
         minis = update.mini_batches(
             num_prompts, n, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs, cfg.actor.shuffle, seed
         )
         vocab, temperature = run.actor.shape.vocab_size, cfg.rollout.temperature
         objective = lambda mini: update.actor_objective(mini, cfg.actor, vocab, temperature)  # noqa: E731
-        state.metrics.update(update.update(run.actor, batch, minis, objective, cfg.actor.ppo_max_token_len_per_gpu))
+        budget = cfg.actor.ppo_max_token_len_per_gpu
+        state.metrics.update(update.update(run.actor, batch, minis, objective, budget, run.skipped, state.step))
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:

@@ -30,6 +30,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.weights import WeightUpdate
 
 
@@ -52,6 +53,7 @@ class Run:
     update: WeightUpdate
     """From the actor's parameters to vLLM's."""
     kl_controller: KLController
+    skipped: SkippedUpdates
 
 
 def build_run(cfg: Config) -> Run:
@@ -122,6 +124,7 @@ def build_run(cfg: Config) -> Run:
         rollout=rollout,
         update=update,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
+        skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_in_a_row, Path(cfg.trainer.default_local_dir)),
     )
 
 

@@ -4,12 +4,17 @@ algorithms/losses.py; how a gradient comes about on the mesh, in models/engine.p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
@@ -17,6 +22,7 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
+from rlhf_mc.topology.groups import raise_together
 
 
 def mini_batches(
@@ -89,18 +95,75 @@ def _taker(micro: MicroBatch, device: torch.device) -> Callable[[torch.Tensor], 
     return lambda per_token: per_token[micro.response_index].to(device)
 
 
+@dataclass
+class SkippedUpdates:
+    """Counts updates that were skipped because loss or gradient were not finite, and ends the run after too many."""
+
+    limit: int
+    """So many in a row of one model end the run."""
+    directory: Path
+    """Where the samples of such updates are written."""
+    in_a_row: dict[str, int] = field(default_factory=dict)
+    """By the model's name."""
+
+    def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool) -> None:
+        """Takes note of one update. UserError once there are too many. Every rank must call it."""
+        self.in_a_row[name] = self.in_a_row.get(name, 0) + 1 if skipped else 0
+        if not skipped:
+            return
+        path = self.directory / f"nonfinite_step_{step}.json"
+        error: UserError | None = None
+        if dist.get_rank() == 0:
+            try:
+                write_samples(path, name, mini)
+            except OSError as e:
+                error = UserError(f"{path}: cannot be written: {e.strerror}")
+        raise_together(error)
+        if self.in_a_row[name] >= self.limit:
+            raise UserError(
+                f"{name}: loss or gradient not finite in {self.limit} updates in a row "
+                f"(trainer.max_skipped_updates_in_a_row), the last in step {step}; their samples are in {path}; "
+                f"try a smaller {name}.optim.lr"
+            )
+
+
+def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
+    """Adds the mini-batch to a JSON file: one list of sequences per update of the step."""
+    seq_lens, response_lens = mini.seq_lens.tolist(), mini.response_lens.tolist()
+    advantages = mini.advantages.split(response_lens) if mini.advantages is not None else [None] * len(seq_lens)
+    sequences = [
+        {
+            "token_ids": tokens.tolist(),
+            "prompt_length": len(tokens) - response_length,
+            "reward": None if mini.scores is None else float(mini.scores[i]),
+            "advantages": None if advantage is None else advantage.tolist(),
+        }
+        for i, (tokens, response_length, advantage) in enumerate(
+            zip(mini.tokens.split(seq_lens), response_lens, advantages, strict=True)
+        )
+    ]
+    updates = json.loads(path.read_text()) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*updates, {"model": name, "sequences": sequences}]))
+
+
 def update(
     engine: ModelEngine,
     batch: RaggedBatch,
     mini_batch_indices: Iterator[list[int]],
     objective: Callable[[RaggedBatch], Loss],
     token_budget: int,
+    skipped: SkippedUpdates,
+    step: int,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch. Returns each statistic's mean over them. Every rank must call it."""
+    """One optimizer step per mini-batch. Returns each statistic's mean over those that were taken, and the share of
+    those that were skipped. Every rank must call it."""
     metrics = Metrics()
     for indices in mini_batch_indices:
         mini = batch.select(indices)
         plan = plan_micro_batches(mini.seq_lens.tolist(), engine.groups.mesh.dp, token_budget)
-        metrics.update(engine.train_step(mini, plan[engine.groups.coordinate.dp], objective(mini)))
+        stats = engine.train_step(mini, plan[engine.groups.coordinate.dp], objective(mini))
+        metrics.update(stats)
+        skipped.count(engine.name, step, mini, stats["skipped"] > 0)
     engine.end_of_ppo_step()
     return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -30,7 +31,7 @@ from rlhf_mc.topology.groups import Groups, build_groups, destroy_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.experience import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
-from rlhf_mc.trainer.update import actor_objective, critic_objective, mini_batches, update
+from rlhf_mc.trainer.update import SkippedUpdates, actor_objective, critic_objective, mini_batches, update
 
 TEMPERATURE = 0.7
 Role = Literal["actor", "critic"]
@@ -209,7 +210,61 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
         old = score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), 64)
         batch = batch.with_fields(old_log_probs=old, ref_log_probs=old)
         order = mini_batches(batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2))
-        return update(engine, batch, order, lambda mini: actor_objective(mini, config, vocab, TEMPERATURE), 32)
+        return update(
+            engine,
+            batch,
+            order,
+            lambda mini: actor_objective(mini, config, vocab, TEMPERATURE),
+            32,
+            SkippedUpdates(1, Path()),
+            1,
+        )
+
+
+def updates_with_bad_losses(
+    checkpoint: str, batch: RaggedBatch, bad: Sequence[bool], limit: int, directory: str, **megatron: Any
+) -> list[dict[str, Any]]:
+    """One PPO step of one mini-batch per item of `bad`; where that is true, the loss is NaN on the last rank alone.
+    Per update: the message of its error, else its metrics, and which parameters and optimizer states it changed."""
+    out = []
+    world = dist.get_world_size()
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
+        skipped = SkippedUpdates(limit, Path(directory))
+
+        def objective(mini: RaggedBatch) -> Loss:
+            loss = _objective(engine, mini, "token-mean")
+
+            def maybe_bad(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
+                value, stats = loss(model, states, micro)
+                is_bad = bad[len(out)] and dist.get_rank() == world - 1
+                return (value * torch.nan if is_bad else value), stats
+
+            return maybe_bad
+
+        for step in range(len(bad)):
+            before = _parameters_and_states(engine)
+            order = iter([list(range(batch.num_sequences))])
+            result: dict[str, Any] = {}
+            try:
+                result["metrics"] = update(engine, batch, order, objective, 48, skipped, step)
+            except UserError as error:
+                result["error"] = str(error)
+            after = _parameters_and_states(engine)
+            result["changed"] = [n for n, x in after.items() if n not in before or not torch.equal(before[n], x)]
+            out.append(result)
+    return out
+
+
+def _parameters_and_states(engine: ModelEngine) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters and of all tensors of its optimizer."""
+    out = {name: param.clone() for name, param in engine.params.items()}
+    for part in engine._optimizer.chained_optimizers:
+        for number, state in enumerate(part.optimizer.state.values()):
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            out.update({f"{number}.{key}": value.clone() for key, value in tensors.items()})
+    return out
 
 
 def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: bool, steps: int) -> dict[str, Any]:

@@ -331,6 +331,49 @@ def test_the_first_ratio_is_one(
         assert metrics["actor/pg_loss"] == pytest.approx(-float(batch.advantages.mean()), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, {"use_distributed_optimizer": False}), (2, {"use_distributed_optimizer": True, "dtype": "bfloat16"})],
+)
+def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, tmp_path: Path, world: int, settings: dict[str, Any]
+) -> None:
+    bad = (False, True, True, False, True, True, True)
+    ranks = pool(world).run(
+        model_cases.updates_with_bad_losses,
+        checkpoint=checkpoints["qwen2_tied"],
+        batch=batch.with_fields(scores=torch.arange(float(batch.num_sequences))),
+        bad=bad,
+        limit=3,
+        directory=str(tmp_path / "run"),
+        **settings,
+    )
+    for results in ranks:
+        for step, (is_bad, result) in enumerate(zip(bad, results, strict=True)):
+            if not is_bad:
+                assert result["metrics"]["actor/skipped"] == 0
+                assert result["metrics"]["actor/grad_norm"] > 0
+                assert len(result["changed"]) > 10
+                continue
+            assert result["changed"] == []
+            if step < 6:  # the two before the good one do not count
+                assert result["metrics"] == {"actor/skipped": 1.0}
+    errors = {results[6]["error"] for results in ranks}
+    assert len(errors) == 1
+    assert "actor: loss or gradient not finite in 3 updates in a row" in errors.pop()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        f"nonfinite_step_{step}.json" for step, is_bad in enumerate(bad) if is_bad
+    ]
+    [kept] = json.loads((tmp_path / "run" / "nonfinite_step_1.json").read_text())
+    assert kept["model"] == "actor"
+    assert [s["token_ids"] for s in kept["sequences"]] == [
+        seq.tolist() for seq in batch.tokens.split(batch.seq_lens.tolist())
+    ]
+    assert [s["prompt_length"] for s in kept["sequences"]] == list(PROMPT_LENS)
+    assert [s["reward"] for s in kept["sequences"]] == list(range(batch.num_sequences))
+    assert torch.equal(torch.tensor([a for s in kept["sequences"] for a in s["advantages"]]), batch.advantages)
+
+
 @pytest.mark.parametrize(("world", "distributed_optimizer"), [(1, False), (1, True), (2, True)])
 def test_bfloat16_weights_gather_updates_too_small_for_them(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, distributed_optimizer: bool
