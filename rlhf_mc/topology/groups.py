@@ -56,6 +56,7 @@ def build_groups(mesh: Mesh) -> Groups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
         expert_model_parallel_size=mesh.ep,
         create_gloo_process_groups=False,
     )
@@ -63,15 +64,26 @@ def build_groups(mesh: Mesh) -> Groups:
 
 
 @contextlib.contextmanager
-def single_process() -> Iterator[Groups]:
-    """A world of this one process, for tools that convert a checkpoint."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+def world_of_a_tool(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Groups]:
+    """For tools that convert a checkpoint: the ranks that torchrun started, or else this one process.
+
+    pp None: as many stages as there are ranks left. UserError where the ranks do not divide so."""
+    if "RANK" in os.environ:
+        init_process_group(timeout_seconds=1800)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.get_world_size()
     try:
-        yield build_groups(Mesh(1, 1, 1))
+        stages = max(1, world // tp) if pp is None else pp
+        if world % (tp * stages) or world // (tp * stages) % ep:
+            raise UserError(
+                f"tensor-model-parallel-size {tp} x pipeline-model-parallel-size {stages} x "
+                f"expert-model-parallel-size {ep} does not divide the {world} processes of this run"
+            )
+        yield build_groups(Mesh(world, tp, stages, ep=ep))
     finally:
         destroy_groups()
-        dist.destroy_process_group()
+    shut_down()
 
 
 def destroy_groups() -> None:

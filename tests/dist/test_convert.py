@@ -27,17 +27,22 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_tool(name: str, largest_file: int | None = None, **options: str | Path) -> subprocess.CompletedProcess[str]:
+def run_tool(
+    name: str, largest_file: int | None = None, ranks: int = 1, **options: str | Path
+) -> subprocess.CompletedProcess[str]:
     """largest_file: bytes beyond which the system refuses to write, as a full disk does; the writer's processes inherit
-    it."""
+    it. ranks: above 1, under torchrun."""
 
     def limit() -> None:
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
     arguments = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / name), *arguments],
+        [*launcher, str(ROOT / "tools" / name), *arguments],
         capture_output=True,
         text=True,
         timeout=280,
@@ -107,6 +112,38 @@ def test_a_megatron_checkpoint_loads_into_any_layout(
             model_cases.loads_alike, checkpoint=str(source), converted=str(checkpoint), tp=tp, pp=pp
         )
         assert different == [[]] * world
+
+
+def test_spread_over_ranks_the_converters_write_the_same(
+    converted: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """There by tensor parallel ranks, back by pipeline stages, in several files with an index."""
+    source = converted["tied_float32"][0]
+    to = run_tool(
+        "convert_hf_to_mcore.py", ranks=2, hf_path=source, output=tmp_path / "mcore", tensor_model_parallel_size="2"
+    )
+    assert to.returncode == 0 and to.stdout.count("parameters") == 1, to.stderr
+    back = run_tool(
+        "convert_mcore_to_hf.py", ranks=2, checkpoint=tmp_path / "mcore", output=tmp_path / "hf", max_shard_gb="0.0005"
+    )
+    assert back.returncode == 0 and back.stdout.count("parameters") == 1, back.stderr
+    files = sorted((tmp_path / "hf").glob("model-*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size < 600_000 for file in files)
+    got = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == got.keys()
+    wanted = load_file(source / "model.safetensors")
+    assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_ranks_that_do_not_divide_are_refused(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    options = {"hf_path": converted["tied_float32"][0], "output": tmp_path / "output"}
+    assert_one_line(
+        run_tool("convert_hf_to_mcore.py", tensor_model_parallel_size="2", **options),
+        "tensor-model-parallel-size 2 x pipeline-model-parallel-size 1",
+        "does not divide the 1 processes",
+    )
+    assert not (tmp_path / "output").exists()
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(

@@ -1,0 +1,112 @@
+"""Conversion between Hugging Face and Megatron-Core checkpoints, on one process or spread over the ranks of torchrun,
+so that each holds its part of the model only. tools/convert_*.py are its command lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import warnings
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Megatron-Core takes many seconds to import: it is left until the input is known to be right.
+if TYPE_CHECKING:
+    from rlhf_mc.config.schema import MegatronConfig
+    from rlhf_mc.reshard.families import ModelShape
+    from rlhf_mc.topology.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the model is spread over the ranks while it is converted; the checkpoints do not depend on it."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int | None = None
+    """None: as many stages as there are ranks for."""
+    expert_model_parallel_size: int = 1
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """The options of the command lines."""
+        group = parser.add_argument_group("under torchrun, how the model is spread over the processes")
+        group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
+        group.add_argument("--pipeline-model-parallel-size", type=int, metavar="N", help="default: what is left")
+        group.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Spread:
+        """What the options say."""
+        return cls(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
+
+    def megatron(self, mesh: Mesh, dtype: str) -> MegatronConfig:
+        """The settings of a model on this mesh."""
+        from rlhf_mc.config.schema import MegatronConfig
+
+        return MegatronConfig(mesh.tp, mesh.pp, expert_model_parallel_size=mesh.ep, dtype=dtype)  # type: ignore[arg-type]
+
+
+def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
+    """Writes the Megatron-Core checkpoint, in the type of the Hugging Face one. UserError for what cannot be read."""
+    from rlhf_mc.checkpoint.hf import HFReader, import_hf
+    from rlhf_mc.reshard.families import ModelShape
+    from rlhf_mc.reshard.placement import training_layouts
+
+    quiet()
+    reader = HFReader(hf_path)
+    shape = ModelShape.from_hf_config(reader.config)
+    reader.check(shape)
+    dtype = reader.dtype_name()
+
+    from rlhf_mc.checkpoint.save_load import save_mcore
+    from rlhf_mc.models.build import build_model
+    from rlhf_mc.topology.groups import world_of_a_tool
+
+    with world_of_a_tool(*astuple(spread)) as groups:
+        model = build_model(shape, spread.megatron(groups.mesh, dtype), groups)
+        params = {name: param.data for name, param in model.named_parameters()}
+        import_hf(reader, training_layouts(shape, groups.mesh)[groups.rank], params)
+        save_mcore(model, output, hf_path)
+        _say(groups.rank, hf_path, output, shape)
+
+
+def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: int) -> None:
+    """Writes the Hugging Face checkpoint, in the type of the Megatron-Core one, in files of at most so many bytes."""
+    quiet()
+    import torch.distributed as dist
+
+    from rlhf_mc.checkpoint.hf import export_hf, read_config
+    from rlhf_mc.checkpoint.save_load import HF_ASSETS, checkpoint_dtype, load_mcore
+    from rlhf_mc.models.build import build_model
+    from rlhf_mc.reshard.families import ModelShape
+    from rlhf_mc.reshard.placement import training_layouts
+    from rlhf_mc.topology.groups import world_of_a_tool
+
+    dtype = checkpoint_dtype(checkpoint)
+    assets = Path(checkpoint) / HF_ASSETS
+    shape = ModelShape.from_hf_config(read_config(assets))
+    with world_of_a_tool(*astuple(spread)) as groups:
+        model = build_model(shape, spread.megatron(groups.mesh, dtype), groups)
+        load_mcore(model, checkpoint)
+        params = {name: param.data for name, param in model.named_parameters()}
+        layouts = training_layouts(shape, groups.mesh)
+        export_hf(params, layouts, shape, output, groups.rank, dist.group.WORLD, dtype, assets, max_shard_bytes)
+        _say(groups.rank, checkpoint, output, shape)
+
+
+def quiet() -> None:
+    """Libraries' advice about what they lack is not for the user."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _say(rank: int, source: str, output: str, shape: ModelShape) -> None:
+    from rlhf_mc.reshard.layout import logical_shapes
+
+    if rank == 0:
+        count = sum(math.prod(size) for size in logical_shapes(shape).values())
+        print(f"{source} -> {output}: {count:,} parameters")
