@@ -95,7 +95,14 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
         (
             {"num_kv_heads": 1},
             {"actor": layout(tp=2)},
-            ["tensor_model_parallel_size 2", "Megatron", "num_key_value_heads is 1", "sizes that work: 1"],
+            [
+                "tensor_model_parallel_size 2",
+                "Megatron",
+                "num_key_value_heads is 1",
+                "model.layers.0.self_attn.k_proj.weight [32, 128]",
+                "sizes that work: 1",
+                "(training TP 2 x PP 1, rollout TP 1)",
+            ],
         ),
         ({"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, {"actor": layout(tp=2)}, ["heads is 3"]),
         (
@@ -103,10 +110,15 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
             {"rollout": {"tensor_model_parallel_size": 2}},
             ["tensor_model_parallel_size 2", "vLLM", "num_key_value_heads is 3"],
         ),
+        (
+            {},
+            {"actor": {"megatron": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}}},
+            ["num_layers_in_first_pipeline_stage 4", "leave 0 of the model's 4 layers for the other 1 of 2 stages"],
+        ),
         ({"num_hidden_layers": 3}, {"actor": layout(pp=2)}, ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"]),
         ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),
     ],
-    ids=["kv-heads-by-tp", "heads-by-tp", "heads-by-rollout-tp", "layers-by-pp", "head-dim-16"],
+    ids=["kv-heads-by-tp", "heads-by-tp", "heads-by-rollout-tp", "no-layers-left", "layers-by-pp", "head-dim-16"],
 )
 def test_models_that_cannot_be_cut_or_generated_from(
     pool: Any, workspace: Path, model: dict[str, Any], sections: dict[str, Any], words: list[str]
