@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
+from rlhf_mc.checkpoint import hf
 from rlhf_mc.checkpoint.hf import HFReader, export_hf, import_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.families import ModelShape
@@ -98,6 +101,53 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, dtype_name: str)
     before, after = (AutoModelForCausalLM.from_pretrained(d) for d in (start, tmp_path / "end"))
     tokens = torch.arange(12)[None]
     assert after.dtype == dtype and torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_a_rank_reads_its_own_blocks_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the file is sliced: as many elements as the rank's parameters have, padding left out."""
+    reader = HFReader(save_model(tmp_path / "start"))
+    shape = ModelShape.from_hf_config(reader.config)
+    read: list[int] = []
+
+    class Counting:
+        def __init__(self, found) -> None:
+            self.found, self.get_shape = found, found.get_shape
+
+        def __getitem__(self, index):
+            block = self.found[index]
+            read.append(block.numel())
+            return block
+
+    original = HFReader.slices
+    monkeypatch.setattr(
+        HFReader, "slices", lambda self, names: {n: Counting(f) for n, f in original(self, names).items()}
+    )
+    total = sum(t.numel() for t in all_tensors(tmp_path / "start").values())
+    for layout in tp2_pp2(shape):
+        read.clear()
+        import_all(reader, [layout])
+        held = sum(math.prod(b - a for a, b in piece.box) for piece in layout.pieces)
+        assert sum(read) == held < 0.5 * total
+
+
+def test_an_export_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = save_model(tmp_path / "start")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    alive: list[weakref.ref] = []
+    largest = 0
+
+    def save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        nonlocal largest
+        assert all(ref() is None for ref in alive), "an earlier file's tensors are still held"
+        alive.extend(weakref.ref(t) for t in tensors.values())
+        largest = max(largest, sum(t.nbytes for t in tensors.values()))
+
+    monkeypatch.setattr(hf, "_save", save)
+    monkeypatch.setattr(hf, "_finish", lambda *args: None)
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start, 120_000)
+    assert len(alive) == len(all_tensors(start)) and 0 < largest <= 120_000
 
 
 def test_sharded_files_both_ways(tmp_path: Path) -> None:
