@@ -147,7 +147,7 @@ def advantage(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
 
 
 def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """PPO epochs over mini-batches: the critic, then the actor."""
+    """PPO epochs over mini-batches: the critic, then, once the critic is warm, the actor."""
     cfg = run.config
     seed = (cfg.trainer.seed, state.step)
     num_prompts, n = cfg.data.train_batch_size, cfg.rollout.n
@@ -164,6 +164,8 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
         budget = cfg.critic.ppo_max_token_len_per_gpu
         objective = lambda mini: update.critic_objective(mini, cfg.critic)  # noqa: E731
         state.metrics.update(update.update(run.critic, batch, minis, objective, budget, run.skipped, state.step))
+    if state.step <= cfg.trainer.critic_warmup:
+        return
     with state.timer.phase("update_actor"):
         minis = update.mini_batches(
             num_prompts, n, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs, cfg.actor.shuffle, seed
