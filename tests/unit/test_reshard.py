@@ -365,6 +365,9 @@ def test_the_same_node_is_asked_first() -> None:
     ]:
         plan = make_plan(source, [whole] * 6, 4, 1 << 20, ranks_per_node)
         assert {r: t.src_rank for r in range(6) for _, got in plan.for_rank(r).buckets for t in got} == senders
+        crossing = {r for r in senders if senders[r] // ranks_per_node != r // ranks_per_node}
+        assert plan.received_from_other_nodes == tuple(32 * (r in crossing) for r in range(6))
+        assert plan.sender_imbalance == 3.0  # two of six ranks send as much each
 
 
 def test_all_stages_send_in_every_large_bucket() -> None:
