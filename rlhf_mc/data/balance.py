@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 Cost = Callable[[int], float]
 """What a sequence of so many tokens costs to compute, in any unit, > 0. Attention makes long sequences dearer than
-their tokens: with hidden size h, n + n^2 / (12 h) is in proportion to the FLOPs of a causal transformer layer."""
+their tokens (ModelShape.sequence_cost)."""
 
 
 def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = float) -> list[list[int]]:

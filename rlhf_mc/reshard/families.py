@@ -152,6 +152,15 @@ class ModelShape:
             **(_experts(config) if family.experts else {}),
         )
 
+    def sequence_cost(self, num_tokens: int) -> float:
+        """What a sequence costs to compute, in tokens of a short one: n + n^2 x (width of the queries) / (a layer's
+        weights that a token meets). The products with the weights take 2 FLOPs for each of them and token, causal
+        attention 2 n^2 for each query dimension."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        ffn = self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
+        weights = self.hidden_size * (2 * q + 2 * kv + 3 * ffn)
+        return num_tokens + num_tokens**2 * q / weights
+
     @property
     def is_dense(self) -> bool:
         """The layers have one feed-forward network each."""

@@ -16,7 +16,7 @@ from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.masked import masked_sum, masked_whiten
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
-from rlhf_mc.data.balance import assign_to_replicas, plan_micro_batches
+from rlhf_mc.data.balance import Cost, assign_to_replicas, plan_micro_batches
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, pad_responses
 from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
@@ -93,7 +93,7 @@ def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.
 def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, token_budget: int) -> torch.Tensor:
     """The head's number for every response token of the batch: [R] float32, on every rank."""
     mesh = engine.groups.mesh
-    plan = plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, token_budget)
+    plan = plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, token_budget, engine.shape.sequence_cost)
     return engine.score(batch, plan[engine.groups.coordinate.dp], head)
 
 
@@ -139,10 +139,13 @@ def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
     return float(1.0 - residual / variance) if variance > 0 else 0.0
 
 
-def balance_metrics(seq_lens: Sequence[int], num_replicas: int) -> dict[str, float]:
-    """Tokens per data-parallel replica: dealt out in order, and as balance.py spreads them."""
+def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> dict[str, float]:
+    """Tokens per data-parallel replica: dealt out in order, and as balance.py spreads them by cost; and the share of
+    the replicas' time in which they wait for the one with most to do."""
     dealt = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
-    balanced = [sum(seq_lens[i] for i in part) for part in assign_to_replicas(seq_lens, num_replicas)]
+    parts = assign_to_replicas(seq_lens, num_replicas, cost)
+    balanced = [sum(seq_lens[i] for i in part) for part in parts]
+    costs = [sum(cost(seq_lens[i]) for i in part) for part in parts]
     return {
         "global_seqlen/min": min(dealt),
         "global_seqlen/max": max(dealt),
@@ -150,6 +153,7 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int) -> dict[str, flo
         "global_seqlen/minmax_diff": max(dealt) - min(dealt),
         "global_seqlen/balanced_min": min(balanced),
         "global_seqlen/balanced_max": max(balanced),
+        "global_seqlen/idle_share": 1.0 - sum(costs) / (num_replicas * max(costs)),
     }
 
 

@@ -180,7 +180,8 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     """What is known of the step as a whole."""
     data = run.config.data
     state.metrics.update(experience.rollout_metrics(batch, data.max_prompt_length, data.max_response_length))
-    state.metrics.update(experience.balance_metrics(batch.seq_lens.tolist(), run.groups.mesh.dp))
+    lens, cost = batch.seq_lens.tolist(), run.actor.shape.sequence_cost
+    state.metrics.update(experience.balance_metrics(lens, run.groups.mesh.dp, cost))
     if run.config.actor.use_kl_loss:
         state.metrics["actor/kl_coef"] = run.config.actor.kl_loss_coef
     seconds = state.timer.result()["timing_s/step"]

@@ -161,7 +161,8 @@ def update(
     metrics = Metrics()
     for indices in mini_batch_indices:
         mini = batch.select(indices)
-        plan = plan_micro_batches(mini.seq_lens.tolist(), engine.groups.mesh.dp, token_budget)
+        lens, dp = mini.seq_lens.tolist(), engine.groups.mesh.dp
+        plan = plan_micro_batches(lens, dp, token_budget, engine.shape.sequence_cost)
         stats = engine.train_step(mini, plan[engine.groups.coordinate.dp], objective(mini))
         metrics.update(stats)
         skipped.count(engine.name, step, mini, stats["skipped"] > 0)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mc.data.balance import assign_to_replicas, micro_batches, num_micro_batches_needed, plan_micro_batches
+from rlhf_mc.trainer.experience import balance_metrics
 
 BUDGET = 100
 unhurried = settings(deadline=None)  # a busy machine is no failure
@@ -64,6 +65,14 @@ def gsm8k_like_lengths(count: int, seed: int) -> list[int]:
         return min(high, max(low, int(rng.lognormvariate(mu, sigma))))
 
     return [draw(4.6, 0.35, 40, 512) + draw(5.2, 0.5, 20, 1024) for _ in range(count)]
+
+
+def test_idle_share_is_reported_by_cost() -> None:
+    # By n^2: 81 | 64, so the second waits for 17 of 81, which is 17 / 162 of both.
+    found = balance_metrics([9, 8], 2, lambda n: float(n * n))
+    assert found["global_seqlen/idle_share"] == pytest.approx(17 / 162)
+    assert (found["global_seqlen/balanced_min"], found["global_seqlen/balanced_max"]) == (8, 9)
+    assert balance_metrics([5, 5, 5, 5], 2, float)["global_seqlen/idle_share"] == 0.0
 
 
 @pytest.mark.parametrize("count", [64, 256, 1024])

@@ -392,3 +392,27 @@ def test_experts_on_plain_weights(skip_weighted: bool) -> None:
     out = torch.full_like(x, torch.nan)
     fused_moe(out, x, w13, w2, None, None, weights, ids.int(), "silu", "vec", skip_weighted)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_cost_of_a_sequence_is_that_of_its_products() -> None:
+    """Counted term by term: 2 FLOPs for each weight and token, and for each pair of a query and a key it sees."""
+    shape = ModelShape.from_hf_config(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": 96,
+            "intermediate_size": 160,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "vocab_size": 10,
+            "max_position_embeddings": 4096,
+        }
+    )
+
+    def flops(n: int) -> float:
+        per_token = 2 * (96 * 96 + 2 * 96 * 32 + 96 * 96 + 3 * 96 * 160)
+        pairs = n * n / 2  # a query sees half of the keys on average
+        return n * per_token + 2 * (2 * pairs * 6 * 16)  # scores, and weighted values
+
+    for n in (1, 100, 4000):
+        assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(flops(n) / flops(10))
