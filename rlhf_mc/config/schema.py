@@ -85,6 +85,9 @@ class MegatronConfig:
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are cut into."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Runs of layers that each stage holds, taken in turn (interleaved schedule): a stage then waits a part of the time
+    for the others, for as many times more messages; null: one."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, which holds the embedding too; null: as many as the other stages."""
     num_layers_in_last_pipeline_stage: int | None = None
@@ -272,6 +275,8 @@ class TrainerConfig:
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
     """Where metrics go."""
+    critic_warmup: int = 0
+    """PPO steps at the start in which the critic learns and the actor stays as it is."""
     seed: int = 1
     """Seed of everything random."""
     max_skipped_updates_in_a_row: int = 3

@@ -56,6 +56,7 @@ _NOT_NEGATIVE = [
     "algorithm.kl_ctrl.kl_coef",
     "rollout.val_kwargs.temperature",
     "trainer.seed",
+    "trainer.critic_warmup",
     "trainer.log_val_generations",
 ]
 
@@ -129,10 +130,33 @@ def _check_layout(cfg: Config, world_size: int) -> None:
             layers is None or pp > 1,
             f"actor.megatron.{key} is {layers}; that needs actor.megatron.pipeline_model_parallel_size of at least 2",
         )
+    _check_virtual_stages(cfg)
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     _require(
         rollout_tp in divisors,
         f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}",
+    )
+
+
+def _check_virtual_stages(cfg: Config) -> None:
+    megatron = cfg.actor.megatron
+    key, chunks = "actor.megatron.virtual_pipeline_model_parallel_size", megatron.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return
+    _range(cfg, key, lambda value: value >= 2, "at least 2, or null")
+    _require(
+        megatron.pipeline_model_parallel_size > 1,
+        f"{key} is {chunks}; that needs actor.megatron.pipeline_model_parallel_size of at least 2",
+    )
+    for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        _require(
+            getattr(megatron, other) is None,
+            f"{key} is {chunks}; with it all stages have as many layers: set actor.megatron.{other} to null",
+        )
+    _require(
+        cfg.model.dist_checkpointing_path is None,
+        f"{key} is {chunks}; with it weights come from the safetensors of model.path: set"
+        " model.dist_checkpointing_path to null",
     )
 
 

@@ -66,7 +66,13 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig) -> None:
 def _check_stages(num_layers: int, megatron: MegatronConfig) -> None:
     pp = megatron.pipeline_model_parallel_size
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
-    if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last).stage_sizes(num_layers) is not None:
+    vpp = megatron.virtual_pipeline_model_parallel_size or 1
+    if vpp > 1 and num_layers % (pp * vpp):
+        raise UserError(
+            f"actor.megatron.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages do not divide "
+            f"the model's {num_layers} layers"
+        )
+    if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last, vpp=vpp).stage_sizes(num_layers) is not None:
         return
     if first is None and last is None:
         fit = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
@@ -122,6 +128,11 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        # One message at a time between two ranks: with two stages the next one is the one before too, and states
+        # going on could be taken for gradients coming back.
+        overlap_p2p_comm=megatron.virtual_pipeline_model_parallel_size is not None,
+        batch_p2p_comm=megatron.virtual_pipeline_model_parallel_size is None,
         sequence_parallel=megatron.sequence_parallel,
         **_recomputation(megatron),
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
@@ -178,8 +189,8 @@ class PackedGPT(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
 
-def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int) -> Any:
-    """Which modules this stage is built of."""
+def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None) -> Any:
+    """Which modules this stage, or this chunk of it, is built of."""
     parts = {"num_experts": shape.num_experts or None, "moe_grouped_gemm": False, "qk_layernorm": shape.qk_norm}
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(**parts)
@@ -194,7 +205,7 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int) -> Any
         attention.q_layernorm = attention.k_layernorm = norm
     # A layer's specification says nothing of the norm after the last one, the block's does.
     return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config, pp_rank=stage), layer_norm=norm
+        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage, pp_rank=stage), layer_norm=norm
     )
 
 
@@ -254,29 +265,34 @@ def _add_random_state() -> None:
         tracker.add(mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, 0)
 
 
-def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> PackedGPT:
-    """This rank's part of the model, on its device, weights not yet set. Every rank must call it."""
+def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
+    """This rank's part of the model, or that chunk of it, on its device, weights not yet set. Every rank must call
+    it."""
     check_layout(shape, megatron)
+    first = groups.mesh.is_first_stage(groups.rank) and chunk == 0
+    last = groups.is_last_stage and chunk == groups.mesh.vpp - 1
+    vp_stage = chunk if groups.mesh.vpp > 1 else None
     with platform.megatron():
         if megatron.sequence_parallel:
             _add_random_state()
         config = transformer_config(shape, megatron)
         model = PackedGPT(
             config,
-            _layer_spec(shape, config, groups.coordinate.pp),
+            _layer_spec(shape, config, groups.coordinate.pp, vp_stage),
             vocab_size=padded_vocab_size(shape.vocab_size, groups.mesh.tp),
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=groups.mesh.is_first_stage(groups.rank),
-            post_process=groups.is_last_stage,
+            pre_process=first,
+            post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tie_embeddings and not shape.value_head,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
             pg_collection=groups.collection,
+            vp_stage=vp_stage,
         )
-        if shape.value_head and groups.is_last_stage:
+        if shape.value_head and last:
             model.output_layer = ValueHead(shape.hidden_size)
-        if shape.scaled_embeddings and groups.mesh.is_first_stage(groups.rank):
+        if shape.scaled_embeddings and first:
             scale_embeddings(model, shape.hidden_size)
         _mark_tensor_parallel(model)
         _set_rope(model, shape)

@@ -5,7 +5,7 @@ number per response token or to take one optimizer step. What the numbers mean i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
 from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, predicting_states, run_stage
 from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.groups import Groups, gather_objects, sum_over_ranks
 
 Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
@@ -37,31 +39,49 @@ class ModelEngine:
         self.name = name
         self.shape = shape
         self.groups = groups
-        self.model = build_model(shape, megatron, groups)
-        self.model.requires_grad_(False)
+        self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
         self._megatron = megatron
         self._optimizer: Any = None
         self._scheduler: Any = None
-        self._ddp: Any = None
+        self._ddp: list[Any] = []
+
+    @property
+    def model(self) -> PackedGPT:
+        """This rank's part of the model where that is one module; UserError where there are several chunks."""
+        if len(self.chunks) > 1:
+            raise UserError(
+                "Megatron checkpoints of a stage in several chunks are not supported; set "
+                "actor.megatron.virtual_pipeline_model_parallel_size to null"
+            )
+        return self.chunks[0]
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters, by the names of reshard's Megatron-Core layout."""
+        prefixed = ((chunk_prefix(i, len(self.chunks)), chunk) for i, chunk in enumerate(self.chunks))
+        return {prefix + name: param for prefix, chunk in prefixed for name, param in chunk.named_parameters()}
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, by the names of reshard's Megatron-Core layout; written in place by a reshard."""
-        return {name: param.data for name, param in self.model.named_parameters()}
+        """The data of named_parameters, written in place by a reshard."""
+        return {name: param.data for name, param in self.named_parameters().items()}
 
     def make_trainable(self, optim: OptimConfig, total_steps: int) -> None:
         """Adds gradient buffers and the optimizer. The weights must be in place: the optimizer copies them."""
-        self.model.requires_grad_(True)
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.requires_grad_(True)
+            chunk.train()
         with platform.megatron():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=False,
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
-            self._ddp = DistributedDataParallel(
-                self.model.config, ddp_config, self.model, pg_collection=self.groups.collection
-            )
+            self._ddp = [
+                DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
+                for chunk in self.chunks
+            ]
             dtype = DTYPES[self._megatron.dtype]
             config = OptimizerConfig(
                 optimizer="adam",
@@ -78,13 +98,14 @@ class ModelEngine:
             )
             self._optimizer = get_megatron_optimizer(
                 config,
-                [self._ddp],
+                self._ddp,
                 config_overrides=get_standard_config_overrides(config),
                 use_gloo_process_groups=False,
                 pg_collection=self.groups.collection,
             )
-        self.model.config.grad_scale_func = self._optimizer.scale_loss
-        self.model.config.finalize_model_grads_func = finalize_model_grads
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = self._optimizer.scale_loss
+            chunk.config.finalize_model_grads_func = finalize_model_grads
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -125,7 +146,7 @@ class ModelEngine:
             if self.groups.coordinate.tp == 0:
                 result[micro.response_index] = scored.float().cpu()
 
-        self._run(batch, micro_batches, keep, forward_only=True)
+        self._run(batch, self._filled_up(micro_batches), keep, forward_only=True)
         # Every token was scored by one replica, on its last stage, and is kept by one of its ranks.
         return sum_over_ranks(result)
 
@@ -157,7 +178,9 @@ class ModelEngine:
         micro-batches of all replicas (with the distributed optimizer, in the part that this rank updates).
         Returns the sums of the statistics. Every rank must call it."""
         totals: dict[str, float] = {}
-        self._ddp.zero_grad_buffer()
+        micro_batches = self._filled_up(micro_batches)
+        for ddp in self._ddp:
+            ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         # The schedule divides the loss by the number of micro-batches, DDP the gradient by that of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
@@ -172,6 +195,11 @@ class ModelEngine:
 
         self._run(batch, micro_batches, share, forward_only=False)
         return self._sum_stats(totals)
+
+    def _filled_up(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """With several chunks the schedule takes as many micro-batches as there are stages at a time."""
+        group = self.groups.mesh.pp if len(self.chunks) > 1 else 1
+        return [*micro_batches, *[()] * (-len(micro_batches) % group)]
 
     def _sum_stats(self, totals: dict[str, float]) -> dict[str, float]:
         """Adds the replicas' shares up; ranks without the output layer learn the names from those with it."""
@@ -198,19 +226,25 @@ class ModelEngine:
             micro = next(iterator)
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-                value = on_last_stage(self.model, predicting_states(self.model, hidden, micro), micro)
+                last = self.chunks[-1]
+                value = on_last_stage(last, predicting_states(last, hidden, micro), micro)
                 return value if non_loss_data else (value, {})
 
             return run_stage(model, micro), finish
 
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
-            extra["p2p_communicator"] = P2PCommunicator(self.groups.collection.pp, self.model.config)
+            extra["p2p_communicator"] = P2PCommunicator(self.groups.collection.pp, self.chunks[0].config)
+
+        def micros() -> Iterator[MicroBatch]:
+            return (cut_micro_batch(batch, list(m), multiple_of) for m in micro_batches)
+
+        several = len(self.chunks) > 1
         with platform.megatron():
-            get_forward_backward_func(pp, None)(
+            get_forward_backward_func(pp, len(self.chunks) if several else None)(
                 forward_step_func=step,
-                data_iterator=(cut_micro_batch(batch, list(m), multiple_of) for m in micro_batches),
-                model=[self.model if forward_only else self._ddp],
+                data_iterator=[micros() for _ in self.chunks] if several else micros(),
+                model=self.chunks if forward_only else self._ddp,
                 num_microbatches=len(micro_batches),
                 seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
                 micro_batch_size=1,

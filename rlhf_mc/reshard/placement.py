@@ -5,6 +5,7 @@ What a layout says is in layout.py; which ranks stand where is in topology/mesh.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout, mcore_layout, vllm_layout
@@ -16,11 +17,29 @@ def training_layouts(shape: ModelShape, mesh: Mesh, fused_norms: bool = False) -
     layouts = []
     for rank in range(mesh.world):
         at = mesh.coordinate(rank)
-        layers = mesh.stage_layers(shape.num_layers, at.pp)
-        first, last = mesh.is_first_stage(rank), mesh.is_last_stage(rank)
         experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
-        layouts.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
+        chunks = []
+        for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
+            first = mesh.is_first_stage(rank) and chunk == 0
+            last = mesh.is_last_stage(rank) and chunk == mesh.vpp - 1
+            chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
+        layouts.append(chunks[0] if mesh.vpp == 1 else _joined(chunks))
     return layouts
+
+
+def chunk_prefix(chunk: int, num_chunks: int) -> str:
+    """What the names of a model chunk's parameters begin with, where a rank has several chunks."""
+    return f"chunk{chunk}." if num_chunks > 1 else ""
+
+
+def _joined(chunks: Sequence[Layout]) -> Layout:
+    """What a rank with several model chunks holds."""
+    shapes, pieces = {}, []
+    for number, layout in enumerate(chunks):
+        prefix = chunk_prefix(number, len(chunks))
+        shapes.update({prefix + name: size for name, size in layout.shapes.items()})
+        pieces += [replace(piece, local=prefix + piece.local) for piece in layout.pieces]
+    return Layout(shapes, tuple(pieces))
 
 
 def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]]) -> list[Layout]:

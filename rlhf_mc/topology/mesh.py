@@ -37,6 +37,9 @@ class Mesh:
     last_stage_layers: int | None = None
     """Layers of the last stage, which holds the output layer too; None: as many as the stages between."""
 
+    vpp: int = 1
+    """Runs of layers (model chunks) that each pipeline stage holds."""
+
     def __post_init__(self) -> None:
         assert self.world % (self.tp * self.pp) == 0, f"{self.tp} x {self.pp} does not divide {self.world}"
         assert self.dp % self.ep == 0, f"expert parallel {self.ep} does not divide {self.dp} replicas"
@@ -60,16 +63,30 @@ class Mesh:
         """Whether the rank holds the output layer."""
         return self.coordinate(rank).pp == self.pp - 1
 
+    def chunk_layers(self, num_layers: int, pp: int) -> list[range]:
+        """Global indices of the layers of each model chunk of pipeline stage pp: the first chunks of all stages follow
+        one another, then the second chunks."""
+        if self.vpp == 1:
+            return [self.stage_layers(num_layers, pp)]
+        assert self.stage_sizes(num_layers) is not None, f"{num_layers} layers, {self.pp} x {self.vpp} chunks"
+        size = num_layers // (self.pp * self.vpp)
+        starts = ((chunk * self.pp + pp) * size for chunk in range(self.vpp))
+        return [range(start, start + size) for start in starts]
+
     def stage_layers(self, num_layers: int, pp: int) -> range:
-        """Global indices of the layers of pipeline stage pp."""
+        """Global indices of the layers of pipeline stage pp, where it is one chunk."""
         sizes = self.stage_sizes(num_layers)
         assert sizes is not None, f"{num_layers} layers cannot be spread over {self.pp} stages"
         start = sum(sizes[:pp])
         return range(start, start + sizes[pp])
 
     def stage_sizes(self, num_layers: int) -> list[int] | None:
-        """Layers of each stage: those of the first and the last as set, the others even; None if that cannot be."""
+        """Layers of each stage: those of the first and the last as set, the others even, and with several chunks a
+        multiple of these; None if that cannot be."""
         first, last = self.first_stage_layers, self.last_stage_layers
+        if self.vpp > 1:
+            size = num_layers // self.pp
+            return None if num_layers % (self.pp * self.vpp) else [size] * self.pp
         if self.pp == 1:
             return [num_layers] if first in (None, num_layers) and last in (None, num_layers) else None
         between = self.pp - (first is not None) - (last is not None)

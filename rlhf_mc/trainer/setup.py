@@ -137,6 +137,7 @@ def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
         ep=megatron.expert_model_parallel_size,
         first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
         last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
     )
 
 
@@ -146,8 +147,15 @@ def layouts_of(engine: ModelEngine) -> list[Layout]:
 
 
 def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
-    check_layout(shape, cfg.actor.megatron)
-    check_rollout_layout(shape, cfg.rollout)
+    try:
+        check_layout(shape, cfg.actor.megatron)
+        check_rollout_layout(shape, cfg.rollout)
+    except UserError as error:
+        at = cfg.actor.megatron
+        raise UserError(
+            f"{error} (training TP {at.tensor_model_parallel_size} x PP {at.pipeline_model_parallel_size}, "
+            f"rollout TP {cfg.rollout.tensor_model_parallel_size})"
+        ) from None
     if cfg.model.dist_checkpointing_path is None:
         reader.check(shape)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length

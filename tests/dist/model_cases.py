@@ -26,6 +26,7 @@ from rlhf_mc.models.heads import log_probs_and_entropy
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import hf_layout
+from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.topology.groups import Groups, build_groups, destroy_groups
 from rlhf_mc.topology.mesh import Mesh
@@ -63,10 +64,10 @@ def value_head_weight(hidden_size: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def mesh_groups(tp: int, pp: int, ep: int = 1) -> Iterator[Groups]:
+def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[Groups]:
     """The process groups of a layout, taken down afterwards so that the next can follow."""
     try:
-        yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep))
+        yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
     finally:
         destroy_groups()
 
@@ -78,6 +79,7 @@ def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) ->
     config = MegatronConfig(
         tensor_model_parallel_size=groups.mesh.tp,
         pipeline_model_parallel_size=groups.mesh.pp,
+        virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
         expert_model_parallel_size=groups.mesh.ep,
         **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
     )
@@ -85,7 +87,8 @@ def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) ->
     skip = ("score.weight",) if role == "critic" else ()
     import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
-        engine.params["output_layer.weight"].copy_(value_head_weight(shape.hidden_size))
+        name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
+        engine.params[name].copy_(value_head_weight(shape.hidden_size))
     return engine
 
 
@@ -100,11 +103,18 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
 
 
 def log_probs(
-    checkpoints: Sequence[str], tp: int, pp: int, batch: RaggedBatch, budget: int, ep: int = 1, **megatron: Any
+    checkpoints: Sequence[str],
+    tp: int,
+    pp: int,
+    batch: RaggedBatch,
+    budget: int,
+    ep: int = 1,
+    vpp: int = 1,
+    **megatron: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Per checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
     out = {}
-    with mesh_groups(tp, pp, ep) as groups:
+    with mesh_groups(tp, pp, ep, vpp) as groups:
         for checkpoint in checkpoints:
             engine = make_engine(checkpoint, "actor", groups, **megatron)
             vocab = engine.shape.vocab_size
@@ -136,6 +146,7 @@ def gradients(
     pp: int,
     batch: RaggedBatch,
     ep: int = 1,
+    vpp: int = 1,
     chunk_logits: int = heads.CHUNK_LOGITS,
     **megatron: Any,
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
@@ -143,7 +154,7 @@ def gradients(
     layout and with chunks of so many logits."""
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
-    with mesh_groups(tp, pp, ep) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
+    with mesh_groups(tp, pp, ep, vpp) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
         for job in jobs:
             key = (job.checkpoint, job.role)
             if key not in engines:
@@ -154,7 +165,7 @@ def gradients(
             stats = engine.backward(
                 mini, _my_micro_batches(engine, mini, job.budget), _objective(engine, mini, job.mode)
             )
-            grads = {name: param.main_grad for name, param in engine.model.named_parameters()}
+            grads = {name: param.main_grad for name, param in engine.named_parameters().items()}
             out[job] = (stats, logical_tensors(engine, grads))
     return out
 

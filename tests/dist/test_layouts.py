@@ -91,6 +91,30 @@ def test_every_layout_trains_alike(
     check_like(reference, results, export_to)
 
 
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "setting"),
+    [
+        (2, 2, 1, "sequence_parallel=true"),
+        (2, 1, 2, "virtual_pipeline_model_parallel_size=2"),
+        (2, 1, 1, "recompute_granularity=full"),
+    ],
+)
+def test_settings_of_the_engine_train_alike(
+    pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, setting: str
+) -> None:
+    export_to = workspace / f"set_{setting}"
+    results = pool(world).run(
+        cases.two_steps,
+        config_path=str(workspace / "config.yaml"),
+        tp=tp,
+        pp=pp,
+        rollout_tp=1,
+        overrides=["reshard.verify=always", f"actor.megatron.{setting}"],
+        export_to=str(export_to),
+    )
+    check_like(reference, results, export_to)
+
+
 @pytest.mark.parametrize(("world", "first", "last"), [(2, 3, None), (4, 1, 3)])
 def test_uneven_stages_train_alike(
     pool: Any, reference: dict[str, Any], workspace: Path, world: int, first: int, last: int | None

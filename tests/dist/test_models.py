@@ -154,6 +154,7 @@ def transformers_model(checkpoint: str) -> Reference:
         (4, 2, 2, {}),
         (4, 1, 1, {}),
         (2, 2, 1, {"sequence_parallel": True}),
+        (2, 1, 2, {"vpp": 2}),
     ],
 )
 def test_log_probs_and_entropy_are_those_of_transformers(
@@ -211,6 +212,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full recomputation": {"recompute_granularity": "full"},
     "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, full recomputation": {"sequence_parallel": True, "recompute_granularity": "full"},
+    "chunks of stages": {"vpp": 2},
+    "chunks of stages, full recomputation": {"vpp": 2, "recompute_granularity": "full"},
+    "chunks of stages, sequence parallel": {"vpp": 2, "sequence_parallel": True},
 }
 """What must not change a gradient."""
 
@@ -225,7 +229,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         (2, 2, 1, "sequence parallel"),
         (2, 2, 1, "sequence parallel, full recomputation"),
         (2, 1, 2, "full recomputation"),
+        (2, 1, 2, "chunks of stages"),
+        (2, 1, 2, "chunks of stages, full recomputation"),
         (4, 2, 2, "sequence parallel"),
+        (4, 1, 2, "chunks of stages"),
+        (4, 2, 2, "chunks of stages, sequence parallel"),
     ],
 )
 def test_the_gradient_depends_on_no_setting_of_the_engine(

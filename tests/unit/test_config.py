@@ -303,6 +303,34 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
             ("expert_model_parallel_size 4 does not divide the 2 data-parallel replicas", "what would: 1, 2"),
         ),
         (
+            ("actor.megatron.virtual_pipeline_model_parallel_size=2",),
+            ("virtual_pipeline_model_parallel_size is 2", "pipeline_model_parallel_size of at least 2"),
+        ),
+        (
+            (
+                "actor.megatron.virtual_pipeline_model_parallel_size=1",
+                "actor.megatron.pipeline_model_parallel_size=2",
+            ),
+            ("virtual_pipeline_model_parallel_size is 1", "at least 2, or null"),
+        ),
+        (
+            (
+                "actor.megatron.virtual_pipeline_model_parallel_size=2",
+                "actor.megatron.pipeline_model_parallel_size=2",
+                "actor.megatron.num_layers_in_first_pipeline_stage=3",
+            ),
+            ("num_layers_in_first_pipeline_stage to null",),
+        ),
+        (
+            (
+                "actor.megatron.virtual_pipeline_model_parallel_size=2",
+                "actor.megatron.pipeline_model_parallel_size=2",
+                "model.dist_checkpointing_path=/somewhere",
+            ),
+            ("virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
+        ),
+        (("trainer.max_skipped_updates_in_a_row=0",), ("max_skipped_updates_in_a_row is 0", "at least 1")),
+        (
             ("actor.megatron.sequence_parallel=true",),
             ("actor.megatron.sequence_parallel is true", "tensor_model_parallel_size of at least 2"),
         ),

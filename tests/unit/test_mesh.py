@@ -63,6 +63,17 @@ def test_uneven_stages() -> None:
     assert [list(mesh.stage_layers(8, pp)) for pp in range(4)] == [[0, 1, 2], [3, 4], [5, 6], [7]]
 
 
+def test_chunks_of_stages_take_layers_in_turn() -> None:
+    mesh = Mesh(world=2, tp=1, pp=2, vpp=2)
+    assert [[list(chunk) for chunk in mesh.chunk_layers(8, pp)] for pp in range(2)] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    assert Mesh(world=2, tp=1, pp=2).chunk_layers(8, 1) == [range(4, 8)]
+    assert mesh.stage_sizes(8) == [4, 4]
+    assert mesh.stage_sizes(6) is None
+
+
 def test_experts_are_spread_over_neighbouring_replicas() -> None:
     mesh = Mesh(world=8, tp=2, pp=1, ep=2)
     assert [mesh.coordinate(rank).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
