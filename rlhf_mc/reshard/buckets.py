@@ -52,10 +52,13 @@ class Pattern:
     """Within a rank."""
     moves: list[Move]
     """Between ranks."""
+    relayed: bool = False
+    """The moves pass on what other patterns' moves have brought: from target to target, in later buckets."""
 
     def transfer(self, move: Move, tensor: int) -> Transfer:
         src, dst = self.src_locals[tensor][move.src], self.dst_locals[tensor][move.dst]
-        return Transfer(move.src_rank, move.dst_rank, src, move.src_offset, dst, move.dst_offset, move.extent)
+        ranks = move.src_rank, move.dst_rank
+        return Transfer(*ranks, src, move.src_offset, dst, move.dst_offset, move.extent, relayed=self.relayed)
 
     def loads(self, number: int, parts: int) -> _Loads:
         """What one part of one tensor loads on each rank."""
@@ -108,12 +111,15 @@ def fill_buckets(
         for part in range(parts[number])
     ]
     # Equal depths of all pipeline stages side by side, so that all stages send at any time.
-    steps.sort(key=lambda s: (s[0], s[1], s[2].pattern, s[2].tensor))
+    steps.sort(key=lambda s: (patterns[s[2].pattern].relayed, s[0], s[1], s[2].pattern, s[2].tensor))
     buckets: list[list[Step]] = []
     filled: _Loads = {}
+    relayed = False
     for _, _, step in steps:
         load = loads[step.pattern, step.number]
-        if not buckets or any(filled.get(who, 0) + amount > limit for who, amount in load.items()):
+        begins = patterns[step.pattern].relayed != relayed
+        relayed = patterns[step.pattern].relayed
+        if not buckets or begins or any(filled.get(who, 0) + amount > limit for who, amount in load.items()):
             buckets.append([])
             filled = {}
         for who, amount in load.items():

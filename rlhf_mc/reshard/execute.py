@@ -43,7 +43,7 @@ def execute(
     for name, view in shared_storage(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} is no longer the memory of its source"
     for transfer in plan.copies:
-        destination(transfer, target).copy_(source_blocks(transfer, source))
+        destination(transfer, target).copy_(source_blocks(transfer, source, target))
     if not plan.buckets:
         return
     assert group is not None and dist.get_rank(group) == plan.rank
@@ -64,7 +64,7 @@ def execute(
     # order; a rank without part in a bucket passes it by, but for the wait that the ranks of a node share.
     for sends, receives in plan.buckets:
         leaving, arriving = by_peer(sends, lambda t: t.dst_rank), by_peer(receives, lambda t: t.src_rank)
-        outgoing = _pack_messages(outbox, leaving, source)
+        outgoing = _pack_messages(outbox, leaving, source, target)
         incoming = _cut(inbox, {p: ts for p, ts in arriving.items() if p not in neighbours})
         exchange({p: flat for p, flat in outgoing.items() if p not in neighbours}, incoming, group)
         if node is not None and neighbours:
@@ -101,25 +101,30 @@ def by_peer(transfers: Sequence[Transfer], peer_of: Any) -> dict[int, list[Trans
 
 
 def _pack_messages(
-    outbox: torch.Tensor, leaving: Mapping[int, Sequence[Transfer]], source: Mapping[str, Any]
+    outbox: torch.Tensor,
+    leaving: Mapping[int, Sequence[Transfer]],
+    source: Mapping[str, Any],
+    target: Mapping[str, torch.Tensor],
 ) -> dict[int, torch.Tensor]:
     """By peer, its message, in the outbox; peers that are sent the same blocks share one."""
     packed: dict[tuple, torch.Tensor] = {}
     messages, filled = {}, 0
     for peer, transfers in leaving.items():
-        blocks = tuple((t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in transfers)
+        blocks = tuple((t.relayed, t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in transfers)
         if blocks not in packed:
             packed[blocks] = outbox[filled : filled + _numel(transfers)]
-            pack(packed[blocks], transfers, source)
+            pack(packed[blocks], transfers, source, target)
             filled += len(packed[blocks])
         messages[peer] = packed[blocks]
     return messages
 
 
-def pack(flat: torch.Tensor, transfers: Sequence[Transfer], source: Mapping[str, Any]) -> None:
+def pack(
+    flat: torch.Tensor, transfers: Sequence[Transfer], source: Mapping[str, Any], target: Mapping[str, torch.Tensor]
+) -> None:
     """Writes the blocks end to end into a vector of just their size."""
     for transfer, part in zip(transfers, flat.split([t.numel for t in transfers]), strict=True):
-        part.view(transfer.count, *transfer.extent).copy_(source_blocks(transfer, source))
+        part.view(transfer.count, *transfer.extent).copy_(source_blocks(transfer, source, target))
 
 
 def unpack(flat: torch.Tensor, transfers: Sequence[Transfer], target: Mapping[str, torch.Tensor]) -> None:
@@ -133,9 +138,9 @@ def destination(transfer: Transfer, target: Mapping[str, torch.Tensor]) -> torch
     return _blocks(target[transfer.dst_local], transfer.dst_offset, transfer.extent, transfer.count, transfer.dst_step)
 
 
-def source_blocks(transfer: Transfer, source: Mapping[str, Any]) -> torch.Tensor:
-    """The blocks [count, *extent] that a transfer reads; a view where the source is a tensor."""
-    found, offset = source[transfer.src_local], transfer.src_offset
+def source_blocks(transfer: Transfer, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The blocks [count, *extent] that a transfer reads; a view where what it reads is a tensor."""
+    found, offset = (target if transfer.relayed else source)[transfer.src_local], transfer.src_offset
     if isinstance(found, torch.Tensor):
         return _blocks(found, offset, transfer.extent, transfer.count, transfer.src_step)
     # What only slices, such as a file, is read block by block; it stacks nothing, so offset and extent are as long.
@@ -166,7 +171,7 @@ def _cut(flat: torch.Tensor, transfers: Mapping[int, Sequence[Transfer]]) -> dic
 
 def _only_dtype(plan: RankPlan, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> torch.dtype:
     """The type of what this rank sends and receives; any, where that is nothing."""
-    sends = {source[t.src_local].dtype for sends, _ in plan.buckets for t in sends}
+    sends = {(target if t.relayed else source)[t.src_local].dtype for sends, _ in plan.buckets for t in sends}
     receives = {target[t.dst_local].dtype for _, receives in plan.buckets for t in receives}
     assert len(sends | receives) <= 1, f"tensors of several types {sends | receives}: name the one that is sent"
     return next(iter(sends | receives), torch.uint8)

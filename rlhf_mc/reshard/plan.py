@@ -1,9 +1,10 @@
 """Which blocks move from which rank to which, given the layouts of both sides: plain data, no torch, no processes.
 
-A block that a rank already holds is copied there and never sent. Any other block comes from the nearest
-ranks that hold it (same node, else all), each of them sending the same share. Tensors that lie alike on
-both sides, such as the layers of a pipeline stage, form a pattern, and the moves of a pattern are worked
-out once; so the cost of planning hardly grows with depth. execute.py carries a plan out.
+A block that a rank already holds is copied there and never sent. Any other block comes from the nearest ranks that
+hold it (same node, else all), each of them sending the same share. What several ranks of a node need and none there
+holds comes to the node once: each of them receives a part and relays it to the others. Tensors that lie alike on both
+sides, such as the layers of a pipeline stage, form a pattern, and the moves of a pattern are worked out once; so the
+cost of planning hardly grows with depth. execute.py carries a plan out.
 """
 
 from __future__ import annotations
@@ -87,13 +88,14 @@ def make_plan(
     alike: dict[tuple, list[str]] = defaultdict(list)
     for tensor in dst.held:
         alike[_placement(src.held.get(tensor, ())), _placement(dst.held[tensor])].append(tensor)
-    patterns, queue = [], []
+    patterns: list[Pattern] = []
+    queue: list[tuple[int, int, int]] = []
     spread = _Spread(ranks_per_node, itemsize)
-    for number, tensors in enumerate(alike.values()):
-        pattern = _make_pattern(tensors, src, dst, spread)
-        patterns.append(pattern)
-        if pattern.moves:
-            queue += [(src.position[name], number, k) for k, name in enumerate(tensors)]
+    for tensors in alike.values():
+        for pattern in _make_patterns(tensors, src, dst, spread):
+            if pattern.moves:
+                queue += [(src.position[name], len(patterns), k) for k, name in enumerate(tensors)]
+            patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
     copied, sent, received, crossing = ([0] * len(source) for _ in range(4))
     for pattern in patterns:
@@ -174,11 +176,20 @@ class _Spread:
             groups[tuple(on_node.get(rank // self.ranks_per_node, everywhere))].append(number)
         return groups
 
-    def cuts(self, block: Box, num_senders: int, num_receivers: int) -> list[Box]:
-        """Row ranges of the block such that every sender sends as many, where the block is large enough."""
+    def teams(self, senders: tuple[int, ...], receivers: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """The receivers (rank, ...) that take a block together: those of one node, where its senders are on others."""
+        by_node: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for receiver in receivers:
+            near = senders[0] // self.ranks_per_node == receiver[0] // self.ranks_per_node
+            by_node[~receiver[0] if near else receiver[0] // self.ranks_per_node].append(receiver)
+        return list(by_node.values())
+
+    def cuts(self, block: Box, num_senders: int, num_receivers: int, team: int) -> list[Box]:
+        """Row ranges of the block such that every sender sends as many, and every receiver of a team receives as many,
+        where the block is large enough."""
         (start, end), *rest = block
         size = _volume(block) * self.itemsize
-        parts = num_senders // math.gcd(num_senders, num_receivers)
+        parts = team * (num_senders // math.gcd(num_senders, num_receivers))
         parts = max(1, min(parts, end - start, size // MIN_SLICE_BYTES))
         bounds = [start + (end - start) * n // parts for n in range(parts + 1)]
         return [((bounds[n], bounds[n + 1]), *rest) for n in range(parts)]
@@ -188,39 +199,38 @@ class _Spread:
         return senders[(self.turn[senders] - 1) % len(senders)]
 
 
-def _make_pattern(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) -> Pattern:
-    """Works out the moves of the first tensor; the others make the same."""
+def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) -> tuple[Pattern, Pattern]:
+    """Works out the moves of the first tensor, from its sources and those that relay; the others make the same."""
     sources, targets = src.held.get(tensors[0], []), dst.held[tensors[0]]
     holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> number of its piece
     for number, (layout, piece) in enumerate(sources):
         holders[piece.box].update(dict.fromkeys(src.ranks[layout], number))
     copies: list[Move] = []
     moves: list[Move] = []
+    relays: list[Move] = []
 
     @functools.cache
-    def place(from_piece: int, to_piece: int, block: Box) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        extent = tuple(end - start for start, end in block)
-        return sources[from_piece][1].offset_of(block), targets[to_piece][1].offset_of(block), extent
+    def place(is_relay: bool, number: int, block: Box) -> tuple[int, ...]:
+        return (targets if is_relay else sources)[number][1].offset_of(block)
 
-    def move(src_rank: int, dst_rank: int, from_piece: int, to_piece: int, block: Box) -> Move:
-        src_offset, dst_offset, extent = place(from_piece, to_piece, block)
-        return Move(src_rank, dst_rank, from_piece, src_offset, to_piece, dst_offset, extent)
+    def move(sender: tuple[int, int], receiver: tuple[int, int], block: Box, is_relay: bool = False) -> Move:
+        (src_rank, src_piece), (dst_rank, dst_piece) = sender, receiver
+        extent = tuple(end - start for start, end in block)
+        begin, end = place(is_relay, src_piece, block), place(True, dst_piece, block)
+        return Move(src_rank, dst_rank, src_piece, begin, dst_piece, end, extent)
 
     for (box, block), wanted in _needs(tensors[0], holders, targets, dst.ranks).items():
         have = holders[box]
-        missing = []
-        for rank, piece_number in wanted:
-            if rank in have:
-                copies.append(move(rank, rank, have[rank], piece_number, block))
-            else:
-                missing.append((rank, piece_number))
+        copies += [move((rank, have[rank]), (rank, piece), block) for rank, piece in wanted if rank in have]
+        missing = [(rank, piece) for rank, piece in wanted if rank not in have]
         for senders, numbers in spread.nearest(have, [rank for rank, _ in missing]).items():
-            cuts = spread.cuts(block, len(senders), len(numbers))
-            for rank, piece_number in (missing[n] for n in numbers):
-                for cut in cuts:
-                    sender = spread.next_sender(senders)
-                    moves.append(move(sender, rank, have[sender], piece_number, cut))
-    return Pattern(_locals(tensors, src), _locals(tensors, dst), copies, moves)
+            for team in spread.teams(senders, (missing[n] for n in numbers)):
+                for number, cut in enumerate(spread.cuts(block, len(senders), len(numbers), len(team))):
+                    first, sender = team[number % len(team)], spread.next_sender(senders)
+                    moves.append(move((sender, have[sender]), first, cut))
+                    relays += [move(first, other, cut, is_relay=True) for other in team if other != first]
+    targeted = _locals(tensors, dst)
+    return Pattern(_locals(tensors, src), targeted, copies, moves), Pattern(targeted, targeted, [], relays, True)
 
 
 def _needs(

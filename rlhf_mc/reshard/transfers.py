@@ -28,6 +28,8 @@ class Transfer:
     count: int = 1
     src_step: int = 0
     dst_step: int = 0
+    relayed: bool = False
+    """Read from the sender's target, where an earlier bucket has put it, not from its source."""
 
     @property
     def numel(self) -> int:

@@ -47,10 +47,10 @@ def _first_difference(
     for name, view in shared_storage(plan, source).items():
         if target[name].data_ptr() != view.data_ptr():
             return f"{name} on rank {plan.rank} is not the memory of its source, though the plan says so"
-    found = [(t, checksum(source_blocks(t, source)), checksum(destination(t, target))) for t in plan.copies]
+    found = [(t, checksum(source_blocks(t, source, target)), checksum(destination(t, target))) for t in plan.copies]
     if group is not None:
         received = [t for _, receives in plan.buckets for t in receives]
-        there = _checksums_of_senders(plan, source, received, group)
+        there = _checksums_of_senders(plan, source, target, received, group)
         found += [(t, there[n], checksum(destination(t, target))) for n, t in enumerate(received)]
     different = [t for t, wanted, got in found if not torch.equal(wanted, got)]
     if not different:
@@ -59,14 +59,18 @@ def _first_difference(
 
 
 def _checksums_of_senders(
-    plan: RankPlan, source: Mapping[str, torch.Tensor], received: Sequence[Transfer], group: dist.ProcessGroup
+    plan: RankPlan,
+    source: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+    received: Sequence[Transfer],
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """What the senders have for the blocks that this rank received: [blocks, 2]. Every rank of the group takes part."""
     device = message_device(group)
     leaving = by_peer([t for sends, _ in plan.buckets for t in sends], lambda t: t.dst_rank)
     arriving = by_peer(received, lambda t: t.src_rank)
     outgoing = {
-        p: torch.stack([checksum(source_blocks(t, source)) for t in ts]).to(device) for p, ts in leaving.items()
+        p: torch.stack([checksum(source_blocks(t, source, target)) for t in ts]).to(device) for p, ts in leaving.items()
     }
     incoming = {p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()}
     exchange(outgoing, incoming, group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -109,6 +110,14 @@ def gather_objects(value: T) -> list[T]:
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+def ranks_per_node() -> int:
+    """How many neighbouring ranks share a machine; 1 where they are not spread evenly. Every rank must call it."""
+    hosts = gather_objects(socket.gethostname())
+    count = hosts.count(hosts[0])
+    even = len(hosts) % count == 0 and all(host == hosts[rank // count * count] for rank, host in enumerate(hosts))
+    return count if even else 1
 
 
 def raise_together(error: UserError | None) -> None:

@@ -28,7 +28,7 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
-from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
+from rlhf_mc.topology.groups import Groups, build_groups, ranks_per_node, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.weights import WeightUpdate
@@ -94,6 +94,7 @@ def build_run(cfg: Config) -> Run:
         rollout_layouts(shape, engine_ranks),
         DTYPES[cfg.actor.megatron.dtype].itemsize,
         cfg.reshard.bucket_megabytes << 20,
+        ranks_per_node(),
         share=cfg.reshard.share_weights,
     )
     update = WeightUpdate(plan, rank, cfg.reshard.verify)

@@ -46,14 +46,16 @@ def held(layout: Layout) -> dict[str, torch.Tensor]:
     return out
 
 
-def update_by(way: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int) -> tuple[bool, int]:
+def update_by(
+    way: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
+) -> tuple[bool, int]:
     """One movement through the node's memory, through sockets, or by sockets because one rank may not open another's
     memory. Returns (whether the rank holds just what it should, how many ranks' memory it reads)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
     training = training_layouts(SHAPE, mesh)
     rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp))
-    part = make_plan(training, rollout, 4, bucket).for_rank(rank)
+    part = make_plan(training, rollout, 4, bucket, ranks_per_node).for_rank(rank)
     node = None
     if way != "sockets":
         refused = way == "refused" and rank == world - 1

@@ -150,7 +150,7 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
         for rank, part in enumerate(parts):
             for peer, transfers in by_peer(part.buckets[number][0], lambda t: t.dst_rank).items():
                 wires[rank, peer] = torch.empty(sum(t.numel for t in transfers), dtype=torch.int64)
-                pack(wires[rank, peer], transfers, sources[rank])
+                pack(wires[rank, peer], transfers, sources[rank], targets[rank])
         for rank, part in enumerate(parts):
             for peer, transfers in by_peer(part.buckets[number][1], lambda t: t.src_rank).items():
                 unpack(wires.pop((peer, rank)), transfers, targets[rank])
@@ -257,7 +257,14 @@ def test_training_to_rollout_is_exact_and_minimal(data) -> None:
     plan = make_plan(mesh.layouts(), target, 8, bucket_bytes, nodes, share)
     if not share:
         assert not any(plan.shared_bytes)
-    check_movement(plan, mesh.expected(), [expected_vllm(mesh.shape, *r) for r in ranks], target, bucket_bytes)
+    wanted = [expected_vllm(mesh.shape, *r) for r in ranks]
+    check_movement(plan, mesh.expected(), wanted, target, bucket_bytes)
+    # And what crosses nodes: a node as a whole receives what it wants and lacks, once.
+    for first in range(0, mesh.world, nodes):
+        node = range(first, min(first + nodes, mesh.world))
+        have = set().union(*(elements(mesh.expected()[r]) for r in node))
+        missing = set().union(*(elements(wanted[r]) for r in node)) - have
+        assert sum(plan.received_from_other_nodes[r] for r in node) == plan.itemsize * len(missing)
 
 
 @settings(max_examples=40, deadline=None)
@@ -368,6 +375,22 @@ def test_the_same_node_is_asked_first() -> None:
         crossing = {r for r in senders if senders[r] // ranks_per_node != r // ranks_per_node}
         assert plan.received_from_other_nodes == tuple(32 * (r in crossing) for r in range(6))
         assert plan.sender_imbalance == 3.0  # two of six ranks send as much each
+
+
+def test_a_node_receives_a_block_once_and_its_ranks_relay_it() -> None:
+    """Two nodes of four, a stage each: every rank lacks half of the model, which comes once, a quarter to each rank."""
+    shape = make_shape(num_layers=2, hidden_size=512, ffn_hidden_size=1024, head_dim=128, qkv_bias=False)
+    mesh = Mesh(shape, tp=1, dp=4, stages=[range(1), range(1, 2)])
+    layer = Layout(
+        {}, tuple(p for p in vllm_layout(shape, 0, 1).pieces if ".layers." in p.tensor and "norm" not in p.local)
+    )
+    plan = make_plan(mesh.layouts(), [layer] * 8, 4, 1 << 20, ranks_per_node=4)
+    half = plan.received_bytes[0]
+    assert plan.received_bytes == (half,) * 8 and plan.received_from_other_nodes == (half // 4,) * 8
+    assert plan.sender_imbalance == 1.0
+    for rank in range(8):
+        relayed = [t.relayed for sends, _ in plan.for_rank(rank).buckets for t in sends]
+        assert relayed == sorted(relayed) and any(relayed), "what is relayed has come before"
 
 
 def test_all_stages_send_in_every_large_bucket() -> None:
