@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 CHUNK_LOGITS = 1 << 26
-"""Logits that exist at a time on a rank (256 MiB in float32, of which the backward pass needs about three times as
-much): tokens of a chunk times columns of the rank. Larger chunks are no faster (docs/log.md)."""
+"""Logits that exist at a time on a rank: tokens of a chunk times columns of the rank. 256 MiB in float32, twice that
+where the entropy is asked for. benchmarks/log_probs.py: larger chunks are no faster, much smaller ones are slower."""
 _NO_TOKEN = -1e30
 """Logit of a padding column: its probability is 0, and unlike infinity it can be multiplied by that."""
 

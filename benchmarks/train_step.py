@@ -1,0 +1,202 @@
+"""Tokens per second of rlhf_mc's engine (packed sequences on Megatron-Core) against the same model in transformers:
+padded, packed in transformers' own way (position ids, block-diagonal mask), and one sequence at a time. One process,
+on the CPU, the same cores, all ways in turn; log-probs of response tokens alone in every way, padding never counted:
+
+    OMP_NUM_THREADS=1 python benchmarks/train_step.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.config.schema import MegatronConfig, OptimConfig
+from rlhf_mc.data.balance import plan_micro_batches
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.heads import log_probs
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.topology.groups import build_groups
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.experience import log_prob_head
+from rlhf_mc.trainer.setup import layouts_of
+
+PROMPT = 16
+"""Tokens of each prompt."""
+Run = Callable[[], torch.Tensor]
+"""Scores all sequences, or leaves a gradient too; returns the log-probs [R] in the batch's order."""
+
+
+def make_batch(lens: list[int], vocab: int) -> RaggedBatch:
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.tensor(lens)
+    return RaggedBatch(
+        tokens=torch.randint(vocab, (int(lengths.sum()),), generator=draw),
+        prompt_lens=torch.full_like(lengths, PROMPT),
+        response_lens=lengths - PROMPT,
+        rollout_log_probs=torch.zeros(int((lengths - PROMPT).sum())),
+        finished=torch.ones(len(lens), dtype=torch.bool),
+    )
+
+
+def long_tailed(num_sequences: int, median: int, longest: int) -> list[int]:
+    """Log-normal lengths, as responses have them."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = median * torch.exp(0.8 * torch.randn(num_sequences, generator=draw))
+    return [int(n) for n in lengths.clamp(PROMPT + 8, longest)]
+
+
+def ours(engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int, backward: bool) -> Run:
+    """Micro-batches by token budget, packed."""
+    plan = plan_micro_batches(batch.seq_lens.tolist(), 1, budget)[0]
+
+    def run() -> torch.Tensor:
+        if not backward:
+            return engine.score(batch, plan, log_prob_head(vocab, 1.0))
+        out = torch.zeros(int(batch.response_lens.sum()))
+
+        def loss(model, states, micro):  # type: ignore[no-untyped-def]
+            scored = log_probs(model, states, micro.targets, vocab, 1.0)
+            out[micro.response_index] = scored.detach()
+            return scored.sum(), {}
+
+        engine.backward(batch, plan, loss)
+        return out
+
+    return run
+
+
+def _of_states(model: Qwen2ForCausalLM, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return model.lm_head(states).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def _padded(model: Qwen2ForCausalLM, batch: RaggedBatch, per_pass: int) -> Iterator[torch.Tensor]:
+    """Passes of per_pass sequences in the order in which they come, padded on the right."""
+    seqs, lens = batch.tokens.split(batch.seq_lens.tolist()), batch.seq_lens.tolist()
+    for start in range(0, len(seqs), per_pass):
+        part, length = seqs[start : start + per_pass], lens[start : start + per_pass]
+        ids = torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True)
+        place = torch.arange(ids.shape[1])[None]
+        mask = place < torch.tensor(length)[:, None]
+        states = model.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        is_target = mask & (place >= PROMPT)
+        yield _of_states(model, states[:, :-1][is_target[:, 1:]], ids[is_target])
+
+
+def _packed(model: Qwen2ForCausalLM, batch: RaggedBatch, budget: int) -> Iterator[torch.Tensor]:
+    """As many neighbours as the token budget takes, end to end; transformers sees from the positions where each
+    begins."""
+    groups: list[list[torch.Tensor]] = [[]]
+    for seq in batch.tokens.split(batch.seq_lens.tolist()):
+        if sum(map(len, groups[-1])) + len(seq) > budget:
+            groups.append([])
+        groups[-1].append(seq)
+    for group in groups:
+        ids, places = torch.cat(group), torch.cat([torch.arange(len(seq)) for seq in group])
+        states = model.model(input_ids=ids[None], position_ids=places[None]).last_hidden_state[0]
+        targets = torch.nonzero(places >= PROMPT)[:, 0]
+        yield _of_states(model, states[targets - 1], ids[targets])
+
+
+def theirs(model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torch.Tensor]], backward: bool) -> Run:
+    def run() -> torch.Tensor:
+        model.zero_grad()
+        out = []
+        with torch.set_grad_enabled(backward):
+            for scored in passes():
+                if backward:
+                    scored.sum().backward()
+                out.append(scored.detach())
+        return torch.cat(out)
+
+    return run
+
+
+def compare(name: str, ways: dict[str, tuple[Run, Run]], batch: RaggedBatch, rounds: int) -> None:
+    """Prints tokens per second of each way, after checking that all give the same log-probs."""
+    tokens = int(batch.seq_lens.sum())
+    wanted = None
+    times: dict[tuple[str, int], list[float]] = {}
+    for number in range(rounds + 1):  # the first is a warm-up
+        for way, runs in ways.items():
+            for which, run in enumerate(runs):
+                start = time.perf_counter()
+                scored = run()
+                seconds = time.perf_counter() - start
+                wanted = scored if wanted is None else wanted
+                torch.testing.assert_close(scored, wanted, rtol=0, atol=1e-4)
+                if number:
+                    times.setdefault((way, which), []).append(seconds)
+    lens = batch.seq_lens.float()
+    print(f"\n{name}: {len(lens)} sequences of {int(lens.min())} to {int(lens.max())} tokens, {tokens} in all")
+    print(f"{'':>34} {'forward':>16} {'forward + backward':>20}")
+    for way in ways:
+        rates = [tokens / statistics.median(times[way, which]) for which in (0, 1)]
+        print(f"{way:>34} {rates[0]:>10.0f} tok/s {rates[1]:>14.0f} tok/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=1024, help="tokens of a micro-batch")
+    parser.add_argument("--per-pass", type=int, default=8, help="sequences of a padded pass")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=max(1, args.hidden // 256),
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,  # with a cache transformers takes packed sequences for one
+    )
+    model = Qwen2ForCausalLM(config).float()
+    engine = make_engine(model)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {torch.get_num_threads()} threads,",
+        end="",
+    )
+    print(f" micro-batches of {args.budget} tokens; medians of {args.rounds} rounds")
+    mixes = {"uniform": [128] * 16, "long-tailed": long_tailed(20, median=96, longest=768)}
+    for name, lens in mixes.items():
+        batch = make_batch(lens, args.vocab)
+        passes: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
+            "transformers, padded": lambda b=batch: _padded(model, b, args.per_pass),
+            "transformers, packed": lambda b=batch: _packed(model, b, args.budget),
+            "transformers, one at a time": lambda b=batch: _padded(model, b, 1),
+        }
+        ways = {"rlhf_mc, packed": tuple(ours(engine, batch, args.budget, args.vocab, b) for b in (False, True))}
+        ways |= {way: tuple(theirs(model, part, b) for b in (False, True)) for way, part in passes.items()}
+        compare(name, ways, batch, args.rounds)
+
+
+def make_engine(model: Qwen2ForCausalLM) -> ModelEngine:
+    """The same weights in an engine of one process."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        reader = HFReader(directory)
+        megatron = MegatronConfig(dtype="float32", use_distributed_optimizer=False)
+        groups = build_groups(Mesh(1, 1, 1))
+        engine = ModelEngine("actor", ModelShape.from_hf_config(reader.config), megatron, groups)
+        import_hf(reader, layouts_of(engine)[0], engine.params)
+    engine.make_trainable(OptimConfig(), total_steps=1)
+    return engine
+
+
+if __name__ == "__main__":
+    main()
