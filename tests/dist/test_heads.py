@@ -103,7 +103,8 @@ def test_bfloat16_loses_no_more_than_one_matrix_product_does(pool: Any, world: i
     assert results[0]["log-prob"].dtype == results[0]["entropy"].dtype == torch.float32
     assert results[0]["hidden"].dtype == results[0]["weight"].dtype == torch.bfloat16
     for name, error in errors(results, exact).items():
-        allowed = 1.5 * _error(rounded[name], exact[name])
+        # Ranks add their parts of the states' gradient up in bfloat16, as Megatron-Core's output layer does.
+        allowed = 2.5 * _error(rounded[name], exact[name])
         assert error < allowed < 0.05, f"{name}: off by {error:.1e} of the largest, {allowed:.1e} allowed"
 
 
