@@ -1,0 +1,23 @@
+"""What the groups derive from what ranks say of themselves; the groups themselves are tested on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_mc.topology import groups
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count"),
+    [
+        (["a"], 1),
+        (["a", "a", "b", "b"], 2),
+        (["a", "a", "a", "a"], 4),
+        (["a", "b", "a", "b"], 1),  # not neighbours
+        (["a", "a", "b"], 1),  # not even
+        (["a", "a", "b", "c"], 1),
+    ],
+)
+def test_ranks_per_node(hosts: list[str], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "gather_objects", lambda value: hosts)
+    assert groups.ranks_per_node() == count
