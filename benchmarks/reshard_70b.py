@@ -3,6 +3,8 @@
 
 python benchmarks/reshard_70b.py [--ranks 64 512]
 
+That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p d), M/(t p) and 0. Here
+"held twice" is the redundancy and "peak" a rank's weights while it generates: the rollout's and what is held twice.
 No weights and no processes: the plans are those that a run of that size would execute. Volumes are in GB per rank.
 """
 
@@ -101,6 +103,7 @@ COLUMNS = (
     "rollout weights (M/t_g)",
     "of them training's memory",
     "held twice",
+    "peak",
     "busiest sender / mean",
     "planning, s",
 )
@@ -124,6 +127,7 @@ def cells(row: Row, model: float) -> list[str]:
         f"{row.rollout:.2f} ({model / row.t_g:.2f})",
         spread(row.shared),
         spread(row.twice),
+        f"{row.rollout + max(row.twice):.2f}",
         f"{row.imbalance:.3f}",
         f"{row.seconds:.2f}",
     ]
