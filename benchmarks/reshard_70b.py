@@ -3,8 +3,8 @@
 
 python benchmarks/reshard_70b.py [--ranks 64 512]
 
-That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p d), M/(t p) and 0. Here
-"held twice" is the redundancy and "peak" a rank's weights while it generates: the rollout's and what is held twice.
+That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p d), M/(t p) and 0.
+Here "held twice" is the redundancy, and "peak" a rank's weights while it generates: the rollout's and those held twice.
 No weights and no processes: the plans are those that a run of that size would execute. Volumes are in GB per rank.
 """
 
