@@ -23,6 +23,7 @@ from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.topology.agreement import raise_together
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ASSETS = (
@@ -167,7 +168,7 @@ def export_hf(
     out = Path(out_dir)
     dtype: torch.dtype = getattr(torch, dtype_name)
     shards = _shards(shape, dtype.itemsize, max_shard_bytes)
-    _agree(_failure_of(_begin, out, Path(assets_dir)) if rank == 0 else None, group)
+    _agree(_failure_of(_begin, out, Path(assets_dir)) if rank == 0 else None, rank, group)
     for start in range(0, len(shards), len(layouts)):
         names = shards[start : start + len(layouts)]
         targets = [hf_layout(shape, names[r]) if r < len(names) else EMPTY for r in range(len(layouts))]
@@ -175,10 +176,10 @@ def export_hf(
         tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
         execute(plan.for_rank(rank), params, tensors, group, wire_dtype=dtype)
         file = out / STAGING / _shard_name(start + rank, len(shards))
-        _agree(_failure_of(_save, tensors, file) if tensors else None, group)
+        _agree(_failure_of(_save, tensors, file) if tensors else None, rank, group)
         tensors.clear()
     finish = (out, Path(assets_dir), shards, shape, dtype_name)
-    _agree(_failure_of(_finish, *finish) if rank == 0 else None, group)
+    _agree(_failure_of(_finish, *finish) if rank == 0 else None, rank, group)
 
 
 def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
@@ -208,15 +209,10 @@ def _failure_of(action: Callable[..., None], *args: Any) -> str | None:
     return None
 
 
-def _agree(failure: str | None, group: dist.ProcessGroup | None) -> None:
+def _agree(failure: str | None, rank: int, group: dist.ProcessGroup | None) -> None:
     """Raises on every rank what failed on any. Every rank of the group must reach this, failed or not."""
-    failures = [failure]
-    if group is not None:
-        failures = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure, group)
-    for rank, found in enumerate(failures):
-        if found is not None:
-            raise UserError(f"export of the Hugging Face checkpoint failed on rank {rank}: {found}")
+    what = f"export of the Hugging Face checkpoint failed on rank {rank}: {failure}"
+    raise_together(None if failure is None else UserError(what), group)
 
 
 def _begin(out: Path, assets: Path) -> None:

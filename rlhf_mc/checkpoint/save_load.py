@@ -21,7 +21,7 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import ASSETS
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.topology.groups import gather_objects, raise_together
+from rlhf_mc.topology.agreement import gather_objects, raise_together
 
 HF_ASSETS = "hf"
 """Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""

@@ -24,7 +24,8 @@ from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
 from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, predicting_states, run_stage
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.placement import chunk_prefix
-from rlhf_mc.topology.groups import Groups, gather_objects, sum_over_ranks
+from rlhf_mc.topology.agreement import gather_objects, sum_over_ranks
+from rlhf_mc.topology.groups import Groups
 
 Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
 """(model, states [R, 1, hidden], micro-batch) -> [R] float32."""

@@ -52,11 +52,13 @@ def execute(
     assert not moves or dtype.itemsize == plan.itemsize, (
         f"the plan counts {plan.itemsize} bytes an element, not {dtype}"
     )
+    if node is not None and not node.ranks:
+        node = None  # the system does not allow it
     neighbours = node.ranks if node is not None else frozenset()
     device = message_device(group)
     # One buffer each way serves all buckets: memory that is touched for the first time costs as much as a copy.
     inbox = torch.empty(max(_numel(r, neighbours) for _, r in plan.buckets), dtype=dtype, device=device)
-    if node is not None and neighbours:
+    if node is not None:
         outbox = node.own(dtype)
     else:
         outbox = torch.empty(max(_numel(s) for s, _ in plan.buckets), dtype=dtype, device=device)
@@ -67,12 +69,12 @@ def execute(
         outgoing = _pack_messages(outbox, leaving, source, target)
         incoming = _cut(inbox, {p: ts for p, ts in arriving.items() if p not in neighbours})
         exchange({p: flat for p, flat in outgoing.items() if p not in neighbours}, incoming, group)
-        if node is not None and neighbours:
+        if node is not None:
             node.publish({p: int(flat.storage_offset()) for p, flat in outgoing.items()})
             incoming |= {p: node.message(p, _numel(ts), dtype) for p, ts in arriving.items() if p in neighbours}
         for peer, transfers in arriving.items():
             unpack(incoming[peer], transfers, target)
-        if node is not None and neighbours:
+        if node is not None:
             node.wait()
 
 

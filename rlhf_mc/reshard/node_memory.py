@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.topology.agreement import gather_objects
+
 
 class NodeMemory:
     """A vector of bytes for each rank of this node; its owner writes, the others read.
@@ -27,12 +29,10 @@ class NodeMemory:
         os.ftruncate(file, self._header_bytes + num_bytes)
         self._memory = {self._rank: mmap.mmap(file, 0)}
         mine = (_namespace(), os.getpid(), file, self._header_bytes + num_bytes)
-        everyone: list[tuple[str, int, int, int]] = [mine] * world
-        dist.all_gather_object(everyone, mine, group)
+        everyone = gather_objects(mine, group)
         neighbours = [rank for rank, other in enumerate(everyone) if other[0] == mine[0]]
         opened = all(self._open(rank, *everyone[rank][1:]) for rank in neighbours if rank != self._rank)
-        all_opened: list[bool] = [opened] * world
-        dist.all_gather_object(all_opened, opened, group)
+        all_opened = gather_objects(opened, group)
         os.close(file)  # the mappings stay
         self.ranks = frozenset(neighbours if all(all_opened[rank] for rank in neighbours) else ())
         """Ranks whose vectors this rank can read, itself included; empty where the system does not allow it."""

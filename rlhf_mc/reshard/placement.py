@@ -9,22 +9,30 @@ from dataclasses import replace
 
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout, mcore_layout, vllm_layout
-from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
 def training_layouts(shape: ModelShape, mesh: Mesh, fused_norms: bool = False) -> list[Layout]:
     """What each rank holds of a Megatron-Core model. fused_norms: the layers are Transformer Engine's."""
+    known: dict[Coordinate, Layout] = {}
     layouts = []
     for rank in range(mesh.world):
-        at = mesh.coordinate(rank)
-        experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
-        chunks = []
-        for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
-            first = mesh.is_first_stage(rank) and chunk == 0
-            last = mesh.is_last_stage(rank) and chunk == mesh.vpp - 1
-            chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
-        layouts.append(chunks[0] if mesh.vpp == 1 else _joined(chunks))
+        # Replicas hold the same, and the same object: a plan is worked out once for all of them.
+        at = replace(mesh.coordinate(rank), dp=0)
+        if at not in known:
+            known[at] = _training_layout(shape, mesh, at, fused_norms)
+        layouts.append(known[at])
     return layouts
+
+
+def _training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, fused_norms: bool) -> Layout:
+    chunks = []
+    for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
+        first = at.pp == 0 and chunk == 0
+        last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
+        experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
+        chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
+    return chunks[0] if mesh.vpp == 1 else _joined(chunks)
 
 
 def chunk_prefix(chunk: int, num_chunks: int) -> str:

@@ -165,24 +165,27 @@ class _Spread:
         self.itemsize = itemsize
         self.turn: dict[tuple[int, ...], int] = defaultdict(int)
 
-    def nearest(self, holders: Iterable[int], receivers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
-        """The receivers' numbers in their list, grouped by the ranks that may send to them."""
+    def nearest(
+        self, holders: Iterable[int], receivers: Iterable[tuple[int, int]]
+    ) -> dict[tuple[int, ...], list[list[tuple[int, int]]]]:
+        """The receivers (rank, ...) by the ranks that may send to them, in teams that take a block together: those of a
+        node on which nobody holds it; where somebody does, each receiver for itself."""
         everywhere = tuple(holders)
         on_node: dict[int, list[int]] = defaultdict(list)
         for rank in everywhere:
             on_node[rank // self.ranks_per_node].append(rank)
-        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number, rank in enumerate(receivers):
-            groups[tuple(on_node.get(rank // self.ranks_per_node, everywhere))].append(number)
-        return groups
-
-    def teams(self, senders: tuple[int, ...], receivers: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """The receivers (rank, ...) that take a block together: those of one node, where its senders are on others."""
-        by_node: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        served: dict[tuple[int, ...], list[list[tuple[int, int]]]] = defaultdict(list)
+        far: dict[int, list[tuple[int, int]]] = {}
         for receiver in receivers:
-            near = senders[0] // self.ranks_per_node == receiver[0] // self.ranks_per_node
-            by_node[~receiver[0] if near else receiver[0] // self.ranks_per_node].append(receiver)
-        return list(by_node.values())
+            node = receiver[0] // self.ranks_per_node
+            if node in on_node:
+                served[tuple(on_node[node])].append([receiver])
+            elif node in far:
+                far[node].append(receiver)
+            else:
+                far[node] = [receiver]
+                served[everywhere].append(far[node])
+        return served
 
     def cuts(self, block: Box, num_senders: int, num_receivers: int, team: int) -> list[Box]:
         """Row ranges of the block such that every sender sends as many, and every receiver of a team receives as many,
@@ -223,9 +226,10 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) 
         have = holders[box]
         copies += [move((rank, have[rank]), (rank, piece), block) for rank, piece in wanted if rank in have]
         missing = [(rank, piece) for rank, piece in wanted if rank not in have]
-        for senders, numbers in spread.nearest(have, [rank for rank, _ in missing]).items():
-            for team in spread.teams(senders, (missing[n] for n in numbers)):
-                for number, cut in enumerate(spread.cuts(block, len(senders), len(numbers), len(team))):
+        for senders, teams in spread.nearest(have, missing).items():
+            served = sum(map(len, teams))
+            for team in teams:
+                for number, cut in enumerate(spread.cuts(block, len(senders), served, len(team))):
                     first, sender = team[number % len(team)], spread.next_sender(senders)
                     moves.append(move((sender, have[sender]), first, cut))
                     relays += [move(first, other, cut, is_relay=True) for other in team if other != first]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.execute import by_peer, destination, exchange, message_device, shared_storage, source_blocks
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
+from rlhf_mc.topology.agreement import gather_objects
 
 CHUNK = 1 << 20
 """Bytes that are summed up at a time, which bounds the memory this takes; a multiple of 8."""
@@ -30,10 +31,7 @@ def verify(
     Every rank of the group must call it. Tensors that are shared must be the source's memory. Source and target are
     of one type: a difference is one of bits."""
     failure = _first_difference(plan, source, target, group)
-    failures = [failure]
-    if group is not None:
-        failures = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure, group)
+    failures = [failure] if group is None else gather_objects(failure, group)
     if first := next((f for f in failures if f), None):
         raise UserError(f"reshard.verify: {first}; {sum(f is not None for f in failures)} rank(s) have such blocks")
 

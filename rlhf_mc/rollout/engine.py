@@ -45,7 +45,7 @@ from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.rollout.experts import fused_moe
-from rlhf_mc.topology.groups import gather_objects
+from rlhf_mc.topology.agreement import gather_objects
 
 
 @dataclass(frozen=True)

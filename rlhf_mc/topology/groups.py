@@ -1,5 +1,5 @@
-"""The process groups of a run: built once, passed as arguments. Also the few collectives on plain
-Python values by which ranks agree on something small.
+"""The process groups of a run: built once, passed as arguments. How ranks agree on something small is in
+agreement.py.
 """
 
 from __future__ import annotations
@@ -7,12 +7,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,8 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology.mesh import Coordinate, Mesh
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,34 +98,3 @@ def set_timeout_everywhere(timeout_seconds: int) -> None:
     themselves included: new_group takes the library's default, not the world's."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), group)
-
-
-def gather_objects(value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank. Every rank must call it."""
-    out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
-
-
-def ranks_per_node() -> int:
-    """How many neighbouring ranks share a machine; 1 where they are not spread evenly. Every rank must call it."""
-    hosts = gather_objects(socket.gethostname())
-    count = hosts.count(hosts[0])
-    even = len(hosts) % count == 0 and all(host == hosts[rank // count * count] for rank, host in enumerate(hosts))
-    return count if even else 1
-
-
-def raise_together(error: UserError | None) -> None:
-    """Raises on every rank the first error that any rank has, so that no rank waits for one that is gone.
-    Every rank must call it."""
-    first = next((e for e in gather_objects(None if error is None else str(error)) if e is not None), None)
-    if first is not None:
-        raise UserError(first)
-
-
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum over all ranks, on every rank, on the CPU. Where each element is non-zero on one
-    rank only, the sum is exact. Every rank must call it."""
-    out = tensor.detach().to(platform.device())
-    dist.all_reduce(out)
-    return out.cpu()

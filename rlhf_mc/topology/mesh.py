@@ -36,7 +36,6 @@ class Mesh:
     """Layers of the first stage, which holds the embedding too; None: as many as the stages between."""
     last_stage_layers: int | None = None
     """Layers of the last stage, which holds the output layer too; None: as many as the stages between."""
-
     vpp: int = 1
     """Runs of layers (model chunks) that each pipeline stage holds."""
 

@@ -24,7 +24,7 @@ from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.observability.metrics import summarize, summarize_lengths
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
-from rlhf_mc.topology.groups import gather_objects, raise_together
+from rlhf_mc.topology.agreement import gather_objects, raise_together
 
 TRAINING, VALIDATION = 0, 1
 """Streams of sampling seeds: validation never shares random numbers with training."""

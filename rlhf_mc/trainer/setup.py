@@ -28,7 +28,8 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
-from rlhf_mc.topology.groups import Groups, build_groups, ranks_per_node, set_timeout_everywhere
+from rlhf_mc.topology.agreement import ranks_per_node
+from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.weights import WeightUpdate

@@ -22,7 +22,7 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
-from rlhf_mc.topology.groups import raise_together
+from rlhf_mc.topology.agreement import raise_together
 
 
 def mini_batches(

@@ -1,10 +1,10 @@
-"""What the groups derive from what ranks say of themselves; the groups themselves are tested on several ranks."""
+"""What ranks derive from what all say of themselves; that they agree is tested on several ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlhf_mc.topology import groups
+from rlhf_mc.topology import agreement
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from rlhf_mc.topology import groups
     ],
 )
 def test_ranks_per_node(hosts: list[str], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "gather_objects", lambda value: hosts)
-    assert groups.ranks_per_node() == count
+    monkeypatch.setattr(agreement, "gather_objects", lambda value: hosts)
+    assert agreement.ranks_per_node() == count

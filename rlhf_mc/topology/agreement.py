@@ -1,0 +1,50 @@
+"""The few collectives on plain values by which ranks agree on something small. No Megatron here: what only needs to
+agree does not wait for its import.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank of the group (by default of the world, which without a process group is this process),
+    in rank order, on every rank. Every rank of it must call it."""
+    if not dist.is_initialized():
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group)
+    return out
+
+
+def ranks_per_node() -> int:
+    """How many neighbouring ranks share a machine; 1 where they are not spread evenly. Every rank must call it."""
+    hosts = gather_objects(socket.gethostname())
+    count = hosts.count(hosts[0])
+    even = len(hosts) % count == 0 and all(host == hosts[rank // count * count] for rank, host in enumerate(hosts))
+    return count if even else 1
+
+
+def raise_together(error: UserError | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raises on every rank of the group the first error that any of them has, so that no rank waits for one that is
+    gone. Every rank of it must call it."""
+    first = next((e for e in gather_objects(None if error is None else str(error), group) if e is not None), None)
+    if first is not None:
+        raise UserError(first)
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The element-wise sum over all ranks, on every rank, on the CPU. Where each element is non-zero on one
+    rank only, the sum is exact. Every rank must call it."""
+    out = tensor.detach().to(platform.device())
+    dist.all_reduce(out)
+    return out.cpu()
