@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,23 @@ def spoil_an_update(config_path: str, tp: int, rollout_tp: int, rank: int, name:
         finally:
             weights.verify = original
             run.rollout.close()
+
+
+def run_two_steps(
+    workers: Any, config: Path, layout: tuple[int, int, int], export_to: Path, overrides: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """two_steps on all workers, layout being (tp, pp, rollout TP): each rank's result."""
+    tp, pp, rollout_tp = layout
+    results: list[dict[str, Any]] = workers.run(
+        two_steps,
+        config_path=str(config),
+        tp=tp,
+        pp=pp,
+        rollout_tp=rollout_tp,
+        overrides=list(overrides),
+        export_to=str(export_to),
+    )
+    return results
 
 
 def vllm_differs_from(run: Run, checkpoint: Path, config_path: str, rollout_tp: int) -> list[str]:

@@ -193,15 +193,8 @@ def check_two_steps(
     """Two PPO steps move the weights, and vLLM has them: its log-probs are Megatron's, its parameters bit for bit what
     its own loader makes of the exported checkpoint."""
     export_to = directory / f"out_{tp}_{rollout_tp}_{len(overrides)}"
-    results = workers.run(
-        cases.two_steps,
-        config_path=str(write_config(directory)),
-        tp=tp,
-        pp=1,
-        rollout_tp=rollout_tp,
-        overrides=overrides,
-        export_to=str(export_to),
-    )
+    config = write_config(directory)
+    results = cases.run_two_steps(workers, config, (tp, 1, rollout_tp), export_to, overrides)
     for rank, result in enumerate(results):
         assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
         for metrics in result["steps"]:

@@ -58,15 +58,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference(pool: Any, workspace: Path) -> dict[str, Any]:
     """One process: what all layouts must reproduce."""
-    result = pool(1).run(
-        cases.two_steps,
-        config_path=str(workspace / "config.yaml"),
-        tp=1,
-        pp=1,
-        rollout_tp=1,
-        overrides=[],
-        export_to=str(workspace / "ref"),
-    )[0]
+    result = cases.run_two_steps(pool(1), workspace / "config.yaml", (1, 1, 1), workspace / "ref")[0]
     return {**result, "weights": cases.exported_weights(str(workspace / "ref"))}
 
 
@@ -75,14 +67,8 @@ def test_every_layout_trains_alike(
     pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, rollout_tp: int
 ) -> None:
     export_to = workspace / f"out_{world}_{tp}_{pp}_{rollout_tp}"
-    results = pool(world).run(
-        cases.two_steps,
-        config_path=str(workspace / "config.yaml"),
-        tp=tp,
-        pp=pp,
-        rollout_tp=rollout_tp,
-        overrides=["reshard.verify=always"],
-        export_to=str(export_to),
+    results = cases.run_two_steps(
+        pool(world), workspace / "config.yaml", (tp, pp, rollout_tp), export_to, ["reshard.verify=always"]
     )
     for result in results:
         # Equal tensor parallelism shares all but the joined q, k, v, and these too with one KV head on a rank.
@@ -103,14 +89,12 @@ def test_settings_of_the_engine_train_alike(
     pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, setting: str
 ) -> None:
     export_to = workspace / f"set_{setting}"
-    results = pool(world).run(
-        cases.two_steps,
-        config_path=str(workspace / "config.yaml"),
-        tp=tp,
-        pp=pp,
-        rollout_tp=1,
-        overrides=["reshard.verify=always", f"actor.megatron.{setting}"],
-        export_to=str(export_to),
+    results = cases.run_two_steps(
+        pool(world),
+        workspace / "config.yaml",
+        (tp, pp, 1),
+        export_to,
+        ["reshard.verify=always", f"actor.megatron.{setting}"],
     )
     check_like(reference, results, export_to)
 
@@ -122,14 +106,12 @@ def test_uneven_stages_train_alike(
     """Four layers as 3 and 1, and as 1 and 3 with both ends set."""
     export_to = workspace / f"uneven_{world}"
     stages = {"first": first, "last": last}
-    results = pool(world).run(
-        cases.two_steps,
-        config_path=str(workspace / "config.yaml"),
-        tp=1,
-        pp=2,
-        rollout_tp=2,
-        overrides=[f"actor.megatron.num_layers_in_{k}_pipeline_stage={v}" for k, v in stages.items() if v],
-        export_to=str(export_to),
+    results = cases.run_two_steps(
+        pool(world),
+        workspace / "config.yaml",
+        (1, 2, 2),
+        export_to,
+        [f"actor.megatron.num_layers_in_{k}_pipeline_stage={v}" for k, v in stages.items() if v],
     )
     check_like(reference, results, export_to)
 
@@ -163,14 +145,12 @@ def test_shared_memory_changes_nothing(
     """The same metrics and weights to the last bit, whether vLLM's parameters are Megatron's memory or copies."""
     outcomes = {}
     for share in ("true", "false"):
-        results = pool(world).run(
-            cases.two_steps,
-            config_path=str(workspace / "config.yaml"),
-            tp=tp,
-            pp=pp,
-            rollout_tp=rollout_tp,
-            overrides=[f"reshard.share_weights={share}"],
-            export_to=str(tmp_path / share),
+        results = cases.run_two_steps(
+            pool(world),
+            workspace / "config.yaml",
+            (tp, pp, rollout_tp),
+            tmp_path / share,
+            [f"reshard.share_weights={share}"],
         )
         assert all(result["different"] == [] for result in results)
         if share == "false":

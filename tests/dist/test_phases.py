@@ -12,26 +12,14 @@ from tiny import make_workspace, write_config
 
 def test_while_the_critic_warms_up_the_actor_stays(pool: Any, tmp_path: Path) -> None:
     make_workspace(tmp_path)
-    result = pool(1).run(
-        cases.two_steps,
-        config_path=str(write_config(tmp_path)),
-        tp=1,
-        pp=1,
-        rollout_tp=1,
-        overrides=["trainer.critic_warmup=1"],
-        export_to=str(tmp_path / "out"),
+    result = cases.run_two_steps(
+        pool(1), write_config(tmp_path), (1, 1, 1), tmp_path / "out", ["trainer.critic_warmup=1"]
     )[0]
     first, second = result["steps"]
     assert "actor/loss" not in first and "actor/loss" in second
     assert first["critic/grad_norm"] > 0 and second["critic/values/mean"] != first["critic/values/mean"]
-    result = pool(1).run(
-        cases.two_steps,
-        config_path=str(tmp_path / "config.yaml"),
-        tp=1,
-        pp=1,
-        rollout_tp=1,
-        overrides=["trainer.critic_warmup=2"],
-        export_to=str(tmp_path / "still"),
+    result = cases.run_two_steps(
+        pool(1), tmp_path / "config.yaml", (1, 1, 1), tmp_path / "still", ["trainer.critic_warmup=2"]
     )[0]
     start, still = (cases.exported_weights(str(tmp_path / name)) for name in ("model", "still"))
     moved = cases.exported_weights(str(tmp_path / "out"))
