@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Union
 import yaml
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.config.validate import validate as validate
 
 _RENAMED = {
@@ -46,6 +46,8 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
         _merge(settings, _read_override(override))
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
+    for role in layouts(config).keys() - {"actor"}:
+        getattr(config, role).megatron = _layout_like_the_actors(role, config.actor.megatron, settings, path)
     return config
 
 
@@ -212,6 +214,21 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
         else:
             values[field.name] = fallback
     return cls(**values)
+
+
+def _layout_like_the_actors(
+    role: str, actor: MegatronConfig, settings: Mapping[str, _Setting], path: str
+) -> MegatronConfig:
+    """A role's layout: what is not set is the actor's, save what belongs to a split that the role does not have."""
+    own: MegatronConfig = _build(MegatronConfig, f"{role}.megatron.", settings, actor, path)
+    start = dataclasses.replace(actor)
+    if own.tensor_model_parallel_size == 1:
+        start.sequence_parallel = False
+    if own.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
+        start.virtual_pipeline_model_parallel_size = None
+        start.num_layers_in_first_pipeline_stage = start.num_layers_in_last_pipeline_stage = None
+    layout: MegatronConfig = _build(MegatronConfig, f"{role}.megatron.", settings, start, path)
+    return layout
 
 
 def _field_default(field: dataclasses.Field[Any]) -> Any:

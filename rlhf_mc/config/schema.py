@@ -6,7 +6,7 @@ Names follow verl's where the meaning is the same. No torch here, and no reading
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -137,7 +137,7 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """The training layout; critic and reference use the same one."""
+    """The actor's layout, and what the other roles' begin with."""
 
 
 @dataclass
@@ -162,6 +162,10 @@ class CriticConfig:
     """How token losses become the mini-batch's loss."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """The critic's own layout. What is not set is as in actor.megatron, save what belongs to a split that the critic
+    does not have: sequence_parallel where its tensor-parallel size is 1; chunks and the layers of the first and last
+    stage where it has another number of stages."""
 
 
 @dataclass
@@ -170,6 +174,8 @@ class RefConfig:
 
     log_prob_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch of the reference pass."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """The reference's own layout; what is not set is taken from actor.megatron as in critic.megatron."""
 
 
 @dataclass
@@ -321,3 +327,9 @@ class Config:
     """Rewards to advantages."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     """A reward function of the user's own."""
+
+
+def layouts(cfg: Config) -> dict[str, MegatronConfig]:
+    """The layout of each section that has one ({section}.megatron), the actor's first."""
+    sections = {section.name: getattr(cfg, section.name) for section in fields(cfg)}
+    return {name: section.megatron for name, section in sections.items() if hasattr(section, "megatron")}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config, OptimConfig
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
 
 _AT_LEAST_ONE = [
     "data.max_prompt_length",
@@ -20,11 +20,6 @@ _AT_LEAST_ONE = [
     "actor.ppo_epochs",
     "critic.ppo_mini_batch_size",
     "critic.ppo_epochs",
-    "actor.megatron.tensor_model_parallel_size",
-    "actor.megatron.pipeline_model_parallel_size",
-    "actor.megatron.expert_model_parallel_size",
-    "actor.megatron.num_layers_in_first_pipeline_stage",
-    "actor.megatron.num_layers_in_last_pipeline_stage",
     "rollout.tensor_model_parallel_size",
     "rollout.n",
     "rollout.max_num_seqs",
@@ -43,6 +38,14 @@ _AT_LEAST_ONE_OR_MINUS_ONE = [
     "trainer.test_freq",
     "trainer.save_freq",
 ]
+_AT_LEAST_ONE_IN_A_LAYOUT = [
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+]
+"""Of the megatron section of each role."""
 _ABOVE_ZERO = [
     "actor.clip_ratio_high",
     "critic.cliprange_value",
@@ -107,30 +110,9 @@ def _check_optim(key: str, optim: OptimConfig, total_steps: int | None) -> None:
 def _check_layout(cfg: Config, world_size: int) -> None:
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     works = f"the {world_size} processes of this run; what would: {', '.join(map(str, divisors))}"
-    tp = cfg.actor.megatron.tensor_model_parallel_size
-    pp = cfg.actor.megatron.pipeline_model_parallel_size
-    _require(
-        tp * pp in divisors,
-        f"actor.megatron.tensor_model_parallel_size {tp} x pipeline_model_parallel_size {pp} = {tp * pp}"
-        f" does not divide {works}",
-    )
-    ep, dp = cfg.actor.megatron.expert_model_parallel_size, world_size // (tp * pp)
-    _require(
-        dp % ep == 0,
-        f"actor.megatron.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
-        f"; what would: {', '.join(str(n) for n in range(1, dp + 1) if dp % n == 0)}",
-    )
-    _require(
-        tp > 1 or not cfg.actor.megatron.sequence_parallel,
-        "actor.megatron.sequence_parallel is true; that needs actor.megatron.tensor_model_parallel_size of at least 2",
-    )
-    for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        layers = getattr(cfg.actor.megatron, key)
-        _require(
-            layers is None or pp > 1,
-            f"actor.megatron.{key} is {layers}; that needs actor.megatron.pipeline_model_parallel_size of at least 2",
-        )
-    _check_virtual_stages(cfg)
+    for role, megatron in layouts(cfg).items():
+        _check_role(f"{role}.megatron", megatron, world_size, divisors, works)
+        _check_virtual_stages(cfg, role, megatron)
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     _require(
         rollout_tp in divisors,
@@ -138,20 +120,48 @@ def _check_layout(cfg: Config, world_size: int) -> None:
     )
 
 
-def _check_virtual_stages(cfg: Config) -> None:
-    megatron = cfg.actor.megatron
-    key, chunks = "actor.megatron.virtual_pipeline_model_parallel_size", megatron.virtual_pipeline_model_parallel_size
+def _check_role(section: str, megatron: MegatronConfig, world_size: int, divisors: list[int], works: str) -> None:
+    for name in _AT_LEAST_ONE_IN_A_LAYOUT:
+        value = getattr(megatron, name)
+        _require(value is None or value >= 1, f"{section}.{name} is {value}; it must be at least 1")
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    _require(
+        tp * pp in divisors,
+        f"{section}.tensor_model_parallel_size {tp} x {section}.pipeline_model_parallel_size {pp} = {tp * pp}"
+        f" does not divide {works}",
+    )
+    ep, dp = megatron.expert_model_parallel_size, world_size // (tp * pp)
+    _require(
+        dp % ep == 0,
+        f"{section}.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
+        f"; what would: {', '.join(str(n) for n in range(1, dp + 1) if dp % n == 0)}",
+    )
+    _require(
+        tp > 1 or not megatron.sequence_parallel,
+        f"{section}.sequence_parallel is true; that needs {section}.tensor_model_parallel_size of at least 2",
+    )
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        layers = getattr(megatron, name)
+        _require(
+            layers is None or pp > 1,
+            f"{section}.{name} is {layers}; that needs {section}.pipeline_model_parallel_size of at least 2",
+        )
+
+
+def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> None:
+    section, chunks = f"{role}.megatron", megatron.virtual_pipeline_model_parallel_size
     if chunks is None:
         return
-    _range(cfg, key, lambda value: value >= 2, "at least 2, or null")
+    key = f"{section}.virtual_pipeline_model_parallel_size"
+    _require(chunks >= 2, f"{key} is {chunks}; it must be at least 2, or null")
     _require(
         megatron.pipeline_model_parallel_size > 1,
-        f"{key} is {chunks}; that needs actor.megatron.pipeline_model_parallel_size of at least 2",
+        f"{key} is {chunks}; that needs {section}.pipeline_model_parallel_size of at least 2",
     )
     for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         _require(
             getattr(megatron, other) is None,
-            f"{key} is {chunks}; with it all stages have as many layers: set actor.megatron.{other} to null",
+            f"{key} is {chunks}; with it all stages have as many layers: set {section}.{other} to null",
         )
     _require(
         cfg.model.dist_checkpointing_path is None,
@@ -162,19 +172,20 @@ def _check_virtual_stages(cfg: Config) -> None:
 
 def _check_batches(cfg: Config, world_size: int) -> None:
     batch = cfg.data.train_batch_size
-    dp = world_size // (cfg.actor.megatron.tensor_model_parallel_size * cfg.actor.megatron.pipeline_model_parallel_size)
-    for key in ("actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
-        mini = _get(cfg, key)
-        if mini is None:
-            continue
+    for role, section in (("actor", cfg.actor), ("critic", cfg.critic)):
+        key = f"{role}.ppo_mini_batch_size"
+        # The critic's is the actor's where it is not set.
+        mini = cfg.actor.ppo_mini_batch_size if section.ppo_mini_batch_size is None else section.ppo_mini_batch_size
+        megatron = section.megatron
+        dp = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
         _require(
             batch % mini == 0,
             f"{key} is {mini}; it must divide data.train_batch_size, {batch}, and be no larger",
         )
         _require(
             mini * cfg.rollout.n >= dp,
-            f"{key} {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the {dp} data-parallel ranks,"
-            " each of which needs one",
+            f"{key} {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the {dp} data-parallel ranks"
+            f" of {role}.megatron, each of which needs one",
         )
     _require(
         cfg.rollout.max_num_batched_tokens >= cfg.rollout.max_num_seqs,

@@ -130,6 +130,50 @@ def test_to_dict_can_be_loaded_again(config_file: Path, tmp_path: Path) -> None:
     assert load(again) == cfg
 
 
+ACTOR_SPLIT = (
+    "actor.megatron.tensor_model_parallel_size=4",
+    "actor.megatron.pipeline_model_parallel_size=2",
+    "actor.megatron.sequence_parallel=true",
+    "actor.megatron.num_layers_in_first_pipeline_stage=3",
+    "actor.megatron.dtype=float32",
+)
+
+
+@pytest.mark.parametrize("role", ["critic", "ref"])
+def test_a_roles_layout_is_the_actors_where_it_is_not_set(config_file: Path, role: str) -> None:
+    config_file.write_text(MINIMAL + f"{role}:\n  megatron:\n")
+    cfg = load(config_file, *ACTOR_SPLIT)
+    assert getattr(cfg, role).megatron == cfg.actor.megatron
+    assert getattr(cfg, role).megatron is not cfg.actor.megatron
+
+
+@pytest.mark.parametrize("role", ["critic", "ref"])
+def test_a_role_takes_over_what_belongs_to_its_own_split(config_file: Path, role: str) -> None:
+    """TP 2: the actor's other settings. PP 1: no layers of a first stage. TP 1: no sequence parallelism."""
+    cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=2")
+    assert getattr(cfg, role).megatron == dataclasses.replace(cfg.actor.megatron, tensor_model_parallel_size=2)
+    cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.pipeline_model_parallel_size=1")
+    assert getattr(cfg, role).megatron == dataclasses.replace(
+        cfg.actor.megatron, pipeline_model_parallel_size=1, num_layers_in_first_pipeline_stage=None
+    )
+    cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=1")
+    assert not getattr(cfg, role).megatron.sequence_parallel
+    assert cfg.actor.megatron.sequence_parallel
+    # What is set is set, even where it cannot be: that is for `validate` to say.
+    one = f"{role}.megatron.tensor_model_parallel_size=1"
+    cfg = load(config_file, *ACTOR_SPLIT, one, f"{role}.megatron.sequence_parallel=true")
+    assert getattr(cfg, role).megatron.sequence_parallel
+
+
+def test_a_roles_layout_in_a_file_and_saved_again(config_file: Path, tmp_path: Path) -> None:
+    config_file.write_text(MINIMAL + "critic: {megatron: {tensor_model_parallel_size: 1, dtype: bfloat16}}\n")
+    cfg = load(config_file, *ACTOR_SPLIT)
+    assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.dtype) == (1, "bfloat16")
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(to_dict(cfg)))
+    assert load(again) == cfg
+
+
 # ---------------------------------------------------------------- refused
 
 
@@ -279,6 +323,12 @@ def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
         (),
         ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2"),
         ("rollout.tensor_model_parallel_size=4",),
+        (
+            "actor.megatron.tensor_model_parallel_size=4",
+            "critic.megatron.tensor_model_parallel_size=1",
+            "ref.megatron.tensor_model_parallel_size=2",
+            "ref.megatron.pipeline_model_parallel_size=2",
+        ),
         ("actor.clip_ratio_high=1.5",),
         ("critic.ppo_mini_batch_size=32",),
         ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
@@ -296,7 +346,10 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("actor.megatron.tensor_model_parallel_size=3",), ("3 x pipeline_model_parallel_size 1 = 3", "1, 2, 4")),
+        (
+            ("actor.megatron.tensor_model_parallel_size=3",),
+            ("3 x actor.megatron.pipeline_model_parallel_size 1 = 3", "1, 2, 4"),
+        ),
         (("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
         (
             ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.expert_model_parallel_size=4"),
@@ -333,6 +386,34 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
         (
             ("actor.megatron.sequence_parallel=true",),
             ("actor.megatron.sequence_parallel is true", "tensor_model_parallel_size of at least 2"),
+        ),
+        (
+            ("critic.megatron.pipeline_model_parallel_size=3",),
+            ("critic.megatron.tensor_model_parallel_size 1 x critic.megatron.pipeline_model_parallel_size 3 = 3",),
+        ),
+        (("ref.megatron.tensor_model_parallel_size=8",), ("ref.megatron.tensor_model_parallel_size 8", "1, 2, 4")),
+        (("critic.megatron.tensor_model_parallel_size=0",), ("critic.megatron.tensor_model_parallel_size is 0",)),
+        (
+            ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.expert_model_parallel_size=4",
+             "critic.megatron.tensor_model_parallel_size=2"),
+            ("critic.megatron.expert_model_parallel_size 4 does not divide the 2 data-parallel replicas",),
+        ),
+        (
+            ("ref.megatron.sequence_parallel=true",),
+            ("ref.megatron.sequence_parallel is true", "ref.megatron.tensor_model_parallel_size of at least 2"),
+        ),
+        (
+            ("critic.megatron.virtual_pipeline_model_parallel_size=2",),
+            ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "critic.megatron.pipeline_model"),
+        ),
+        (
+            ("critic.megatron.num_layers_in_last_pipeline_stage=2",),
+            ("critic.megatron.num_layers_in_last_pipeline_stage is 2", "critic.megatron.pipeline_model"),
+        ),
+        (
+            ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.tensor_model_parallel_size=1",
+             "actor.ppo_mini_batch_size=2"),
+            ("critic.ppo_mini_batch_size 2", "fewer sequences than the 4 data-parallel ranks of critic.megatron"),
         ),
         (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", "1, 2, 4")),
         (("data.train_batch_size=0",), ("data.train_batch_size is 0", "at least 1")),
