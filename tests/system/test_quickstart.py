@@ -20,33 +20,14 @@ ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("quickstart")
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
+    command += ["configs/quickstart.yaml", *quickstart_overrides]
+    command += [f"trainer.default_local_dir={out}", "trainer.save_freq=5"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    commands = [
-        [sys.executable, "tools/make_quickstart.py", "--output", str(out)],
-        [sys.executable, "tools/convert_hf_to_mcore.py", "--hf-path", f"{out}/model_hf", "--output", f"{out}/mcore"],
-        [
-            *(
-                str(BIN / "torchrun"),
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                "-m",
-                "rlhf_mc",
-                "configs/quickstart.yaml",
-            ),
-            f"model.path={out}/model_hf",
-            f"model.dist_checkpointing_path={out}/mcore",
-            f"data.train_files={out}/train.parquet",
-            f"data.val_files={out}/val.parquet",
-            f"trainer.default_local_dir={out}",
-            "trainer.save_freq=5",
-        ],
-    ]
-    for command in commands:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
-        assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return out
 
 
@@ -66,7 +47,7 @@ def test_generator_and_trainer_agree_at_every_step(rows: list[dict[str, float]])
     assert max(row["training/rollout_logprobs_diff_max"] for row in rows[1:]) < 1e-4
 
 
-def test_it_leaves_what_it_promises(run_dir: Path, rows: list[dict[str, float]]) -> None:
+def test_it_leaves_what_it_promises(run_dir: Path, quickstart_made: Path, rows: list[dict[str, float]]) -> None:
     assert (run_dir / "training.png").read_bytes()[:4] == b"\x89PNG"
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
@@ -74,15 +55,16 @@ def test_it_leaves_what_it_promises(run_dir: Path, rows: list[dict[str, float]])
     assert (run_dir / "global_step_5" / "hf" / "model.safetensors").is_file()  # save_freq
     samples = sorted((run_dir / "generations").glob("step_*.txt"))
     assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
-    assert pq.read_table(run_dir / "train.parquet").num_rows > pq.read_table(run_dir / "val.parquet").num_rows > 0
+    train, val = (pq.read_table(quickstart_made / f"{name}.parquet") for name in ("train", "val"))
+    assert train.num_rows > val.num_rows > 0
 
 
 def test_transformers_loads_the_trained_actor_and_gets_the_same_accuracy(
-    run_dir: Path, rows: list[dict[str, float]]
+    run_dir: Path, quickstart_made: Path, rows: list[dict[str, float]]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
-    val = pq.read_table(run_dir / "val.parquet").to_pylist()
+    val = pq.read_table(quickstart_made / "val.parquet").to_pylist()
     right = 0
     for row in val:
         text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)

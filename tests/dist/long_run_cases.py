@@ -1,0 +1,59 @@
+"""What the ranks run in test_long_run.py."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import a_run
+
+from rlhf_mc import platform
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.trainer import experience, ppo
+
+
+@contextmanager
+def rollouts(recorded_in: Path | None, fed_from: Path | None) -> Iterator[None]:
+    """Writes every step's generations to a file, or takes them from such a file instead of from the engine."""
+    generate = experience.generate
+    fed = iter(pickle.loads(fed_from.read_bytes())) if fed_from else None
+    drawn: list[Any] = []
+
+    def instead(*args: Any) -> Any:
+        drawn.append(next(fed) if fed else generate(*args))
+        return drawn[-1]
+
+    experience.generate = instead
+    try:
+        yield
+        if recorded_in and dist.get_rank() == 0:
+            recorded_in.write_bytes(pickle.dumps(drawn))
+    finally:
+        experience.generate = generate
+
+
+def some_steps(
+    config_path: str, overrides: list[str], steps: int, export_to: str, recorded_in: str = "", fed_from: str = ""
+) -> list[float]:
+    """Each step's mean score; the last weights are exported."""
+    scores = []
+    paths = [Path(path) if path else None for path in (recorded_in, fed_from)]
+    with a_run(config_path, overrides) as run, rollouts(*paths):
+        for step in range(1, steps + 1):
+            state = ppo.StepState(step, PhaseTimer(platform.synchronize), {})
+            with state.timer.phase("step"):
+                prompts, batch = ppo.rollout(run, state)
+                batch = ppo.reward(run, state, prompts, batch)
+                batch = ppo.score(run, state, batch)
+                batch = ppo.advantage(run, state, batch)
+                ppo.update_models(run, state, batch)
+            assert isinstance(batch.scores, torch.Tensor)
+            scores.append(float(batch.scores.mean()))
+        ppo.export(run, state, Path(export_to))
+        dist.barrier()
+    return scores
