@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def quickstart_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make quickstart` makes before it starts PPO: model, Megatron checkpoint, prompts. Nothing may write there."""
+    """What `make quickstart` makes before it starts PPO: model, Megatron checkpoint, prompts. None may write."""
     out = tmp_path_factory.mktemp("quickstart_made")
     for command in (
         ["tools/make_quickstart.py", "--output", str(out)],

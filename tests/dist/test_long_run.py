@@ -10,7 +10,6 @@ from typing import Any
 import cases
 import long_run_cases
 import pytest
-import torch
 
 pytestmark = pytest.mark.dist
 
