@@ -258,6 +258,18 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass
+class RewardConfig:
+    """How reward functions are run."""
+
+    num_workers: int = 1
+    """Processes of each rank that score its share of the responses while the log-prob passes run. Each imports the
+    user's file for itself. 0: the rank scores them, before those passes."""
+    timeout_seconds: float = 300.0
+    """Time after which a worker that has scored no further response, or has not imported the user's file, is an error;
+    without workers nothing watches the time."""
+
+
+@dataclass
 class TrainerConfig:
     """The run: how long, how often, where to."""
 
@@ -327,6 +339,8 @@ class Config:
     """Rewards to advantages."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     """A reward function of the user's own."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """How reward functions are run."""
 
 
 def layouts(cfg: Config) -> dict[str, MegatronConfig]:

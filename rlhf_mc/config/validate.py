@@ -53,6 +53,7 @@ _ABOVE_ZERO = [
     "critic.optim.eps",
     "rollout.temperature",
     "rollout.cpu_kvcache_space_gb",
+    "reward.timeout_seconds",
 ]
 _NOT_NEGATIVE = [
     "actor.kl_loss_coef",
@@ -61,6 +62,7 @@ _NOT_NEGATIVE = [
     "trainer.seed",
     "trainer.critic_warmup",
     "trainer.log_val_generations",
+    "reward.num_workers",
 ]
 
 

@@ -12,7 +12,14 @@ from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
-from rlhf_mc.trainer.experience import VALIDATION, generate, repeat_prompts, sampling_seeds, score_responses
+from rlhf_mc.trainer.experience import (
+    VALIDATION,
+    collect_scores,
+    generate,
+    repeat_prompts,
+    sampling_seeds,
+    submit_responses,
+)
 
 
 def accuracy(row: dict[str, float]) -> float:
@@ -43,7 +50,7 @@ def evaluate(
     # The same seeds at every validation: what changes between two is the model.
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
     generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
-    scores = score_responses(rewards, tokenizer, rows, [g.token_ids for g in generations])
+    scores = collect_scores(submit_responses(rewards, tokenizer, rows, [g.token_ids for g in generations]), len(rows))
     mean = sum(accuracy(row) for row in scores) / len(scores)
     texts = [
         _as_text(prompt, tokenizer, generation, row["score"])

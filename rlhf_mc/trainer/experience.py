@@ -22,7 +22,7 @@ from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.observability.metrics import summarize, summarize_lengths
-from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
 from rlhf_mc.topology.agreement import gather_objects, raise_together
 
@@ -52,25 +52,30 @@ def generate(
     return engine.generate([p.token_ids for p in prompts], seeds, sampling)
 
 
-def score_responses(
+def submit_responses(
     rewards: RewardManager,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     responses: Sequence[list[int]],
-) -> list[dict[str, float]]:
-    """Each response's scores ("score" and what else the reward function gives), on every rank.
-
-    The rows are dealt out over the ranks; a rank whose reward function fails makes all ranks raise."""
+) -> PendingScores:
+    """Sends this rank's share of the responses to its reward workers: the rows are dealt out over the ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
+    return rewards.submit(prompts[rank::world], texts)
+
+
+def collect_scores(pending: PendingScores, num_rows: int) -> list[dict[str, float]]:
+    """Each response's scores ("score" and what else the reward function gives), on every rank: what all ranks have
+    submitted, num_rows in all. A rank whose reward function fails makes all ranks raise."""
     error: UserError | None = None
     mine: list[dict[str, float]] = []
     try:
-        texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
-        mine = rewards.score(prompts[rank::world], texts)
+        mine = pending.result()
     except UserError as e:
         error = e
     raise_together(error)
-    out: list[dict[str, float]] = [{}] * len(prompts)
+    world = dist.get_world_size()
+    out: list[dict[str, float]] = [{}] * num_rows
     for r, part in enumerate(gather_objects(mine)):
         out[r::world] = part
     return out

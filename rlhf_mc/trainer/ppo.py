@@ -4,6 +4,7 @@ experience.py, update.py and evaluate.py.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
+from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
 from rlhf_mc.trainer.setup import Run, layouts_of
@@ -50,8 +52,9 @@ def fit(run: Run) -> None:
         state = StepState(step, PhaseTimer(platform.synchronize), {})
         with state.timer.phase("step"):
             prompts, batch = rollout(run, state)
-            batch = reward(run, state, prompts, batch)
+            scores = reward(run, state, prompts, batch)
             batch = score(run, state, batch)
+            batch = rewarded(run, state, batch, scores)
             batch = advantage(run, state, batch)
             update_models(run, state, batch)
         step_metrics(run, state, batch)
@@ -111,10 +114,17 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     return prompts, build_batch(prompts, generations)
 
 
-def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> RaggedBatch:
-    """Scores the responses by rule or by the user's function."""
+def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
+    """Has the responses scored by rule or by the user's function, by worker processes while the next phase runs."""
     with state.timer.phase("reward"):
-        rows = experience.score_responses(run.rewards, run.tokenizer, prompts, batch.responses())
+        return experience.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
+
+
+def rewarded(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores) -> RaggedBatch:
+    """Waits for the scores."""
+    state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
+    with state.timer.phase("reward"):
+        rows = experience.collect_scores(pending, batch.num_sequences)
     return batch.with_fields(scores=torch.tensor([row["score"] for row in rows], dtype=torch.float32))
 
 

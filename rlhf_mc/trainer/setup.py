@@ -68,7 +68,7 @@ def build_run(cfg: Config) -> Run:
         val_prompts = load_prompts(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples)
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
-    rewards = RewardManager(cfg.custom_reward_function)
+    rewards = RewardManager(cfg.custom_reward_function, cfg.reward)
     rewards.check([*train_prompts, *val_prompts])
 
     reader = HFReader(cfg.model.path)

@@ -17,14 +17,14 @@ from tiny import config_tree
 
 from rlhf_mc import platform
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.topology.groups import destroy_groups
 from rlhf_mc.trainer import ppo, weights
-from rlhf_mc.trainer.experience import score_responses
+from rlhf_mc.trainer.experience import collect_scores, submit_responses
 from rlhf_mc.trainer.setup import Run, build_run
 
 
@@ -62,8 +62,9 @@ def two_steps(
             with state.timer.phase("step"):
                 prompts, batch = ppo.rollout(run, state)
                 digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
-                batch = ppo.reward(run, state, prompts, batch)
+                scores = ppo.reward(run, state, prompts, batch)
                 batch = ppo.score(run, state, batch)
+                batch = ppo.rewarded(run, state, batch, scores)
                 batch = ppo.advantage(run, state, batch)
                 ppo.update_models(run, state, batch)
             ppo.step_metrics(run, state, batch)
@@ -162,5 +163,8 @@ def score_made_up_responses(directory: str, num_prompts: int) -> list[dict[str, 
     """Scores one response for each of num_prompts prompts by the directory's reward.py."""
     tokenizer = load_tokenizer(str(Path(directory) / "model"))
     prompts = [Prompt(i, [5], "", "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
-    rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")))
-    return score_responses(rewards, tokenizer, prompts, [[6, 7]] * num_prompts)
+    rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")), RewardConfig())
+    try:
+        return collect_scores(submit_responses(rewards, tokenizer, prompts, [[6, 7]] * num_prompts), num_prompts)
+    finally:
+        rewards.close()

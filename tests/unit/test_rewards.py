@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import arithmetic, gsm8k
 from rlhf_mc.rewards import math as math_rule
-from rlhf_mc.rewards.manager import RULES, RewardManager
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.scoring import RULES
+
+IN_PROCESS = RewardConfig(num_workers=0)
+
+
+def score(manager: RewardManager, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
+    return manager.submit(prompts, responses).result()
 
 
 def make_prompt(index: int = 0, data_source: str = "mine", truth: Any = "4", **extra: Any) -> Prompt:
@@ -135,14 +147,14 @@ def test_math_without_a_box_scores_nothing() -> None:
 
 
 def test_manager_takes_the_rule_of_each_row() -> None:
-    manager = RewardManager(CustomRewardFunctionConfig())
+    manager = RewardManager(CustomRewardFunctionConfig(), IN_PROCESS)
     prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
     manager.check(prompts)
-    assert manager.score(prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
+    assert score(manager, prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
 
 
 def test_unknown_data_source_is_found_before_training() -> None:
-    manager = RewardManager(CustomRewardFunctionConfig())
+    manager = RewardManager(CustomRewardFunctionConfig(), IN_PROCESS)
     with pytest.raises(UserError) as caught:
         manager.check([make_prompt(0, "arithmetic"), make_prompt(17, "openai/gsm9k")])
     message = str(caught.value)
@@ -152,16 +164,16 @@ def test_unknown_data_source_is_found_before_training() -> None:
 
 def test_missing_ground_truth_is_found_before_training() -> None:
     with pytest.raises(UserError, match=r"row 3 .*ground_truth is null"):
-        RewardManager(CustomRewardFunctionConfig()).check([make_prompt(3, "arithmetic", None)])
+        RewardManager(CustomRewardFunctionConfig(), IN_PROCESS).check([make_prompt(3, "arithmetic", None)])
 
 
 # ---------------------------------------------------------------- a user's function
 
 
-def custom(tmp_path: Path, body: str, name: str = "compute_score") -> RewardManager:
+def custom(tmp_path: Path, body: str, name: str = "compute_score", reward: RewardConfig = IN_PROCESS) -> RewardManager:
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(body))
-    return RewardManager(CustomRewardFunctionConfig(path=str(path), name=name))
+    return RewardManager(CustomRewardFunctionConfig(path=str(path), name=name), reward)
 
 
 def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path) -> None:
@@ -183,7 +195,7 @@ def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path
     )
     prompts = [make_prompt(truth=None, want="a"), make_prompt(truth=None, want="b")]
     manager.check(prompts)
-    scores = manager.score(prompts, ["a", "ccc"])
+    scores = score(manager, prompts, ["a", "ccc"])
     assert scores == [{"score": 0.5, "acc": 1.0, "length": 1.0}, {"score": 0.5, "acc": 0.0, "length": 3.0}]
     assert all(type(value) is float for row in scores for value in row.values())
 
@@ -191,13 +203,13 @@ def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path
 @pytest.mark.parametrize("expression", ["1", "True", "1.0", "numpy.float32(1)", "numpy.int64(1)", "numpy.bool_(True)"])
 def test_custom_function_may_return_any_number(tmp_path: Path, expression: str) -> None:
     manager = custom(tmp_path, f"import numpy\ndef compute_score(**row): return {expression}\n")
-    assert manager.score([make_prompt()], ["4"]) == [{"score": 1.0}]
+    assert score(manager, [make_prompt()], ["4"]) == [{"score": 1.0}]
 
 
 def test_custom_function_cannot_change_the_row(tmp_path: Path) -> None:
     manager = custom(tmp_path, "def compute_score(extra_info, **row): return extra_info.pop('bonus')\n")
     prompt = make_prompt(bonus=2.0)
-    assert manager.score([prompt, prompt], ["", ""]) == [{"score": 2.0}, {"score": 2.0}]
+    assert score(manager, [prompt, prompt], ["", ""]) == [{"score": 2.0}, {"score": 2.0}]
 
 
 def test_async_functions_wait_together(tmp_path: Path) -> None:
@@ -211,7 +223,7 @@ def test_async_functions_wait_together(tmp_path: Path) -> None:
         """,
     )
     start = time.perf_counter()
-    scores = manager.score([make_prompt(i) for i in range(20)], [str(i) for i in range(20)])
+    scores = score(manager, [make_prompt(i) for i in range(20)], [str(i) for i in range(20)])
     assert scores == [{"score": float(i)} for i in range(20)], "in the order of the responses"
     assert time.perf_counter() - start < 2.0, "20 waits of 0.2 s, one after the other, are 4 s"
 
@@ -242,7 +254,7 @@ def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, bod
         """.strip(),
     )
     with pytest.raises(UserError) as caught:
-        manager.score([make_prompt(6, truth=4), make_prompt(17, truth=4)], ["fine", "bad"])
+        score(manager, [make_prompt(6, truth=4), make_prompt(17, truth=4)], ["fine", "bad"])
     message = str(caught.value)
     assert "\n" not in message
     for word in (*words, "row 17", "data_source 'mine'", "compute_score", "reward.py"):
@@ -259,9 +271,12 @@ def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, bod
         ("def compute_score(solution_str): return 1\n", "compute_score", ("cannot be called", "data_source")),
     ],
 )
-def test_custom_file_that_cannot_be_used(tmp_path: Path, body: str, name: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_custom_file_that_cannot_be_used(
+    tmp_path: Path, body: str, name: str, words: tuple[str, ...], num_workers: int
+) -> None:
     with pytest.raises(UserError) as caught:
-        custom(tmp_path, body, name)
+        custom(tmp_path, body, name, RewardConfig(num_workers))
     message = str(caught.value)
     assert "\n" not in message
     for word in (*words, str(tmp_path / "reward.py")):
@@ -270,12 +285,149 @@ def test_custom_file_that_cannot_be_used(tmp_path: Path, body: str, name: str, w
 
 def test_custom_file_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "nowhere.py")))
+        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "nowhere.py")), IN_PROCESS)
     (tmp_path / "reward.txt").write_text("def compute_score(**row): return 1\n")
     with pytest.raises(UserError, match=r"must end in \.py"):
-        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")))
+        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")), IN_PROCESS)
 
 
 def test_async_function_can_be_asked_again(tmp_path: Path) -> None:
     manager = custom(tmp_path, "async def compute_score(**row): return 1.0\n")
-    assert [manager.score([make_prompt()], ["4"]) for _ in range(2)] == [[{"score": 1.0}]] * 2
+    assert [score(manager, [make_prompt()], ["4"]) for _ in range(2)] == [[{"score": 1.0}]] * 2
+
+
+# ---------------------------------------------------------------- worker processes
+
+
+@pytest.fixture
+def in_workers(tmp_path: Path) -> Iterator[Callable[..., RewardManager]]:
+    """in_workers(body, num_workers, timeout): a manager of the function, closed afterwards."""
+    managers: list[RewardManager] = []
+
+    def make(body: str, num_workers: int = 1, timeout: float = 60.0) -> RewardManager:
+        managers.append(custom(tmp_path, body, reward=RewardConfig(num_workers, timeout)))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        manager.close()
+
+
+BY_LENGTH = """
+import os
+def compute_score(solution_str, extra_info, **row):
+    return {"score": len(solution_str) / 7, "place": extra_info["place"], "pid": os.getpid()}
+"""
+
+
+@pytest.mark.parametrize(("num_workers", "processes"), [(1, 1), (2, 2), (9, 5)])
+def test_workers_give_the_same_scores(
+    tmp_path: Path, in_workers: Callable[..., RewardManager], num_workers: int, processes: int
+) -> None:
+    prompts = [make_prompt(i, place=i) for i in range(5)]
+    responses = ["a" * (i + 1) for i in range(5)]
+    here = score(custom(tmp_path, BY_LENGTH), prompts, responses)
+    manager = in_workers(BY_LENGTH, num_workers)
+    first, second = (score(manager, prompts, responses) for _ in range(2))
+    assert first == second, "workers are kept"
+    pids = {row.pop("pid") for row in first}
+    assert len(pids) == processes and os.getpid() not in pids
+    assert [{**row, "pid": os.getpid()} for row in first] == here
+    assert score(manager, [], []) == []
+
+
+def test_workers_apply_the_rules_without_torch(in_workers: Callable[..., RewardManager]) -> None:
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
+    prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4")]
+    assert score(manager, prompts, ["4", "4"]) == [{"score": 1.0}, {"score": 0.0}]
+    manager.close()
+    manager = in_workers("import sys\ndef compute_score(**row): return bool({'torch', 'numpy'} & set(sys.modules))\n")
+    assert score(manager, [make_prompt()], [""]) == [{"score": 0.0}]
+
+
+def test_the_rank_goes_on_while_workers_score(in_workers: Callable[..., RewardManager]) -> None:
+    manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.6); return 1.0\n")
+    start = time.perf_counter()
+    pending = manager.submit([make_prompt()], [""])
+    submitted = time.perf_counter()
+    assert submitted - start < 0.5
+    assert pending.seconds_until(submitted + 0.1) <= 0.6, "as long as the rank did something else"
+    assert pending.result() == [{"score": 1.0}]
+    assert 0.5 < pending.seconds_until(time.perf_counter() + 100.0) < 50.0, "as long as the workers were at it"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("while True: pass", ("no score after 1.5 s (reward.timeout_seconds)",)),
+        ("time.sleep(1000)", ("no score after 1.5 s (reward.timeout_seconds)",)),
+        ("os.kill(os.getpid(), 9)", ("its worker process ended, by SIGKILL (out of memory?)",)),
+        ("os._exit(3)", ("its worker process ended, with exit code 3",)),
+        ("raise KeyError(1)", ("raised KeyError: 1 (reward.py:5)",)),
+        ("return None", ("returned None, expected a number",)),
+    ],
+)
+def test_a_worker_that_cannot_score_a_row_says_so_in_one_line(
+    in_workers: Callable[..., RewardManager], body: str, words: tuple[str, ...]
+) -> None:
+    manager = in_workers(
+        f"import os, time\ndef compute_score(solution_str, **row):\n  if solution_str == 'fine': return 0.5\n"
+        f"  if solution_str == 'bad':\n    {body}\n",
+        timeout=1.5 if body.startswith(("while", "time")) else 60.0,
+    )
+    with pytest.raises(UserError) as caught:
+        score(manager, [make_prompt(6), make_prompt(17), make_prompt(18)], ["fine", "bad", "fine"])
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (*words, "row 17", "data_source 'mine'", "compute_score", "reward.py"):
+        assert word in message
+    assert score(manager, [make_prompt()], ["fine"]) == [{"score": 0.5}], "by a new worker"
+
+
+def test_a_file_that_never_finishes_importing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reward\.py: not imported after 0\.3 s \(reward\.timeout_seconds\)"):
+        custom(tmp_path, "import time\ntime.sleep(1000)\n", reward=RewardConfig(1, 0.3))
+
+
+def test_signals_to_the_process_group_do_not_reach_a_worker(in_workers: Callable[..., RewardManager]) -> None:
+    manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.3); return 1.0\n")
+    pending = manager.submit([make_prompt()], [""])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        manager._workers[0]._process.send_signal(number)
+    assert pending.result() == [{"score": 1.0}]
+
+
+def test_a_worker_ends_with_its_rank_however_that_ends(tmp_path: Path) -> None:
+    """The worker computes on, and never looks whether the rank is there."""
+    (tmp_path / "reward.py").write_text("def compute_score(**row):\n  while True: pass\n")
+    rank = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from rlhf_mc.rewards.worker import Worker\n"
+            "from rlhf_mc.rewards.scoring import Row\n"
+            "from rlhf_mc.config.schema import CustomRewardFunctionConfig\n"
+            f"worker = Worker(CustomRewardFunctionConfig(path={str(tmp_path / 'reward.py')!r}), 60.0)\n"
+            "worker.load()\n"
+            "print(worker._process.pid, flush=True)\n"
+            "worker.score([Row(0, '', '', '', {})])\n",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert rank.stdout is not None
+    worker = int(rank.stdout.readline())
+    os.kill(worker, 0)  # it is there
+    rank.kill()
+    rank.wait()
+    deadline = time.monotonic() + 20
+    while _is_running(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,139 @@
+"""From rows to scores: the rule of each row's data_source, or the user's own function. No torch, no numpy: a worker
+process that imports this starts in an instant (worker.py).
+
+The boundary to the user's code: whatever it raises or returns becomes a score or one clear line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.rewards import arithmetic, gsm8k
+from rlhf_mc.rewards import math as math_rule
+from rlhf_mc.rewards.custom import RewardFunction, describe_error, load_reward_function
+
+RULES: dict[str, RewardFunction] = {
+    "openai/gsm8k": gsm8k.compute_score,
+    "arithmetic": arithmetic.compute_score,
+    "lighteval/MATH": math_rule.compute_score,
+    "DigitalLearningGmbH/MATH-lighteval": math_rule.compute_score,
+    "HuggingFaceH4/MATH-500": math_rule.compute_score,
+}
+"""data_source -> the rule that scores it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response, with what its reward function is given."""
+
+    index: int
+    """Row of the dataset; names it in messages."""
+    data_source: str
+    response: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.response,
+            "ground_truth": self.ground_truth,
+            "extra_info": dict(self.extra_info),
+        }
+
+
+Done = Callable[[int, dict[str, float]], None]
+"""Called with the place of a row among those given, and its scores, as soon as they are there."""
+
+
+def name_of(cfg: CustomRewardFunctionConfig) -> str:
+    """What scores the rows, for messages."""
+    return "reward rule" if cfg.path is None else f"custom_reward_function {cfg.name} of {cfg.path}"
+
+
+def error_at(cfg: CustomRewardFunctionConfig, row: Row, what: str) -> UserError:
+    """The one line about a row that could not be scored."""
+    return UserError(f"{name_of(cfg)}: row {row.index} (data_source {row.data_source!r}): {what}")
+
+
+class Scorer:
+    """Scores rows in this process. Holds no state but the user's function."""
+
+    def __init__(self, cfg: CustomRewardFunctionConfig) -> None:
+        self._cfg = cfg
+        self._custom = None if cfg.path is None else load_reward_function(cfg.path, cfg.name)
+
+    def score(self, rows: Sequence[Row], done: Done) -> None:
+        """Per row: "score", and whatever further numbers the reward function gave by name."""
+        if self._custom is not None and _is_async(self._custom):
+            asyncio.run(self._score_all_async(self._custom, rows, done))
+            return
+        for i, row in enumerate(rows):
+            done(i, self._score_one(row))
+
+    def _score_one(self, row: Row) -> dict[str, float]:
+        if self._custom is None:
+            return {"score": RULES[row.data_source](**row.arguments())}
+        try:
+            result = self._custom(**row.arguments())
+        except Exception as error:  # the user's code: anything may come
+            raise self._error(row, f"raised {describe_error(error)}") from error
+        return self._checked(row, result)
+
+    async def _score_all_async(self, function: RewardFunction, rows: Sequence[Row], done: Done) -> None:
+        """All rows at once: such functions wait for a server rather than compute."""
+
+        async def score_one(i: int, row: Row) -> None:
+            try:
+                result = await function(**row.arguments())
+            except Exception as error:  # the user's code: anything may come
+                raise self._error(row, f"raised {describe_error(error)}") from error
+            done(i, self._checked(row, result))
+
+        await asyncio.gather(*(score_one(i, row) for i, row in enumerate(rows)))
+
+    def _checked(self, row: Row, result: Any) -> dict[str, float]:
+        """The function's result as numbers. Entries that are not numbers (texts for a reader) are left out."""
+        if not isinstance(result, dict):
+            return {"score": self._number(row, "", result)}
+        if "score" not in result:
+            raise self._error(row, f"returned a dict without 'score'; its keys are {sorted(map(str, result))}")
+        return {
+            str(key): self._number(row, f"{key}: ", value)
+            for key, value in result.items()
+            if key == "score" or _is_number(value)
+        }
+
+    def _number(self, row: Row, key: str, value: Any) -> float:
+        if not _is_number(value):
+            raise self._error(row, f"returned {key}{_shorten(value)}, expected a number")
+        if not math.isfinite(value):
+            raise self._error(row, f"returned {key}{float(value)}, expected a finite number")
+        return float(value)
+
+    def _error(self, row: Row, what: str) -> UserError:
+        return error_at(self._cfg, row, what)
+
+
+def _is_number(value: Any) -> bool:
+    """bool and NumPy's floats and integers are numbers.Real; NumPy's bool, if anybody has imported it, is not."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, numbers.Real) or (numpy is not None and isinstance(value, numpy.bool_))
+
+
+def _is_async(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _shorten(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
