@@ -28,7 +28,7 @@ HF_ASSETS = "hf"
 
 
 def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
-    state = model.sharded_state_dict(prefix="model.")
+    state = model.sharded_state_dict(prefix="model.", metadata={"dp_cp_group": model.pg_collection.dp_cp})
     return {name: value for name, value in state.items() if not name.removeprefix("model.").startswith(skip_prefixes)}
 
 

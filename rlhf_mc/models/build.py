@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc import platform
@@ -47,12 +48,12 @@ def uses_transformer_engine() -> bool:
     return platform.use_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_layout(shape: ModelShape, megatron: MegatronConfig) -> None:
-    """Refuses, before anything is built, a layout that the model cannot be cut into."""
+def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:
+    """Refuses, before anything is built, a layout ({role}.megatron) that the model cannot be cut into."""
     check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
     if shape.has_experts:
-        _check_experts(shape, megatron)
-    _check_stages(shape.num_layers, megatron)
+        _check_experts(shape, megatron, f"{role}.megatron")
+    _check_stages(shape.num_layers, megatron, f"{role}.megatron")
     if shape.o_bias != shape.mlp_bias:
         raise UserError(
             f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
@@ -63,13 +64,13 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig) -> None:
         raise UserError(f"model.path: rope_type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
 
 
-def _check_stages(num_layers: int, megatron: MegatronConfig) -> None:
+def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> None:
     pp = megatron.pipeline_model_parallel_size
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     if vpp > 1 and num_layers % (pp * vpp):
         raise UserError(
-            f"actor.megatron.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages do not divide "
+            f"{section}.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages do not divide "
             f"the model's {num_layers} layers"
         )
     if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last, vpp=vpp).stage_sizes(num_layers) is not None:
@@ -77,24 +78,24 @@ def _check_stages(num_layers: int, megatron: MegatronConfig) -> None:
     if first is None and last is None:
         fit = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise UserError(
-            f"actor.megatron.pipeline_model_parallel_size: {pp} does not divide the model's {num_layers} "
+            f"{section}.pipeline_model_parallel_size: {pp} does not divide the model's {num_layers} "
             f"layers; what divides them: {', '.join(map(str, fit))}; or set num_layers_in_first_pipeline_stage"
         )
     between = pp - (first is not None) - (last is not None)
     rest = num_layers - (first or 0) - (last or 0)
     raise UserError(
-        f"actor.megatron.num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave "
+        f"{section}.num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave "
         f"{rest} of the model's {num_layers} layers for the other {between} of {pp} stages; "
         "each of these needs one at least, and all of them as many"
     )
 
 
-def _check_experts(shape: ModelShape, megatron: MegatronConfig) -> None:
+def _check_experts(shape: ModelShape, megatron: MegatronConfig, section: str) -> None:
     tp = megatron.tensor_model_parallel_size
     if tp > 1 and not megatron.sequence_parallel:
         raise UserError(
-            f"actor.megatron.tensor_model_parallel_size: {tp} with a mixture of experts needs "
-            "actor.megatron.sequence_parallel: true"
+            f"{section}.tensor_model_parallel_size: {tp} with a mixture of experts needs "
+            f"{section}.sequence_parallel: true"
         )
     if shape.experts_per_token == 1 and shape.norm_topk_prob:
         raise UserError(
@@ -184,6 +185,23 @@ class PackedGPT(GPTModel):
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
 
+    def tie_embeddings_and_output_weights_state_dict(
+        self, sharded: dict[str, Any], output_name: str, embedding_key: str, metadata: dict[str, Any]
+    ) -> None:
+        """The last stage's copy of the embedding counts, in a checkpoint, as a copy of the first stage's. The original
+        asks Megatron-Core's global state for the replica."""
+        if self.pre_process or not self.post_process:
+            return
+        replicas = metadata["dp_cp_group"]
+        sharded[output_name] = make_tp_sharded_tensor_for_checkpoint(
+            self.shared_embedding_or_output_weight(),
+            embedding_key,
+            replica_id=(1, 0, replicas.rank()),
+            allow_shape_mismatch=True,
+            tp_group=self.tp_group,
+            dp_cp_group=replicas,
+        )
+
     def output_weight(self) -> torch.Tensor | None:
         """The embedding where it serves as output layer too; None where the output layer has its own weight."""
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -259,7 +277,8 @@ def _mark_tensor_parallel(model: PackedGPT) -> None:
 
 
 def _add_random_state() -> None:
-    """With sequence parallelism Megatron-Core's embedding enters this random state for its dropout, be that 0."""
+    """With sequence parallelism Megatron-Core's embedding enters this random state for its dropout, be that 0. Nothing
+    is drawn from it, so that all roles share one, whatever their layouts."""
     tracker = mcore_random.get_cuda_rng_tracker()
     if mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME not in tracker.get_states():
         tracker.add(mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, 0)

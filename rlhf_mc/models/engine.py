@@ -54,7 +54,7 @@ class ModelEngine:
         if len(self.chunks) > 1:
             raise UserError(
                 "Megatron checkpoints of a stage in several chunks are not supported; set "
-                "actor.megatron.virtual_pipeline_model_parallel_size to null"
+                f"{self.name}.megatron.virtual_pipeline_model_parallel_size to null"
             )
         return self.chunks[0]
 

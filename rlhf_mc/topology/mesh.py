@@ -6,6 +6,11 @@ No process group and no torch here (see groups.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["tp", "ep", "expert_dp", "pp"]
+"""Directions in a mesh. A replica of the dense layers is one place on "ep" (which shard of the experts it holds) and
+"expert_dp" (which replica of that shard)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,21 @@ class Mesh:
         assert 0 <= rank < self.world
         dp = rank // self.tp % self.dp
         return Coordinate(tp=rank % self.tp, dp=dp, pp=rank // (self.tp * self.dp), ep=dp % self.ep)
+
+    def groups_along(self, *axes: Axis) -> list[list[int]]:
+        """The ranks that differ along these axes alone: as many lists as there are places on the other axes."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            at = self.coordinate(rank)
+            place: dict[Axis, int] = {"tp": at.tp, "ep": at.ep, "expert_dp": at.dp // self.ep, "pp": at.pp}
+            elsewhere = tuple(value for axis, value in place.items() if axis not in axes)
+            groups.setdefault(elsewhere, []).append(rank)
+        return list(groups.values())
+
+    def __str__(self) -> str:
+        chunks = f" ({self.vpp} chunks)" if self.vpp > 1 else ""
+        experts = f", experts over {self.ep} replicas" if self.ep > 1 else ""
+        return f"TP {self.tp} x PP {self.pp}{chunks} x DP {self.dp}{experts}"
 
     def is_first_stage(self, rank: int) -> bool:
         """Whether the rank holds the embedding."""

@@ -22,7 +22,6 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.topology.groups import destroy_groups
 from rlhf_mc.trainer import ppo, weights
 from rlhf_mc.trainer.experience import collect_scores, submit_responses
 from rlhf_mc.trainer.setup import Run, build_run
@@ -32,12 +31,9 @@ from rlhf_mc.trainer.setup import Run, build_run
 def a_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
     """A whole run: models, vLLM, data; taken down afterwards so that the next layout can follow."""
     torch.manual_seed(0)
-    try:
-        run = build_run(load_config(config_path, overrides))
-        yield run
-        run.rollout.close()
-    finally:
-        destroy_groups()
+    run = build_run(load_config(config_path, overrides))
+    yield run
+    run.rollout.close()
 
 
 def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:

@@ -28,7 +28,7 @@ from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import hf_layout
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.topology.groups import Groups, build_groups, destroy_groups
+from rlhf_mc.topology.groups import Groups, build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.experience import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
@@ -65,11 +65,8 @@ def value_head_weight(hidden_size: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[Groups]:
-    """The process groups of a layout, taken down afterwards so that the next can follow."""
-    try:
-        yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
-    finally:
-        destroy_groups()
+    """The process groups of a layout."""
+    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
 
 
 def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) -> ModelEngine:
