@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,44 @@ def peak_memory_gb() -> float:
     if use_cuda():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def host_bytes(num_bytes: int) -> torch.Tensor:
+    """So many bytes of host memory, uninitialised; on a GPU page-locked, so that copies run by themselves."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=use_cuda())
+
+
+class SideStream:
+    """Copies between host and device that run beside the computation on a GPU, in the order in which they are given;
+    on a CPU they are done at once."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if use_cuda() else None
+
+    @contextlib.contextmanager
+    def leaving(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """The body copies these to the host. Their memory may be given back at once: it serves nobody else before it
+        is copied. What is computed next does not wait for it."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """The body copies from the host. What is computed next waits for it."""
+        if self._stream is None:
+            yield
+            return
+        # The memory was given by the stream of the computation, and may have been in use there until now.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -102,6 +102,14 @@ class MegatronConfig:
     all but each layer's input (full, for about a third more computation); null: none."""
     use_distributed_optimizer: bool = True
     """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
+    param_offload: bool = False
+    """Keep the weights in host memory in the phases that do not use them (trainer/residency.py has the table). Not for
+    an actor whose weights vLLM shares (reshard.share_weights). On a CPU both memories are one: nothing is saved."""
+    grad_offload: bool = False
+    """Give the gradient buffers' memory back outside of the model's update. A frozen model has none."""
+    optimizer_offload: bool = False
+    """Keep float32 main parameters and Adam's moments in host memory outside of the model's update. A frozen model has
+    none."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights and activations; with bfloat16 main parameters and gradient reduction are float32."""
 
@@ -205,6 +213,8 @@ class RolloutConfig:
     """CPU only: GiB of KV cache per rank."""
     enforce_eager: bool = False
     """GPU only: no CUDA graphs. (The CPU build always runs eagerly.)"""
+    free_cache_engine: bool = False
+    """GPU only: vLLM gives back the memory of its weights and KV cache while it does not generate (its sleep mode)."""
     max_num_seqs: int = 256
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: int = 8192

@@ -73,6 +73,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_optim("actor.optim", cfg.actor.optim, cfg.trainer.total_training_steps)
     _check_optim("critic.optim", cfg.critic.optim, cfg.trainer.total_training_steps)
     _check_layout(cfg, world_size)
+    _check_offload(cfg)
     _check_batches(cfg, world_size)
     _check_token_budgets(cfg)
     _check_algorithm(cfg)
@@ -169,6 +170,14 @@ def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> N
         cfg.model.dist_checkpointing_path is None,
         f"{key} is {chunks}; with it weights come from the safetensors of model.path: set"
         " model.dist_checkpointing_path to null",
+    )
+
+
+def _check_offload(cfg: Config) -> None:
+    _require(
+        not (cfg.actor.megatron.param_offload and cfg.reshard.share_weights),
+        "actor.megatron.param_offload is true and reshard.share_weights is true; what vLLM generates with must stay"
+        " where it is: set one of them to false",
     )
 
 

@@ -22,6 +22,7 @@ from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
 from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, predicting_states, run_stage
+from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.agreement import gather_objects, sum_over_ranks
@@ -47,6 +48,8 @@ class ModelEngine:
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._ddp: list[Any] = []
+        self.offload = model_offload(name, megatron, self.named_parameters)
+        """What of this model may be put away; what is, cannot be used."""
 
     @property
     def model(self) -> PackedGPT:
@@ -66,6 +69,7 @@ class ModelEngine:
     @property
     def params(self) -> dict[str, torch.Tensor]:
         """The data of named_parameters, written in place by a reshard."""
+        self.offload.require(PARAMS)
         return {name: param.data for name, param in self.named_parameters().items()}
 
     def make_trainable(self, optim: OptimConfig, total_steps: int) -> None:
@@ -104,6 +108,7 @@ class ModelEngine:
                 use_gloo_process_groups=False,
                 pg_collection=self.groups.collection,
             )
+        self.offload = model_offload(self.name, self._megatron, self.named_parameters, self._ddp, self._optimizer)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
@@ -169,6 +174,7 @@ class ModelEngine:
 
     def _step(self, grad_norm: float) -> None:
         """What Megatron-Core's optimizer.step does once the norm is known."""
+        self.offload.require(OPTIMIZER)
         for part in self._optimizer.chained_optimizers:
             if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
@@ -178,6 +184,7 @@ class ModelEngine:
         """Leaves in each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
         micro-batches of all replicas (with the distributed optimizer, in the part that this rank updates).
         Returns the sums of the statistics. Every rank must call it."""
+        self.offload.require(GRADS)
         totals: dict[str, float] = {}
         micro_batches = self._filled_up(micro_batches)
         for ddp in self._ddp:
@@ -220,6 +227,7 @@ class ModelEngine:
     ) -> None:
         """Runs the micro-batches through this rank's stage by Megatron-Core's schedule; on the last stage
         `on_last_stage` gets the states that predict response tokens and, unless forward_only, returns the loss."""
+        self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
         multiple_of = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
 

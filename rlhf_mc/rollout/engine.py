@@ -84,6 +84,8 @@ def _groups_as_given(groups: Sequence[Sequence[int]]) -> Iterator[None]:
         yield
 
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's names for what it can give back."""
 LOAD_FORMAT = "rlhf_mc"
 """vLLM's name for the way in which its parameters get their memory here."""
 
@@ -128,9 +130,13 @@ class RolloutEngine:
         self._replica = next(i for i, g in enumerate(groups) if rank in g)
         self._num_replicas = len(groups)
         self._rank = rank
+        self.awake = frozenset({WEIGHTS, KV_CACHE})
+        """What is on the device."""
+        self._buffers: dict[str, torch.Tensor] = {}
         options: dict[str, Any] = {}
         if platform.use_cuda():
             options.update(gpu_memory_utilization=cfg.gpu_memory_utilization, enforce_eager=cfg.enforce_eager)
+            options.update(enable_sleep_mode=cfg.free_cache_engine)
             # The one backend that keeps the weights of experts as they are laid out, so that they can be written.
             options.update(moe_backend="triton")
         else:
@@ -170,17 +176,36 @@ class RolloutEngine:
     @property
     def params(self) -> dict[str, torch.Tensor]:
         """vLLM's own parameters, by the names of reshard's vLLM layout; a reshard writes them in place."""
+        assert WEIGHTS in self.awake, "vLLM's weights are put away"
         return {name: param.data for name, param in self._model.named_parameters()}
 
     def weights_updated(self) -> None:
         """Forgets what was computed with earlier weights (the prefix cache). Call after each reshard."""
         self._llm.reset_prefix_cache()
 
+    def sleep(self) -> None:
+        """Gives the device memory of weights and KV cache back. Nothing of either is kept, since an update brings all
+        weights; parameters that were given to vLLM (`storage`) are not its to give back, and stay. GPU only."""
+        self._buffers = {name: buffer.cpu().clone() for name, buffer in self._model.named_buffers()}
+        self._llm.sleep(level=2)
+        self.awake = frozenset()
+
+    def wake_up(self, part: str) -> None:
+        """Takes the memory of WEIGHTS again, to be filled by an update, or then of KV_CACHE. GPU only. RuntimeError
+        where vLLM has not brought a buffer back that is no parameter (rotary tables): no update would."""
+        self._llm.wake_up(tags=[part])
+        self.awake |= {part}
+        if part == WEIGHTS:
+            for name, buffer in self._model.named_buffers():
+                if not torch.equal(buffer.cpu(), self._buffers[name]):
+                    raise RuntimeError(f"vLLM's buffer {name} is not what it was before its sleep")
+
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
         """One response per prompt, for all prompts, on every rank. Every rank must call it with the same arguments.
 
         Engine e takes prompts e, e + number of engines, ...; each response depends on its own seed alone, not on
         who generates it or beside what. Raises where the ranks of one engine have drawn different tokens."""
+        assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
         mine = range(self._replica, len(prompts), self._num_replicas)
         requests = [
             vllm.SamplingParams(

@@ -93,7 +93,7 @@ def headline(run: Run) -> str:
 
 def sync_weights(run: Run, timer: PhaseTimer) -> None:
     """The actor's weights into vLLM's own parameters, each rank receiving only the blocks it lacks."""
-    with timer.phase("update_weights"):
+    with run.residency.phase(timer, "update_weights"):
         run.update.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
 
@@ -106,7 +106,7 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     )
     drawn = [run.train_prompts[i] for i in indices]
     sync_weights(run, state.timer)
-    with state.timer.phase("gen"):
+    with run.residency.phase(state.timer, "gen"):
         seeds = experience.sampling_seeds(cfg.trainer.seed, experience.TRAINING, state.step, drawn, cfg.rollout.n)
         prompts = experience.repeat_prompts(drawn, cfg.rollout.n)
         sampling = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
@@ -116,14 +116,14 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
 
 def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
     """Has the responses scored by rule or by the user's function, by worker processes while the next phase runs."""
-    with state.timer.phase("reward"):
+    with run.residency.phase(state.timer, "reward"):
         return experience.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
 
 
 def rewarded(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores) -> RaggedBatch:
     """Waits for the scores."""
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
-    with state.timer.phase("reward"):
+    with run.residency.phase(state.timer, "reward"):
         rows = experience.collect_scores(pending, batch.num_sequences)
     return batch.with_fields(scores=torch.tensor([row["score"] for row in rows], dtype=torch.float32))
 
@@ -132,14 +132,14 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Old log-probs (actor), reference log-probs, values (critic)."""
     cfg = run.config
     log_probs = experience.log_prob_head(run.actor.shape.vocab_size, cfg.rollout.temperature)
-    with state.timer.phase("old_log_prob"):
+    with run.residency.phase(state.timer, "old_log_prob"):
         budget = cfg.rollout.log_prob_max_token_len_per_gpu
         batch = batch.with_fields(old_log_probs=experience.score_tokens(run.actor, batch, log_probs, budget))
     if run.reference is not None:
-        with state.timer.phase("ref"):
+        with run.residency.phase(state.timer, "ref"):
             budget = cfg.ref.log_prob_max_token_len_per_gpu
             batch = batch.with_fields(ref_log_probs=experience.score_tokens(run.reference, batch, log_probs, budget))
-    with state.timer.phase("values"):
+    with run.residency.phase(state.timer, "values"):
         budget = cfg.critic.forward_max_token_len_per_gpu
         batch = batch.with_fields(values=experience.score_tokens(run.critic, batch, experience.value_head, budget))
     return batch
@@ -147,7 +147,7 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
 
 def advantage(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Token rewards, advantages and returns; then the KL controller moves on."""
-    with state.timer.phase("adv"):
+    with run.residency.phase(state.timer, "adv"):
         coef = run.kl_controller.value
         batch, metrics, kl = experience.compute_advantages(batch, run.config.algorithm, coef)
         if run.config.algorithm.use_kl_in_reward:
@@ -161,7 +161,7 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
     cfg = run.config
     seed = (cfg.trainer.seed, state.step)
     num_prompts, n = cfg.data.train_batch_size, cfg.rollout.n
-    with state.timer.phase("update_critic"):
+    with run.residency.phase(state.timer, "update_critic"):
         size, epochs = cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs
         minis = update.mini_batches(
             num_prompts,
@@ -176,7 +176,7 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
         state.metrics.update(update.update(run.critic, batch, minis, objective, budget, run.skipped, state.step))
     if state.step <= cfg.trainer.critic_warmup:
         return
-    with state.timer.phase("update_actor"):
+    with run.residency.phase(state.timer, "update_actor"):
         minis = update.mini_batches(
             num_prompts, n, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs, cfg.actor.shuffle, seed
         )
@@ -205,6 +205,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             "perf/peak_memory_gb": platform.peak_memory_gb(),
             **run.update.metrics,
+            **run.residency.metrics(),
         }
     )
 
@@ -213,7 +214,7 @@ def validate(run: Run, state: StepState) -> bool:
     """Validates with the current weights; True once the target accuracy is reached."""
     cfg = run.config
     sync_weights(run, state.timer)
-    with state.timer.phase("testing"):
+    with run.residency.phase(state.timer, "testing"):
         metrics, accuracy, texts = evaluate.evaluate(
             run.rollout,
             run.val_prompts,
@@ -235,7 +236,7 @@ def validate(run: Run, state: StepState) -> bool:
 
 def export(run: Run, state: StepState, directory: Path) -> None:
     """Writes the actor as a Hugging Face checkpoint."""
-    with state.timer.phase("save_checkpoint"):
+    with run.residency.phase(state.timer, "save_checkpoint"):
         export_hf(
             run.actor.params,
             layouts_of(run.actor),

@@ -31,6 +31,7 @@ from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.topology.agreement import ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.trainer.residency import Residency, check_residency
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.weights import WeightUpdate
 
@@ -53,6 +54,8 @@ class Run:
     rollout: RolloutEngine
     update: WeightUpdate
     """From the actor's parameters to vLLM's."""
+    residency: Residency
+    """Who is on the device in which phase."""
     kl_controller: KLController
     skipped: SkippedUpdates
 
@@ -61,6 +64,7 @@ def build_run(cfg: Config) -> Run:
     """Builds everything. Every rank must call it, with the same config, after init_process_group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     validate(cfg, world)
+    check_residency(cfg.rollout)
     tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
     train_prompts = load_prompts(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
     val_prompts: list[Prompt] = []
@@ -81,13 +85,19 @@ def build_run(cfg: Config) -> Run:
     mesh = mesh_of(cfg.actor.megatron, world)
     groups = build_groups(mesh)
 
+    # Each model is finished and put away before the next is built, and all are before vLLM measures memory.
+    residency = Residency()
     actor = _load(cfg, "actor", shape, groups, reader, cfg.model.dist_checkpointing_path)
+    actor.make_trainable(cfg.actor.optim, total_steps)
+    residency.add("actor", actor)
     needs_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
     reference = _load(cfg, "ref", shape, groups, reader, cfg.model.dist_checkpointing_path) if needs_reference else None
+    if reference is not None:
+        residency.add("ref", reference)
     critic_checkpoint = None if cfg.critic.model_path else cfg.model.dist_checkpointing_path
     critic = _load(cfg, "critic", critic_shape, groups, critic_reader, critic_checkpoint)
-    actor.make_trainable(cfg.actor.optim, total_steps)
     critic.make_trainable(cfg.critic.optim, total_steps)
+    residency.add("critic", critic)
 
     engine_ranks = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size)
     plan = make_plan(
@@ -108,8 +118,10 @@ def build_run(cfg: Config) -> Run:
         dtype=cfg.actor.megatron.dtype,
         seed=cfg.trainer.seed,
         # The optimizer has given the actor's parameters their final place by now.
-        storage=shared_storage(update.plan, actor.params),
+        storage=shared_storage(update.plan, actor.params) if cfg.reshard.share_weights else {},
     )
+    if cfg.rollout.free_cache_engine:
+        residency.add_rollout(rollout)
     set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
@@ -125,6 +137,7 @@ def build_run(cfg: Config) -> Run:
         reference=reference,
         rollout=rollout,
         update=update,
+        residency=residency,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_in_a_row, Path(cfg.trainer.default_local_dir)),
     )

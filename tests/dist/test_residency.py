@@ -1,0 +1,153 @@
+"""What is put away between phases: the loop trains alike to the last bit, the memory is really given back, and in each
+phase is on the device what the table says. vLLM's sleep, which needs a GPU, is acted out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import residency_cases
+import torch
+from tiny import make_checkpoint, make_workspace, write_config
+
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.trainer.residency import TABLE, row_of
+
+ALL_AWAY = [
+    "reshard.share_weights=false",
+    *(f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")),  # critic and ref likewise
+]
+OF_THE_MACHINE = ("timing_s/", "perf/", "reshard/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_workspace(tmp_path_factory.mktemp("residency"))
+    write_config(directory, trainer={"logger": ["jsonl"]})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "dtype"), [(1, 1, "float32"), (2, 2, "bfloat16"), (2, 1, "bfloat16"), (2, 1, "float32")]
+)
+def test_the_loop_trains_alike_whoever_is_put_away(
+    pool: Any, workspace: Path, world: int, tp: int, dtype: str, tmp_path: Path
+) -> None:
+    outcomes = {}
+    for name, more in {"here": [], "away": ALL_AWAY}.items():
+        overrides = [
+            f"trainer.default_local_dir={tmp_path / name}",
+            f"actor.megatron.dtype={dtype}",
+            *cases.layout_overrides(tp, 1, 1),
+            *more,
+        ]
+        outcomes[name] = pool(world).run(
+            residency_cases.fit,
+            config_path=str(workspace / "config.yaml"),
+            overrides=overrides,
+            vllm_sleeps=name == "away",
+        )
+    here, away = outcomes["here"], outcomes["away"]
+    assert len(here[0]["steps"]) == 3
+    for mine, wanted in zip(away[0]["steps"], here[0]["steps"], strict=True):
+        assert of_training(mine) == of_training(wanted)
+    weights, wanted_weights = (cases.exported_weights(str(tmp_path / name / "hf")) for name in ("away", "here"))
+    assert all(torch.equal(weights[name], wanted) for name, wanted in wanted_weights.items())
+
+    assert here[0]["told"] == [] and "timing_s/residency" not in here[0]["steps"][1]
+    assert not any(key.startswith("memory/") for key in here[0]["steps"][1])
+    last = away[0]["steps"][-1]
+    assert last["timing_s/residency"] > 0
+    assert all(last[f"memory/{role}_offloaded_gb"] > 0 for role in ("actor", "critic", "ref"))
+    for result in away:
+        check_vllm(result["told"])
+        check_table(result["seen"])
+
+
+def of_training(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if not key.startswith(OF_THE_MACHINE)}
+
+
+def check_vllm(told: list[str]) -> None:
+    """Weights wake before the update, the KV cache after it; both sleep while models train. From validation to the next
+    rollout the KV cache makes room for the update."""
+    generate, train = ["wake weights", "wake kv_cache"], ["sleep 2"]
+    make_room = train
+    step = [*make_room, *generate, *train, *generate]  # rollout, training, validation
+    validation_first = [*make_room, *generate]
+    export = train
+    assert told == [*validation_first, *step, *step, *export]
+
+
+def check_table(seen: dict[str, dict[str, list[str]]]) -> None:
+    assert seen.keys() == TABLE.keys()
+    for phase, parts in seen.items():
+        row = row_of(phase)
+        if row is not None:
+            assert {role: set(names) for role, names in parts.items()} == {role: row[role] for role in parts}, phase
+    assert set(seen["update_actor"]["actor"]) == {"params", "grads", "optimizer"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("residency_model")))
+
+
+@pytest.fixture(scope="module")
+def batch() -> RaggedBatch:
+    """Random tokens, and numbers for what the losses read."""
+    draw = torch.Generator().manual_seed(5)
+    prompt_lens, response_lens = torch.tensor([3, 9, 5, 4]), torch.tensor([6, 1, 11, 5])
+    fields = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+    responses = int(response_lens.sum())
+    return RaggedBatch(
+        tokens=torch.randint(270, (int((prompt_lens + response_lens).sum()),), generator=draw),
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        rollout_log_probs=torch.zeros(responses),
+        finished=torch.ones(len(prompt_lens), dtype=torch.bool),
+    ).with_fields(**{name: torch.randn(responses, generator=draw) - 4.0 for name in fields})
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "dtype", "distributed"),
+    [
+        (1, 1, "bfloat16", False),
+        (1, 1, "float32", False),
+        (2, 1, "bfloat16", True),
+        (2, 2, "float32", True),
+    ],
+)
+def test_all_that_an_optimizer_holds_comes_back(
+    pool: Any, checkpoint: str, batch: RaggedBatch, world: int, tp: int, dtype: str, distributed: bool
+) -> None:
+    outcomes = []
+    for pauses in (False, True):
+        results = pool(world).run(
+            residency_cases.steps_with_pauses,
+            checkpoint=checkpoint,
+            tp=tp,
+            batch=batch,
+            pauses=pauses,
+            dtype=dtype,
+            use_distributed_optimizer=distributed,
+        )
+        outcomes.append(results)
+    for (held, norms, nothing), (held_away, norms_away, away) in zip(*outcomes, strict=True):
+        assert norms == norms_away and nothing == [0, 0, 0]
+        assert len(held) == len(held_away) and all(map(torch.equal, held, held_away))
+        # Adam's moments are there from the first step on.
+        assert 0 < away[0] < away[1] == away[2]
+
+
+@pytest.mark.parametrize("world", [1])
+def test_a_frozen_model_scores_alike_and_is_copied_to_the_host_once(
+    pool: Any, checkpoint: str, batch: RaggedBatch, world: int
+) -> None:
+    result = pool(world).run(residency_cases.frozen_scores, checkpoint=checkpoint, batch=batch)[0]
+    first, *others = result["scores"]
+    assert all(torch.equal(first, scores) for scores in others)
+    assert "the params of actor are put away" in result["message"]
+    assert result["copies"] == 1
