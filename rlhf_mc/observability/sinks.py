@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,17 +30,20 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All of trainer.logger. Files lie in trainer.default_local_dir and replace those of an earlier run there."""
+    """All of trainer.logger. Files lie in trainer.default_local_dir. A run that begins replaces those of an earlier one
+    there; one that goes on after a step keeps what they say up to it, and drops what they say of later steps."""
 
-    def __init__(self, config: TrainerConfig, total_steps: int, stream: TextIO | None = None) -> None:
-        """`stream`: where the progress line goes, null: standard output. Raises UserError where a file cannot be
-        written."""
+    def __init__(
+        self, config: TrainerConfig, total_steps: int, after_step: int | None = None, stream: TextIO | None = None
+    ) -> None:
+        """after_step: where the run goes on, null: it begins. `stream`: where the progress line goes, null: standard
+        output. Raises UserError where a file cannot be written."""
         directory = Path(config.default_local_dir)
         self._sinks: list[Sink] = []
         if "jsonl" in config.logger:
-            self._sinks.append(JsonlSink(directory / METRICS_FILE))
+            self._sinks.append(JsonlSink(directory / METRICS_FILE, after_step))
         if "tensorboard" in config.logger:
-            self._sinks.append(TensorBoardSink(directory / TENSORBOARD_DIR))
+            self._sinks.append(TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
         if "console" in config.logger:
             self._sinks.append(ConsoleSink(total_steps, stream))
 
@@ -58,11 +62,18 @@ class Sinks:
 class JsonlSink:
     """One JSON object a line and step, `{"step": n, key: value, ...}`, on disk as soon as the step is logged."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, after_step: int | None = None) -> None:
         self._path = path
         with _disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            kept = _lines_up_to(path, after_step) if after_step is not None and path.exists() else []
+            # The old file stays until the new one is whole.
+            with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path.with_suffix(".tmp"), path)
+            self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
@@ -78,11 +89,11 @@ class JsonlSink:
 class TensorBoardSink:
     """TensorBoard scalars under the metrics' own names."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, after_step: int | None = None) -> None:
         self._directory = directory
         with _disk_errors(directory):
-            # purge_step: of an earlier run in the same directory TensorBoard then shows nothing.
-            self._writer = SummaryWriter(str(directory), purge_step=0)
+            # purge_step: from there on TensorBoard shows nothing of an earlier run in the same directory.
+            self._writer = SummaryWriter(str(directory), purge_step=0 if after_step is None else after_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with _disk_errors(self._directory):
@@ -106,6 +117,18 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._progress.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    """The lines of the steps up to this one; none that was cut short, or is no line of metrics."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            continue
+    return kept
 
 
 def _json_number(value: float) -> float | int | None:

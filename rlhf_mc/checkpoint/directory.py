@@ -1,0 +1,257 @@
+"""The directory of a training checkpoint: how it comes to count, which ones are there, whether one is whole, and which
+are kept. What is in the files is not decided here.
+
+A checkpoint is written to global_step_N.tmp. Its last file, manifest.json, names every other with its size and SHA-256;
+then the directory gets its name, global_step_N. What has no manifest, or another name, does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.topology.agreement import gather_objects, raise_together
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the checkpoint as a whole; a program reads its own and older ones."""
+_NAME = re.compile(r"global_step_(\d+)")
+_BLOCK_BYTES = 1 << 20
+
+
+class Damaged(UserError):
+    """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class File:
+    """What the manifest says of a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+def final_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"global_step_{step}"
+
+
+def staging_path(root: Path, step: int) -> Path:
+    """Where it lies while it is written."""
+    return root / f"global_step_{step}.tmp"
+
+
+def steps_with_checkpoint(root: Path) -> list[int]:
+    """Steps whose directory has a manifest, ascending. Whether that is whole has not been looked at."""
+    found = ((_NAME.fullmatch(path.name), path) for path in root.glob("global_step_*"))
+    return sorted(int(match[1]) for match, path in found if match and (path / MANIFEST).is_file())
+
+
+def on_rank_0(what: str, action: Callable[[], None]) -> None:
+    """Runs the action on rank 0; where the disk refuses, every rank raises a UserError that begins with `what`.
+    Every rank must call it."""
+    error: UserError | None = None
+    if dist.get_rank() == 0:
+        error = disk_error(what, action)
+    raise_together(error)
+
+
+def disk_error(what: str, action: Callable[[], None]) -> UserError | None:
+    """Runs the action; what the disk had against it, or None."""
+    try:
+        action()
+    except OSError as error:
+        return UserError(f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""))
+    except UserError as error:
+        return error
+    return None
+
+
+# ---------------------------------------------------------------- writing
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty directory to write to; what an earlier attempt left there goes."""
+    path = staging_path(root, step)
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def write_json(path: Path, content: Any) -> File:
+    """Writes the file, to the disk itself."""
+    data = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+    return write_bytes(path, data)
+
+
+def write_bytes(path: Path, data: bytes) -> File:
+    """Writes the file, to the disk itself."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return File(len(data), hashlib.sha256(data).hexdigest())
+
+
+def summed(path: Path) -> File:
+    """Size and checksum of a file. hashlib lets other threads run meanwhile."""
+    digest, count = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            count += len(block)
+    return File(count, digest.hexdigest())
+
+
+def commit(root: Path, step: int, files: Mapping[str, File]) -> None:
+    """Makes the written directory count. One rank calls it, once every file is on the disk."""
+    path = staging_path(root, step)
+    for name, file in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != file.num_bytes:
+            raise UserError(
+                f"{path / name}: written by another rank, but here it {'is missing' if found is None else 'differs'}; "
+                "trainer.default_local_dir must be one directory that all nodes share"
+            )
+    listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
+    body = {"format": FORMAT, "step": step, "files": listed}
+    write_json(path / MANIFEST, {**body, "sha256": _sum_of(body)})
+    _sync_directory(path)
+    if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
+        set_aside(root, step)
+    os.rename(path, final_path(root, step))
+    _sync_directory(root)
+
+
+def _sum_of(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(root: Path, step: int) -> None:
+    """Deletes a checkpoint: first what makes it count."""
+    path = final_path(root, step)
+    with contextlib.suppress(FileNotFoundError):
+        (path / MANIFEST).unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Removes what an earlier run left half written."""
+    for path in root.glob("global_step_*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(root: Path, step: int) -> Path:
+    """Gives a checkpoint a name under which it does not count."""
+    path = final_path(root, step)
+    names = (path.with_name(f"{path.name}.aside{n}") for n in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    os.rename(path, aside)
+    return aside
+
+
+def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> list[int]:
+    """Of the complete checkpoints, those beyond the last `keep_last` (None: none), never the best."""
+    if keep_last is None:
+        return []
+    return [step for step in sorted(steps)[:-keep_last] if step != best]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_manifest(path: Path) -> dict[str, File]:
+    """The files of a checkpoint. UserError where it is none, or of a newer program; Damaged where the manifest is."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory")
+    if not (path / MANIFEST).is_file():
+        raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_what_else(path)}")
+    try:
+        content = json.loads((path / MANIFEST).read_text())
+        version, checksum = content["format"], content.pop("sha256")
+        if isinstance(version, int) and version > FORMAT:
+            raise UserError(
+                f"{path}: written by a newer version of the program (format {version}; this one reads up to {FORMAT})"
+            )
+        if checksum != _sum_of(content):
+            raise ValueError("its checksum is wrong")
+        files = {name: File(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
+        if any(name != os.path.basename(name) for name in files):
+            raise ValueError("a file outside the directory is named")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST}: damaged ({error})") from error
+    except OSError as error:
+        raise Damaged(f"{path / MANIFEST}: cannot be read ({error.strerror})") from error
+    return files
+
+
+def _what_else(path: Path) -> str:
+    if (path / "metadata.json").is_file():
+        return "; Megatron checkpoints of weights alone are given as model.dist_checkpointing_path"
+    if (path / "config.json").is_file():
+        return "; Hugging Face checkpoints are given as model.path"
+    return ""
+
+
+def verify(path: Path) -> None:
+    """Reads every file of the checkpoint once, spread over the ranks, and compares size and checksum.
+    Damaged, on every rank, at the first difference. Every rank must call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    error: UserError | None = None
+    files: dict[str, File] = {}
+    try:
+        files = read_manifest(path)
+    except UserError as e:
+        error = e
+    _raise_together(error)
+    by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
+    try:
+        for name in by_size[rank::world]:
+            _check(path / name, files[name])
+    except Damaged as e:
+        error = e
+    _raise_together(error)
+
+
+def _raise_together(error: UserError | None) -> None:
+    """As raise_together, keeping apart what is damaged from what never was a checkpoint."""
+    found = [e for e in gather_objects(error) if e is not None]
+    if found:
+        raise found[0]
+
+
+def _check(path: Path, expected: File) -> None:
+    try:
+        size = path.stat().st_size
+        if size != expected.num_bytes:
+            raise Damaged(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
+        if summed(path).sha256 != expected.sha256:
+            raise Damaged(f"{path}: damaged (its checksum is not that of what was written)")
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint whose checksums were found right."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

@@ -1,0 +1,165 @@
+"""One run writes to a directory at a time: a file there names who does, touched for as long as that process lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhf_mc.config.errors import UserError
+
+NAME = "run.lock"
+TOUCH_SECONDS = 10.0
+STALE_SECONDS = 60.0
+"""Six touches missed: on a machine that this one cannot ask, the owner is then taken for dead."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that a directory belongs to."""
+
+    host: str
+    pid: int
+    started: str
+    """When the process began, as its machine counts: numbers of processes are used again."""
+    job: str
+    """Slurm's number of the job, or empty."""
+    restarts: int
+    """How often Slurm has started the job again."""
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The one that asks."""
+        job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _start_of(pid) or "", job, int(restarts))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
+
+
+class Lock:
+    """Held from `take` to `release`, or to the end of the process."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / NAME
+        self._owner = Owner.this_process()
+        self._released = threading.Event()
+
+    def check(self) -> None:
+        """UserError where another run that lives holds the directory."""
+        self._find_dead_owner()
+
+    def take(self) -> None:
+        """UserError where another run that lives holds the directory, or it cannot be written to."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if (dead := self._find_dead_owner()) is not None:
+                self._remove(dead)
+            self._create()
+        except OSError as error:
+            raise UserError(
+                f"trainer.default_local_dir: {self._path} cannot be written ({error.strerror or error})"
+            ) from error
+        threading.Thread(target=self._touch, name="run lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Gives the directory free."""
+        self._released.set()
+        with contextlib.suppress(OSError):
+            if self._read() == self._owner:
+                self._path.unlink()
+
+    def check_still_ours(self) -> None:
+        """UserError where another run has taken the directory over, as it may after this one stood still for long."""
+        if (owner := self._read()) != self._owner:
+            raise UserError(
+                f"trainer.default_local_dir: {self._path.parent} was taken over by {owner or 'nobody that is known'} "
+                "while this run stood still; nothing more is written there"
+            )
+
+    def _find_dead_owner(self) -> Owner | None:
+        """Who left the lock behind; None where there is none."""
+        owner = self._read()
+        if owner is None:
+            return None
+        age = self._age()
+        if self._is_dead(owner, age):
+            return owner
+        known = owner.host == self._owner.host
+        wait = "" if known else f" (it gave a sign of life {age:.0f} s ago; without one it counts as dead after 60 s)"
+        raise UserError(
+            f"trainer.default_local_dir: {self._path.parent} belongs to another run: {owner}{wait}; wait for it, or "
+            "give another directory"
+        )
+
+    def _is_dead(self, owner: Owner, age: float) -> bool:
+        mine = self._owner
+        if owner == mine:
+            return True
+        if owner.host == mine.host:
+            return _start_of(owner.pid) != owner.started
+        if owner.job and owner.job == mine.job and owner.restarts < mine.restarts:
+            return True  # Slurm has ended a job before it starts it again
+        return age > STALE_SECONDS
+
+    def _read(self) -> Owner | None:
+        try:
+            return Owner(**json.loads(self._path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, OSError):
+            # Written in one piece, so this is no lock of ours: nobody's, as old as it is.
+            return Owner("an unknown machine", 0, "", "", 0)
+
+    def _age(self) -> float:
+        try:
+            return time.time() - self._path.stat().st_mtime
+        except FileNotFoundError:
+            return float("inf")
+
+    def _create(self) -> None:
+        """Only one of several that try at once succeeds; the file is never seen half written."""
+        mine = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        mine.write_text(json.dumps(asdict(self._owner)))
+        try:
+            os.link(mine, self._path)
+        except FileExistsError:
+            raise UserError(
+                f"trainer.default_local_dir: {self._path.parent} was taken by {self._read()} at this moment"
+            ) from None
+        finally:
+            mine.unlink()
+
+    def _remove(self, dead: Owner) -> None:
+        """Moves the dead owner's file away; if it is another's by now, that one keeps the directory."""
+        aside = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path, aside)
+            moved = Lock(self._path.parent)
+            moved._path = aside
+            if moved._read() != dead:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._path)
+            aside.unlink()
+
+    def _touch(self) -> None:
+        while not self._released.wait(TOUCH_SECONDS):
+            with contextlib.suppress(OSError):
+                if self._read() == self._owner:
+                    os.utime(self._path)
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process of this machine began (clock ticks since boot); None where there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if stat[0] in "ZX" else stat[19]

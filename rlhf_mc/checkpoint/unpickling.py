@@ -1,0 +1,51 @@
+"""Guards the one pickle in a checkpoint of dist_checkpointing, .metadata, which torch reads with the unrestricted
+loader: a file that names anything but the classes that describe tensors and blocks is refused before torch sees it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+
+_DESCRIPTIONS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _DESCRIPTIONS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no tensor")
+
+
+def check_metadata(path: Path) -> None:
+    """UserError where the file cannot be read, is damaged, or would run anything."""
+    try:
+        _Reader(io.BytesIO(path.read_bytes())).load()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except Exception as error:  # a pickle's own code fails in every way there is
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{path}: not the description of a checkpoint's tensors ({reason})") from error

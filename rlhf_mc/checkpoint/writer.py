@@ -1,0 +1,168 @@
+"""Writes the tensors of a training checkpoint through Megatron-Core's dist_checkpointing, at once or in a thread while
+training goes on, and reads them back.
+
+Megatron-Core's own writers are processes: forked from one that has threads (vLLM's, gloo's), with a spawned manager
+beside them, and all of them outlive a rank that is killed. A thread does the same work, since writing and checksums let
+go of the interpreter, and is gone with its rank.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rlhf_mc import platform
+from rlhf_mc.checkpoint.blocks import Block
+from rlhf_mc.checkpoint.directory import Damaged, File, on_rank_0, summed, write_bytes
+from rlhf_mc.checkpoint.unpickling import check_metadata
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.topology.agreement import gather_objects, raise_together
+
+METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
+"""Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
+
+
+class HostBuffers:
+    """Memory of the host that blocks are copied to, so that training may change them while they are written. It is
+    kept from one save to the next: fresh memory costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copies(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
+        """One copy for each block, in their order."""
+        kept = {}
+        for block in blocks:
+            at = (block.key, block.box, block.data.dtype)
+            buffer = self._buffers.get(at)
+            if buffer is None:
+                buffer = torch.empty(block.data.shape, dtype=block.data.dtype, pin_memory=platform.use_cuda())
+            kept[at] = buffer.copy_(block.data, non_blocking=True)
+        platform.synchronize()
+        self._buffers = kept
+        return list(kept.values())
+
+
+class Writing:
+    """The tensors of one checkpoint on their way to the disk."""
+
+    def __init__(self, blocks: Sequence[Block], directory: Path, buffers: HostBuffers | None) -> None:
+        """Plans the write and starts it. buffers None: it is done when this returns. Every rank must call it."""
+        self._directory = directory
+        mine = [block for block in blocks if block.is_mine]
+        data = [block.data for block in mine] if buffers is None else buffers.copies(mine)
+        strategy = _Strategy()
+        with platform.megatron():
+            strategy.async_save(_sharded(mine, data), str(directory))
+        self._writer, self._plan = strategy.writer, strategy.plan
+        self._files: dict[str, File] = {}
+        self._results: list[Any] = []
+        self._error: UserError | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
+        if buffers is None:
+            self._write()
+        else:
+            self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether this rank has written its part, or failed."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> dict[str, File]:
+        """Waits for all ranks, and completes what dist_checkpointing calls a checkpoint. Returns this rank's files.
+        UserError, on every rank, where one could not write. Every rank must call it."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        raise_together(self._error)
+        results = gather_objects(self._results)
+        on_rank_0(f"{self._directory}: cannot be written", lambda: self._write_metadata(results))
+        return self._files
+
+    def _write(self) -> None:
+        try:
+            for number, bucket in enumerate(self._writer.write_buckets):
+                file, name, _ = bucket
+                outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                pending: queue.Queue[int] = queue.Queue()
+                pending.put(number)
+                FileSystemWriterAsync.write_preloaded_data(
+                    [self._writer.transforms], number, bucket, outcome, pending, use_fsync=True
+                )
+                _, written = outcome.get()
+                if isinstance(written, Exception):
+                    raise written
+                self._results += written
+                self._files[name] = summed(Path(file))
+        except Exception as error:  # whatever it is, the rank's own thread must hear of it
+            self._error = UserError(f"{self._directory}: cannot be written: {_reason(error)}")
+
+    def _write_metadata(self, results: list[Any]) -> None:
+        # What each rank planned helps a writer that goes on from it alone, and is most of the file.
+        vars(self._plan).pop("all_local_plans", None)
+        self._writer.finish(self._plan, results)
+        common = io.BytesIO()
+        torch.save({}, common)
+        self._files[COMMON] = write_bytes(self._directory / COMMON, common.getvalue())
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
+        for name in (METADATA, BACKEND):
+            self._files[name] = summed(self._directory / name)
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """dist_checkpointing's plan for the files, without its processes: one file a rank, written by a thread of ours."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        # Its place for the writers' results is a queue of a process of its own, made when it is first asked for.
+        filesystem_async._results_queue = queue.SimpleQueue()
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        """Keeps what is planned, instead of handing out what would write it."""
+        self.writer, self.plan = writer, planned[1]
+        return AsyncRequest(None, (), [])
+
+
+def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
+    """Fills the blocks' own memory. Damaged where the files do not hold them. Every rank must call it."""
+    check_metadata(directory / METADATA)
+    with platform.megatron():
+        try:
+            state = _sharded(blocks, [block.data for block in blocks])
+            dist_checkpointing.load(state, str(directory), validate_access_integrity=False)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            raise Damaged(f"{directory}: cannot be read back ({_reason(cause)})") from error
+
+
+def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str, ShardedTensor]:
+    """The blocks as dist_checkpointing takes them: no regular grid (axis_fragmentations), so any cut will do."""
+    return {
+        f"{block.key} {block.box}": ShardedTensor(
+            key=block.key,
+            data=tensor,
+            dtype=tensor.dtype,
+            local_shape=tuple(tensor.shape),
+            global_shape=block.global_shape,
+            global_offset=tuple(start for start, _ in block.box),
+            axis_fragmentations=None,
+        )
+        for block, tensor in zip(blocks, data, strict=True)
+    }
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)

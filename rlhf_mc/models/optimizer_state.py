@@ -1,0 +1,104 @@
+"""What an optimizer of Megatron-Core holds on this rank, parameter by parameter: which elements, and the tensors of
+Adam's state over them. Written and read by the checkpoint; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """The elements of one parameter that this rank updates, and their state."""
+
+    local: str
+    """Name of the parameter on this rank."""
+    start: int
+    """First of the elements, in the flattened local parameter."""
+    end: int
+    """Past their last."""
+    ranks: tuple[int, ...]
+    """The ranks over which the local parameter's elements are spread; without the distributed optimizer, this one."""
+    state: dict[str, torch.Tensor]
+    """By name: flat tensors of end - start elements. "main" is the float32 copy of a parameter of another type."""
+
+
+def optimizer_parts(optimizer: Any, params: Mapping[str, torch.nn.Parameter]) -> list[OptimizerPart]:
+    """This rank's parts. `params`: by their names on this rank. Before the first step there are no moments."""
+    names = {id(param): name for name, param in params.items()}
+    parts = []
+    for one in _in_use(optimizer):
+        for param, main, start, end in _main_params(one):
+            if start == end:
+                continue
+            state = {key: one.optimizer.state[main][key].view(-1) for key in MOMENTS if main in one.optimizer.state}
+            if main.dtype != param.dtype:
+                state["main"] = main.detach().view(-1)
+            parts.append(OptimizerPart(names[id(param)], start, end, _ranks(one), state))
+    return parts
+
+
+def adam_steps(optimizer: Any) -> int:
+    """How many steps the optimizer has taken, which Adam's bias correction depends on; 0 on a rank that updates
+    nothing."""
+    for one in _in_use(optimizer):
+        for group in one.optimizer.param_groups:
+            if "step" in group:  # Apex and Transformer Engine count by group, torch by parameter
+                return int(group["step"])
+        for state in one.optimizer.state.values():
+            return int(state["step"])
+    return 0
+
+
+def set_adam_steps(optimizer: Any, count: int) -> None:
+    """Makes room for the moments of an optimizer that has taken `count` steps; they are zero where there were none."""
+    for one in _in_use(optimizer):
+        if count == 0:
+            one.optimizer.state.clear()
+            continue
+        for group in one.optimizer.param_groups:
+            counts_by_group = type(one.optimizer).__module__.partition(".")[0] != "torch"
+            if counts_by_group:
+                group["step"] = count
+            for main in group["params"]:
+                state = one.optimizer.state[main]
+                for key in MOMENTS:
+                    state.setdefault(key, torch.zeros_like(main, dtype=torch.float32))
+                if not counts_by_group:
+                    state["step"] = torch.tensor(float(count))
+
+
+def _in_use(optimizer: Any) -> list[Any]:
+    """The optimizers that have something to update on this rank."""
+    return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
+
+
+def _main_params(one: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    """(model's parameter, what the optimizer updates in its place, first of its elements, past the last)."""
+    if isinstance(one, DistributedOptimizer):
+        for param, (group, order) in one.model_param_group_index_map.items():
+            elements = one._get_model_param_range_map(param)["param"]
+            yield param, one.optimizer.param_groups[group]["params"][order], elements.start, elements.end
+        return
+    if not hasattr(one, "float16_groups"):  # all in float32: the optimizer updates the model's own parameters
+        pairs = ((param, param) for group in one.optimizer.param_groups for param in group["params"])
+    else:
+        model = [*one.float16_groups, *one.fp32_from_fp32_groups]
+        main = [*one.fp32_from_float16_groups, *one.fp32_from_fp32_groups]
+        pairs = ((p, m) for ps, ms in zip(model, main, strict=True) for p, m in zip(ps, ms, strict=True))
+    for param, updated in pairs:
+        yield param, updated, 0, param.numel()
+
+
+def _ranks(one: Any) -> tuple[int, ...]:
+    if isinstance(one, DistributedOptimizer):
+        return tuple(dist.get_process_group_ranks(one.data_parallel_group))
+    return (dist.get_rank(),)
