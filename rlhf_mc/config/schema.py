@@ -294,7 +294,23 @@ class TrainerConfig:
     test_freq: int = -1
     """Validate every so many steps, and after the last; -1: never."""
     save_freq: int = -1
-    """Write the actor as a Hugging Face checkpoint every so many steps; -1: only after the last (to hf/)."""
+    """Write a training checkpoint, from which the run can go on, to global_step_<n>/ every so many steps and after the
+    last; -1: never."""
+    async_save: bool = True
+    """Training goes on while a checkpoint's files are written, from a copy in host memory."""
+    max_ckpt_to_keep: int | None = None
+    """Training checkpoints that stay: once a new one is complete, all but the last so many go; null: all stay."""
+    keep_best: bool = False
+    """Beside those, keep the checkpoint of the highest validation accuracy."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Where the run begins. auto: at the newest whole checkpoint in default_local_dir, if there is one; disable: at the
+    start; resume_path: at resume_from_path."""
+    resume_from_path: str | None = None
+    """resume_path: the checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
+    checkpoints of its own, the same command goes on from them."""
+    export_freq: int = -1
+    """Write the actor as a Hugging Face checkpoint to export/global_step_<n>/ every so many steps; -1: only after the
+    last (to hf/)."""
     log_val_generations: int = 8
     """Validation generations written as text each time."""
     target_val_acc: float | None = None

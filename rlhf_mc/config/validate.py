@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, TrainerConfig, layouts
 
 _AT_LEAST_ONE = [
     "data.max_prompt_length",
@@ -30,6 +30,7 @@ _AT_LEAST_ONE = [
     "trainer.total_epochs",
     "trainer.total_training_steps",
     "trainer.max_skipped_updates_in_a_row",
+    "trainer.max_ckpt_to_keep",
     "trainer.dist_timeout_seconds",
 ]
 _AT_LEAST_ONE_OR_MINUS_ONE = [
@@ -39,6 +40,7 @@ _AT_LEAST_ONE_OR_MINUS_ONE = [
     "trainer.save_freq",
 ]
 _AT_LEAST_ONE_IN_A_LAYOUT = [
+    "trainer.export_freq",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
@@ -80,6 +82,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_validation(cfg)
 
 
+    _check_checkpoints(cfg.trainer)
 def _check_ranges(cfg: Config) -> None:
     for key in _AT_LEAST_ONE:
         _range(cfg, key, lambda value: value >= 1, "at least 1")
@@ -268,3 +271,22 @@ def _get(cfg: Config, key: str) -> Any:
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
+def _check_checkpoints(trainer: TrainerConfig) -> None:
+    _require(
+        (trainer.resume_mode == "resume_path") == (trainer.resume_from_path is not None),
+        f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is {trainer.resume_from_path}; set"
+        " both (resume_path, and a path) or neither",
+    )
+    for key in ("max_ckpt_to_keep", "keep_best"):
+        value = getattr(trainer, key)
+        _require(
+            not value or trainer.save_freq > 0,
+            f"trainer.{key} is {value}; that needs trainer.save_freq of at least 1",
+        )
+    _require(
+        not trainer.keep_best or (trainer.test_freq > 0 and trainer.save_freq % trainer.test_freq == 0),
+        f"trainer.keep_best is true; that needs a validation at every save: trainer.test_freq is {trainer.test_freq},"
+        f" which must divide trainer.save_freq, {trainer.save_freq}",
+    )
+
+

@@ -5,7 +5,7 @@ number per response token or to take one optimizer step. What the numbers mean i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
 from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, predicting_states, run_stage
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
+from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.agreement import gather_objects, sum_over_ranks
@@ -137,6 +138,29 @@ class ModelEngine:
     def end_of_ppo_step(self) -> None:
         """Moves the learning-rate schedule on."""
         self._scheduler.step(increment=1)
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights, as MegatronConfig.dtype names it."""
+        return self._megatron.dtype
+
+    def optimizer_parts(self) -> list[OptimizerPart]:
+        """What this rank's optimizer holds, parameter by parameter, for the checkpoint."""
+        self.offload.require(OPTIMIZER)
+        return optimizer_parts(self._optimizer, self.named_parameters())
+
+    def progress(self) -> dict[str, int]:
+        """How far optimizer and schedule are, for the checkpoint. Every rank must call it."""
+        steps = max(gather_objects(adam_steps(self._optimizer)))
+        return {"optimizer_steps": steps, "schedule_steps": self._scheduler.num_steps}
+
+    def load_progress(self, progress: Mapping[str, int]) -> None:
+        """Takes optimizer and schedule to where `progress` was taken; the tensors of optimizer_parts then have a place,
+        and are the caller's to fill. The schedule's shape is this run's."""
+        self.offload.require(OPTIMIZER)
+        set_adam_steps(self._optimizer, progress["optimizer_steps"])
+        self._scheduler.num_steps = progress["schedule_steps"]
+        self._scheduler.step(increment=0)
 
     @torch.no_grad()
     def score(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], head: Head) -> torch.Tensor:
