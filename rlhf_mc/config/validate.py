@@ -38,9 +38,9 @@ _AT_LEAST_ONE_OR_MINUS_ONE = [
     "data.val_max_samples",
     "trainer.test_freq",
     "trainer.save_freq",
+    "trainer.export_freq",
 ]
 _AT_LEAST_ONE_IN_A_LAYOUT = [
-    "trainer.export_freq",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
@@ -80,9 +80,9 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_token_budgets(cfg)
     _check_algorithm(cfg)
     _check_validation(cfg)
-
-
     _check_checkpoints(cfg.trainer)
+
+
 def _check_ranges(cfg: Config) -> None:
     for key in _AT_LEAST_ONE:
         _range(cfg, key, lambda value: value >= 1, "at least 1")
@@ -255,22 +255,6 @@ def _check_validation(cfg: Config) -> None:
     )
 
 
-def _range(cfg: Config, key: str, ok: Callable[[Any], bool], want: str) -> None:
-    """`key`, where it is not null, must satisfy `ok`, which `want` says in words."""
-    value = _get(cfg, key)
-    _require(value is None or ok(value), f"{key} is {value}; it must be {want}")
-
-
-def _get(cfg: Config, key: str) -> Any:
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
 def _check_checkpoints(trainer: TrainerConfig) -> None:
     _require(
         (trainer.resume_mode == "resume_path") == (trainer.resume_from_path is not None),
@@ -290,3 +274,19 @@ def _check_checkpoints(trainer: TrainerConfig) -> None:
     )
 
 
+def _range(cfg: Config, key: str, ok: Callable[[Any], bool], want: str) -> None:
+    """`key`, where it is not null, must satisfy `ok`, which `want` says in words."""
+    value = _get(cfg, key)
+    _require(value is None or ok(value), f"{key} is {value}; it must be {want}")
+
+
+def _get(cfg: Config, key: str) -> Any:
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
