@@ -1,35 +1,22 @@
-"""Worker processes for tests on several ranks: started once per world size (importing vLLM and Megatron costs
-seconds), connected by gloo, each running the same function of a test module with the same arguments."""
+"""Worker processes for tests on several ranks: started once per world size, connected by gloo, each running the same
+function of a test module with the same arguments."""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing as mp
 import os
-import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
-HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 300
-sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
-
-
-def _worker(rank: int, world: int, port: int, pipe: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=str(port)
-    )
+def _worker(variables: dict[str, str], pipe: Any) -> None:
+    os.environ.update(variables)
     import warnings
 
     import torch
@@ -55,13 +42,12 @@ class Workers:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        context = mp.get_context("spawn")
-        port = _free_port()
+        context = forked.context()
         self._pipes, self._processes = [], []
-        for rank in range(world):
+        for variables in forked.rank_variables(world):
             mine, theirs = context.Pipe()
             # Not daemons: the checkpoint writer starts processes of its own.
-            process = context.Process(target=_worker, args=(rank, world, port, theirs))
+            process = context.Process(target=_worker, args=(variables, theirs))
             process.start()
             self._pipes.append(mine)
             self._processes.append(process)

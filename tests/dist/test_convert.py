@@ -4,14 +4,12 @@ cannot be converted."""
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import model_cases
 import pytest
 import torch
@@ -27,30 +25,18 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_tool(
-    name: str, largest_file: int | None = None, ranks: int = 1, **options: str | Path
-) -> subprocess.CompletedProcess[str]:
-    """largest_file: bytes beyond which the system refuses to write, as a full disk does; the writer's processes inherit
-    it. ranks: above 1, under torchrun."""
+def run_tool(name: str, largest_file: int | None = None, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    """On one process. largest_file: bytes beyond which the system refuses to write, to the writer's processes too."""
+    return forked.run([str(ROOT / "tools" / name), *command_line(options)], largest_file=largest_file)
 
-    def limit() -> None:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 
-    arguments = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*launcher, str(ROOT / "tools" / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        preexec_fn=limit,
-        # Not those of a test under torchrun; and the program must be found without being installed.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+def on_two_ranks(name: str, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    """As torchrun starts them: what both wrote, and the sum of their exit codes."""
+    return forked.run_ranks(2, [str(ROOT / "tools" / name), *command_line(options)])
+
+
+def command_line(options: dict[str, str | Path]) -> list[str]:
+    return [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def to_mcore(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
@@ -119,12 +105,12 @@ def test_spread_over_ranks_the_converters_write_the_same(
 ) -> None:
     """There by tensor parallel ranks, back by pipeline stages, in several files with an index."""
     source = converted["tied_float32"][0]
-    to = run_tool(
-        "convert_hf_to_mcore.py", ranks=2, hf_path=source, output=tmp_path / "mcore", tensor_model_parallel_size="2"
+    to = on_two_ranks(
+        "convert_hf_to_mcore.py", hf_path=source, output=tmp_path / "mcore", tensor_model_parallel_size="2"
     )
     assert to.returncode == 0 and to.stdout.count("parameters") == 1, to.stderr
-    back = run_tool(
-        "convert_mcore_to_hf.py", ranks=2, checkpoint=tmp_path / "mcore", output=tmp_path / "hf", max_shard_gb="0.0005"
+    back = on_two_ranks(
+        "convert_mcore_to_hf.py", checkpoint=tmp_path / "mcore", output=tmp_path / "hf", max_shard_gb="0.0005"
     )
     assert back.returncode == 0 and back.stdout.count("parameters") == 1, back.stderr
     files = sorted((tmp_path / "hf").glob("model-*.safetensors"))

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1]))
 from tiny import make_workspace, write_config
 
 pytestmark = pytest.mark.system
