@@ -16,11 +16,7 @@ if [[ -z "${NPROC:-}" ]]; then
     [[ "$NPROC" -gt 0 ]] || NPROC=1
 fi
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Megatron overlaps tensor-parallel communication with computation only if kernels start in the order they were issued.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-# A model is a directory here; nothing is fetched during a run.
-export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
-export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+# shellcheck source=launch/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 exec torchrun --standalone --nproc-per-node "$NPROC" -m rlhf_mc "$@"

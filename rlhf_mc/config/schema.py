@@ -327,6 +327,14 @@ class TrainerConfig:
     """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
     dist_timeout_seconds: int = 600
     """Time after which a collective that some rank has not reached is an error, for every process group."""
+    heartbeat_timeout_seconds: int = 120
+    """Time after which a rank that is not heard of (frozen, or its node is gone) ends the run on all ranks. Ranks
+    report beside the collectives; one that computes for long is heard all the same."""
+    preemption_grace_seconds: int = 300
+    """Time that a run asked to stop (SIGTERM, SIGUSR1) has to finish or abandon its step and to save; then it ends all
+    the same, and the last checkpoint is what is kept. Less than the scheduler's own (sbatch --signal)."""
+    stop_before_minutes: float | None = None
+    """In a Slurm job: stop and save, as after a signal, so many minutes before the job's time limit; null: do not."""
 
 
 @dataclass

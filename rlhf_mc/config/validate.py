@@ -32,6 +32,8 @@ _AT_LEAST_ONE = [
     "trainer.max_skipped_updates_in_a_row",
     "trainer.max_ckpt_to_keep",
     "trainer.dist_timeout_seconds",
+    "trainer.heartbeat_timeout_seconds",
+    "trainer.preemption_grace_seconds",
 ]
 _AT_LEAST_ONE_OR_MINUS_ONE = [
     "data.train_max_samples",
@@ -56,6 +58,7 @@ _ABOVE_ZERO = [
     "rollout.temperature",
     "rollout.cpu_kvcache_space_gb",
     "reward.timeout_seconds",
+    "trainer.stop_before_minutes",
 ]
 _NOT_NEGATIVE = [
     "actor.kl_loss_coef",

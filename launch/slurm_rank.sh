@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# One rank, started by torchrun (launch/slurm_node.sh) or by srun (one task per rank). What it says goes to the job's log
+# and to a file of its own, named by rank and node.
+set -euo pipefail
+if [[ -z "${RANK:-}" ]]; then
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$NPROC
+fi
+log=$LOG_DIR/rank_$(printf %04d "$RANK").$SLURMD_NODENAME.log
+# Signals go to every process of a step: to a rank that is still starting USR1 is nothing that it could act on, and the
+# log must stay open to the end.
+trap '' USR1
+exec "$PYTHON" -m rlhf_mc "$@" \
+    > >(trap '' TERM INT; exec tee -a "$log") 2> >(trap '' TERM INT; exec tee -a "$log" >&2)

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# PPO of Llama-3 70B on 8 nodes of 8 GPUs. From the repository's root:
+#
+#     sbatch slurm/ppo_70b.sh [section.key=value ...]
+#     sbatch --ntasks-per-node=8 slurm/ppo_70b.sh ...        without torchrun, one task per GPU
+#
+# Account, partition and the like are the site's: `sbatch --partition=... slurm/ppo_70b.sh`.
+#SBATCH --job-name=ppo_70b
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+# 20 minutes before the time is up: finish the step, save, queue again. More than trainer.preemption_grace_seconds.
+#SBATCH --signal=B:USR1@1200
+#SBATCH --requeue
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+exec "${SLURM_SUBMIT_DIR:?submit this with sbatch}/launch/slurm_job.sh" configs/ppo_70b.yaml "$@"
