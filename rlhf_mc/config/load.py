@@ -23,10 +23,18 @@ from rlhf_mc.config.validate import validate as validate
 
 _RENAMED = {
     "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
-    "actor.ppo_micro_batch_size_per_gpu": "actor.ppo_max_token_len_per_gpu (a token budget)",
-    "critic.ppo_micro_batch_size_per_gpu": "critic.ppo_max_token_len_per_gpu (a token budget)",
+    **dict.fromkeys(
+        ("critic.use_dynamic_bsz", "ref.log_prob_use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz"),
+        "actor.use_dynamic_bsz (one switch for all passes)",
+    ),
 }
 """verl's keys that have no single counterpart of the same name, and what takes their place."""
+
+_NOT_SUPPORTED = {
+    "context_parallel_size": "context parallelism is not supported: attention takes whole sequences. For long ones use "
+    "tensor_model_parallel_size with sequence_parallel, and recompute_granularity",
+}
+"""verl's keys, by their last name, for what this program does not do; and what there is instead."""
 
 
 class _Setting(NamedTuple):
@@ -170,6 +178,8 @@ def _unknown_key(key: str) -> str:
     for suffix in suffixes:
         if suffix in _RENAMED:
             return f"unknown key {key!r}; use {_RENAMED[suffix]}"
+    if suffixes[-1] in _NOT_SUPPORTED:
+        return f"unknown key {key!r}; {_NOT_SUPPORTED[suffixes[-1]]}"
     return f"unknown key {key!r}; the nearest known key is {_nearest(suffixes)!r}"
 
 

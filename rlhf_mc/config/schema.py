@@ -124,8 +124,13 @@ class ActorConfig:
     """Passes over the step's batch."""
     shuffle: bool = False
     """Draw the mini-batches in a new order each PPO epoch (a function of trainer.seed and the step)."""
+    use_dynamic_bsz: bool = True
+    """Micro-batches of all passes, of all models, are cut by token budget (the ..._max_token_len_per_gpu settings), so
+    that they are alike in tokens; false: by number of sequences (the ..._micro_batch_size_per_gpu settings)."""
     ppo_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch (prompt + response, packed); at least the longest sequence."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Without use_dynamic_bsz: sequences of one micro-batch."""
     clip_ratio_low: float = 0.2
     """Policy ratio clip, lower range: 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.2
@@ -162,8 +167,12 @@ class CriticConfig:
     """As actor.shuffle."""
     ppo_max_token_len_per_gpu: int = 32768
     """Token budget of one micro-batch of the update."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the update; null: the actor's."""
     forward_max_token_len_per_gpu: int = 32768
     """Token budget of one micro-batch of the values pass."""
+    forward_micro_batch_size_per_gpu: int | None = None
+    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the values pass; null: the actor's."""
     cliprange_value: float = 0.5
     """Values move at most this far from the old values before their loss is clipped."""
     loss_agg_mode: LossAggMode = "token-mean"
@@ -182,6 +191,8 @@ class RefConfig:
 
     log_prob_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch of the reference pass."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the reference pass; null: the actor's."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """The reference's own layout; what is not set is taken from actor.megatron as in critic.megatron."""
 
@@ -221,6 +232,8 @@ class RolloutConfig:
     """Tokens that one engine step may process."""
     log_prob_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch of the old-log-prob pass."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the old-log-prob pass; null: the actor's."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
 

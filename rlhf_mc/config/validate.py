@@ -80,7 +80,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_layout(cfg, world_size)
     _check_offload(cfg)
     _check_batches(cfg, world_size)
-    _check_token_budgets(cfg)
+    _check_micro_batches(cfg)
     _check_algorithm(cfg)
     _check_validation(cfg)
     _check_checkpoints(cfg.trainer)
@@ -211,20 +211,34 @@ def _check_batches(cfg: Config, world_size: int) -> None:
     )
 
 
-def _check_token_budgets(cfg: Config) -> None:
-    keys = [
-        "actor.ppo_max_token_len_per_gpu",
-        "critic.ppo_max_token_len_per_gpu",
-        "critic.forward_max_token_len_per_gpu",
-        "rollout.log_prob_max_token_len_per_gpu",
-    ]
-    if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
-        keys.append("ref.log_prob_max_token_len_per_gpu")
+_TOKEN_BUDGETS = {
+    "actor.ppo_max_token_len_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_max_token_len_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_max_token_len_per_gpu": "critic.forward_micro_batch_size_per_gpu",
+    "rollout.log_prob_max_token_len_per_gpu": "rollout.log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu": "ref.log_prob_micro_batch_size_per_gpu",
+}
+"""Each pass's two limits of a micro-batch: by tokens, and by sequences, which counts without actor.use_dynamic_bsz."""
+
+
+def _check_micro_batches(cfg: Config) -> None:
+    dynamic = cfg.actor.use_dynamic_bsz
+    for size in _TOKEN_BUDGETS.values():
+        _range(cfg, size, lambda value: value >= 1, "at least 1")
+        _require(
+            _get(cfg, size) is None or not dynamic,
+            f"{size} is {_get(cfg, size)}; that needs actor.use_dynamic_bsz: false",
+        )
+    _require(
+        dynamic or cfg.actor.ppo_micro_batch_size_per_gpu is not None,
+        "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null",
+    )
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
-    for key in keys:
+    uses_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+    for key in _TOKEN_BUDGETS:
         budget = _get(cfg, key)
         _require(
-            budget >= prompt + response,
+            budget >= prompt + response or not dynamic or (key.startswith("ref.") and not uses_reference),
             f"{key} is {budget}; it must be at least the longest sequence,"
             f" data.max_prompt_length {prompt} + data.max_response_length {response} = {prompt + response}",
         )

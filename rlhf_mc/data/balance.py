@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 Cost = Callable[[int], float]
 """What a sequence of so many tokens costs to compute, in any unit, > 0. Attention makes long sequences dearer than
 their tokens (ModelShape.sequence_cost)."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The limit of a micro-batch where it counts sequences, whatever their lengths."""
+
+    at_most: int
+
+
+Limit = int | Sequences
+"""How large a micro-batch may be: so many tokens, or so many sequences."""
 
 
 def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = float) -> list[list[int]]:
@@ -54,22 +66,41 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
     return sorted(groups, key=lambda group: (-load(group), group))
 
 
+def even_micro_batches(
+    seq_lens: Sequence[int], limit: Sequences, num_micro_batches: int | None = None
+) -> list[list[int]]:
+    """As micro_batches, with at most limit.at_most sequences in each, as equal in their number, then in tokens, as
+    dealing them out to and fro makes them."""
+    count = -(-len(seq_lens) // limit.at_most) if num_micro_batches is None else num_micro_batches
+    assert count * limit.at_most >= len(seq_lens)
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for k, i in enumerate(sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i))):
+        turn, place = divmod(k, count)
+        groups[place if turn % 2 == 0 else count - 1 - place].append(i)
+    return sorted((sorted(group) for group in groups), key=lambda g: (-sum(seq_lens[i] for i in g), g))
+
+
 def plan_micro_batches(
-    seq_lens: Sequence[int], num_replicas: int, budget: int, cost: Cost = float
+    seq_lens: Sequence[int], num_replicas: int, limit: Limit, cost: Cost = float
 ) -> list[list[list[int]]]:
-    """[replica][micro-batch] -> indices: assign_to_replicas, then micro_batches, as many for every replica.
+    """[replica][micro-batch] -> indices: assign_to_replicas, then micro-batches, as many for every replica.
 
     The same number everywhere, since a replica's forward and backward passes are collective with the others'
-    and with its own pipeline stages; it is the largest number that some replica needs. Each micro-batch is at
-    most `budget` tokens. A micro-batch is empty only if there are fewer sequences than micro-batches in all
-    (sequences move between replicas to avoid it): the caller then runs a dummy whose weights are 0.
+    and with its own pipeline stages; it is the largest number that some replica needs. Each micro-batch
+    keeps to the limit. A micro-batch is empty only if there are fewer sequences than micro-batches in all (sequences
+    move between replicas to avoid it): the caller then runs a dummy whose weights are 0.
     """
     replicas = assign_to_replicas(seq_lens, num_replicas, cost)
     lens = [[seq_lens[i] for i in replica] for replica in replicas]
-    count = max(num_micro_batches_needed(replica_lens, budget) for replica_lens in lens)
+    if isinstance(limit, Sequences):
+        count = max(-(-len(replica) // limit.at_most) for replica in replicas)
+        groups = [even_micro_batches(replica_lens, limit, count) for replica_lens in lens]
+    else:
+        count = max(num_micro_batches_needed(replica_lens, limit) for replica_lens in lens)
+        groups = [micro_batches(replica_lens, limit, count) for replica_lens in lens]
     plan = [
-        [[replica[i] for i in group] for group in micro_batches(replica_lens, budget, count)]
-        for replica, replica_lens in zip(replicas, lens, strict=True)
+        [[replica[i] for i in group] for group in replica_groups]
+        for replica, replica_groups in zip(replicas, groups, strict=True)
     ]
     _fill_empty(plan, [cost(n) for n in seq_lens])
     return plan
@@ -79,7 +110,7 @@ def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
     """Moves single sequences into the empty micro-batches of `plan`, in place, as long as another can spare one.
 
     The dearest replica that can spare one gives its cheapest such sequence. Taking a sequence out, and putting
-    one alone, both keep to the token budget.
+    one alone, both keep to any limit.
     """
     for replica in plan:
         for empty in (group for group in replica if not group):

@@ -6,11 +6,13 @@ small beside any weight), so what is computed from it needs no further communica
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ class RaggedBatch:
     """[R] float32, whitened."""
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
+    shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What has been worked out from tokens and lengths alone, by what it is. Batches of the same sequences in the same
+    order have one, whatever their per-token fields: copies of with_fields, and repeated calls of select."""
 
     @property
     def num_sequences(self) -> int:
@@ -82,6 +87,14 @@ class RaggedBatch:
     def seq_lens(self) -> torch.Tensor:
         """[S] int64: prompt + response."""
         return self.prompt_lens + self.response_lens
+
+    def once(self, what: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, from tokens and lengths alone; worked out the first time that these sequences are asked
+        for it, and kept as long as the batch that they came in."""
+        if what not in self.shared:
+            self.shared[what] = make()
+        kept: T = self.shared[what]
+        return kept
 
     def responses(self) -> list[list[int]]:
         """Each sequence's response tokens."""
@@ -97,7 +110,7 @@ class RaggedBatch:
         for name, value in fields.items():
             want = self.num_sequences if name == "scores" else int(self.response_lens.sum())
             assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
-        return replace(self, **fields)
+        return replace(self, **fields)  # type: ignore[arg-type]
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> RaggedBatch:
         """The batch of these sequences, in this order."""
@@ -115,6 +128,7 @@ class RaggedBatch:
             response_lens=self.response_lens[idx],
             finished=self.finished[idx],
             scores=None if self.scores is None else self.scores[idx],
+            shared=self.once(("select", tuple(idx.tolist())), dict),
             **out,  # type: ignore[arg-type]
         )
 

@@ -3,6 +3,7 @@ states that predict response tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,14 @@ class MicroBatch:
         return len(self.response_index) == 0
 
 
-def cut_micro_batch(batch: RaggedBatch, indices: list[int], multiple_of: int = 1) -> MicroBatch:
+def cut_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
+    """These sequences of the batch, packed; passes that cut a batch alike (several models, several epochs) share what
+    the first of them has packed."""
+    what = ("micro-batch", tuple(indices), multiple_of)
+    return batch.once(what, lambda: _pack_micro_batch(batch, indices, multiple_of))
+
+
+def _pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int) -> MicroBatch:
     """Packs these sequences of the batch, shortest first (neighbours of equal length share one attention call).
     An empty list gives a filler: the batch's first sequence, whose results count for nothing. Where their tokens are
     no multiple of `multiple_of`, one more sequence of token 0, from which nothing is predicted, makes up for it."""

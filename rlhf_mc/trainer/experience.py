@@ -16,7 +16,7 @@ from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.masked import masked_sum, masked_whiten
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
-from rlhf_mc.data.balance import Cost, assign_to_replicas, plan_micro_batches
+from rlhf_mc.data.balance import Cost, Limit, assign_to_replicas
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, pad_responses
 from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
@@ -25,6 +25,7 @@ from rlhf_mc.observability.metrics import summarize, summarize_lengths
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
 from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.trainer.passes import my_micro_batches
 
 TRAINING, VALIDATION = 0, 1
 """Streams of sampling seeds: validation never shares random numbers with training."""
@@ -95,11 +96,9 @@ def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.
     return values(model, states)
 
 
-def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, token_budget: int) -> torch.Tensor:
+def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
     """The head's number for every response token of the batch: [R] float32, on every rank."""
-    mesh = engine.groups.mesh
-    plan = plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, token_budget, engine.shape.sequence_cost)
-    return engine.score(batch, plan[engine.groups.coordinate.dp], head)
+    return engine.score(batch, my_micro_batches(engine, batch, limit), head)
 
 
 def compute_advantages(

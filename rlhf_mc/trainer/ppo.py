@@ -22,6 +22,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
+from rlhf_mc.trainer.passes import micro_batch_limit
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 
@@ -133,15 +134,21 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     cfg = run.config
     log_probs = experience.log_prob_head(run.actor.shape.vocab_size, cfg.rollout.temperature)
     with run.residency.phase(state.timer, "old_log_prob"):
-        budget = cfg.rollout.log_prob_max_token_len_per_gpu
-        batch = batch.with_fields(old_log_probs=experience.score_tokens(run.actor, batch, log_probs, budget))
+        limit = micro_batch_limit(
+            cfg.actor, cfg.rollout.log_prob_max_token_len_per_gpu, cfg.rollout.log_prob_micro_batch_size_per_gpu
+        )
+        batch = batch.with_fields(old_log_probs=experience.score_tokens(run.actor, batch, log_probs, limit))
     if run.reference is not None:
         with run.residency.phase(state.timer, "ref"):
-            budget = cfg.ref.log_prob_max_token_len_per_gpu
-            batch = batch.with_fields(ref_log_probs=experience.score_tokens(run.reference, batch, log_probs, budget))
+            limit = micro_batch_limit(
+                cfg.actor, cfg.ref.log_prob_max_token_len_per_gpu, cfg.ref.log_prob_micro_batch_size_per_gpu
+            )
+            batch = batch.with_fields(ref_log_probs=experience.score_tokens(run.reference, batch, log_probs, limit))
     with run.residency.phase(state.timer, "values"):
-        budget = cfg.critic.forward_max_token_len_per_gpu
-        batch = batch.with_fields(values=experience.score_tokens(run.critic, batch, experience.value_head, budget))
+        limit = micro_batch_limit(
+            cfg.actor, cfg.critic.forward_max_token_len_per_gpu, cfg.critic.forward_micro_batch_size_per_gpu
+        )
+        batch = batch.with_fields(values=experience.score_tokens(run.critic, batch, experience.value_head, limit))
     return batch
 
 
@@ -171,9 +178,11 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
             cfg.critic.shuffle,
             seed,
         )
-        budget = cfg.critic.ppo_max_token_len_per_gpu
+        limit = micro_batch_limit(
+            cfg.actor, cfg.critic.ppo_max_token_len_per_gpu, cfg.critic.ppo_micro_batch_size_per_gpu
+        )
         objective = lambda mini: update.critic_objective(mini, cfg.critic)  # noqa: E731
-        state.metrics.update(update.update(run.critic, batch, minis, objective, budget, run.skipped, state.step))
+        state.metrics.update(update.update(run.critic, batch, minis, objective, limit, run.skipped, state.step))
     if state.step <= cfg.trainer.critic_warmup:
         return
     with run.residency.phase(state.timer, "update_actor"):
@@ -182,8 +191,10 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
         )
         vocab, temperature = run.actor.shape.vocab_size, cfg.rollout.temperature
         objective = lambda mini: update.actor_objective(mini, cfg.actor, vocab, temperature)  # noqa: E731
-        budget = cfg.actor.ppo_max_token_len_per_gpu
-        state.metrics.update(update.update(run.actor, batch, minis, objective, budget, run.skipped, state.step))
+        limit = micro_batch_limit(
+            cfg.actor, cfg.actor.ppo_max_token_len_per_gpu, cfg.actor.ppo_micro_batch_size_per_gpu
+        )
+        state.metrics.update(update.update(run.actor, batch, minis, objective, limit, run.skipped, state.step))
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:

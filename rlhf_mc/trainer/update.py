@@ -16,13 +16,14 @@ import torch.distributed as dist
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig
-from rlhf_mc.data.balance import plan_micro_batches
+from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
 from rlhf_mc.topology.agreement import raise_together
+from rlhf_mc.trainer.passes import my_micro_batches
 
 
 def mini_batches(
@@ -152,7 +153,7 @@ def update(
     batch: RaggedBatch,
     mini_batch_indices: Iterator[list[int]],
     objective: Callable[[RaggedBatch], Loss],
-    token_budget: int,
+    limit: Limit,
     skipped: SkippedUpdates,
     step: int,
 ) -> dict[str, float]:
@@ -161,9 +162,7 @@ def update(
     metrics = Metrics()
     for indices in mini_batch_indices:
         mini = batch.select(indices)
-        lens, dp = mini.seq_lens.tolist(), engine.groups.mesh.dp
-        plan = plan_micro_batches(lens, dp, token_budget, engine.shape.sequence_cost)
-        stats = engine.train_step(mini, plan[engine.groups.coordinate.dp], objective(mini))
+        stats = engine.train_step(mini, my_micro_batches(engine, mini, limit), objective(mini))
         metrics.update(stats)
         skipped.count(engine.name, step, mini, stats["skipped"] > 0)
     engine.end_of_ppo_step()

@@ -16,7 +16,7 @@ from rlhf_mc.checkpoint.hf import HFReader, import_hf
 from rlhf_mc.checkpoint.save_load import load_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import plan_micro_batches
+from rlhf_mc.data.balance import Limit, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import heads
 from rlhf_mc.models.build import PackedGPT
@@ -44,7 +44,7 @@ class Job(NamedTuple):
     checkpoint: str
     role: Role
     mode: LossAggMode
-    budget: int
+    budget: Limit
     sequences: tuple[int, ...]
     """Which of the batch; fewer than replicas give fillers."""
 
@@ -132,7 +132,7 @@ def _objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Lo
     return actor_objective(batch, actor_config(mode), engine.shape.vocab_size, TEMPERATURE)
 
 
-def _my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
+def _my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> list[list[int]]:
     mesh = engine.groups.mesh
     return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
 

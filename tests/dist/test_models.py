@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.balance import Sequences
 from rlhf_mc.data.batch import RaggedBatch
 
 pytestmark = pytest.mark.dist
@@ -42,6 +43,8 @@ PROMPT_LENS, RESPONSE_LENS = (3, 9, 5, 4, 4, 14, 2), (6, 1, 11, 5, 5, 16, 8)
 ALL = tuple(range(len(PROMPT_LENS)))
 BIG, SMALL = 10_000, 32
 """Token budgets: all sequences in one micro-batch, and no room for two long ones (the longest has 30 tokens)."""
+FIXED = Sequences(2)
+"""Two sequences to a micro-batch, whatever their lengths."""
 
 
 @pytest.fixture(scope="session")
@@ -174,10 +177,12 @@ def test_log_probs_and_entropy_are_those_of_transformers(
 
 
 def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
-    """Both losses in all aggregation modes and both budgets on one family; one of each on the others."""
+    """Both losses in all aggregation modes and both budgets on one family; one of each on the others, and there
+    micro-batches of a fixed number of sequences."""
     tied = checkpoints["qwen2_tied"]
     jobs = [Job(tied, r, mode, budget, ALL) for r in ("actor", "critic") for mode in MODES for budget in (BIG, SMALL)]
-    return jobs + [Job(checkpoints[f], "actor", "token-mean", SMALL, ALL) for f in ("llama_biases", "qwen2_untied")]
+    others = [("llama_biases", "actor", FIXED), ("qwen2_untied", "actor", SMALL), ("qwen2_untied", "critic", FIXED)]
+    return jobs + [Job(checkpoints[f], role, "token-mean", limit, ALL) for f, role, limit in others]
 
 
 def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:

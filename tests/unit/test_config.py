@@ -198,6 +198,20 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
     assert message.startswith(f"override '{key}=1'")
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("critic.use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("actor.megatron.context_parallel_size", "context parallelism is not supported"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
+    ],
+)
+def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, words: str) -> None:
+    message = error_of(config_file, f"{key}=2")
+    assert f"unknown key {key!r}; " in message and words in message and "\n" not in message
+
+
 @pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
 def test_clip_ratio_names_both_of_its_successors(config_file: Path, prefix: str) -> None:
     message = error_of(config_file, f"{prefix}actor.clip_ratio=0.2")
@@ -333,6 +347,12 @@ def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
         ("critic.ppo_mini_batch_size=32",),
         ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
         ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
+        (
+            "actor.use_dynamic_bsz=false",
+            "actor.ppo_micro_batch_size_per_gpu=2",
+            "critic.forward_micro_batch_size_per_gpu=4",
+            "actor.ppo_max_token_len_per_gpu=1",  # not used then
+        ),
         ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0"),
         ("trainer.test_freq=5", "data.val_files=v.parquet", "trainer.target_val_acc=0.9"),
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
@@ -346,6 +366,36 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        *(
+            ((f"{key}=3",), (f"{key} is 3; that needs actor.use_dynamic_bsz: false",))
+            for key in (
+                "actor.ppo_micro_batch_size_per_gpu",
+                "critic.ppo_micro_batch_size_per_gpu",
+                "critic.forward_micro_batch_size_per_gpu",
+                "ref.log_prob_micro_batch_size_per_gpu",
+                "rollout.log_prob_micro_batch_size_per_gpu",
+            )
+        ),
+        (
+            ("actor.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2"),
+            ("needs actor.ppo_micro_batch_size_per_gpu, which is null",),
+        ),
+        (
+            ("actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=0"),
+            ("actor.ppo_micro_batch_size_per_gpu is 0; it must be at least 1",),
+        ),
+        *(
+            ((f"{key}=1023", *kl), (f"{key} is 1023", "longest sequence", "data.max_prompt_length 512", "= 1024"))
+            for key, kl in (
+                ("actor.ppo_max_token_len_per_gpu", ()),
+                ("critic.ppo_max_token_len_per_gpu", ()),
+                ("critic.forward_max_token_len_per_gpu", ()),
+                ("rollout.log_prob_max_token_len_per_gpu", ()),
+                ("ref.log_prob_max_token_len_per_gpu", ("actor.use_kl_loss=true",)),
+            )
+        ),
+        (("reward.num_workers=-1",), ("reward.num_workers is -1; it must be 0 or more",)),
+        (("reward.timeout_seconds=0",), ("reward.timeout_seconds is 0.0; it must be above 0",)),
         (
             ("actor.megatron.tensor_model_parallel_size=3",),
             ("3 x actor.megatron.pipeline_model_parallel_size 1 = 3", "1, 2, 4"),
@@ -383,6 +433,10 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
             ("virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
         ),
         (("trainer.max_skipped_updates_in_a_row=0",), ("max_skipped_updates_in_a_row is 0", "at least 1")),
+        (
+            ("actor.megatron.param_offload=true",),
+            ("actor.megatron.param_offload is true", "reshard.share_weights is true", "set one of them to false"),
+        ),
         (
             ("actor.megatron.sequence_parallel=true",),
             ("actor.megatron.sequence_parallel is true", "tensor_model_parallel_size of at least 2"),

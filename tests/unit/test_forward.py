@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import forward
 from rlhf_mc.models.forward import cut_micro_batch
 
 
@@ -38,3 +41,27 @@ def test_a_filler_can_be_padded_too() -> None:
     micro = cut_micro_batch(a_batch([3], [4]), [], 4)
     assert micro.is_filler
     assert micro.tokens.shape == (1, 8)
+
+
+def test_passes_that_cut_alike_share_what_is_packed() -> None:
+    """Three models' scoring passes and two models' updates of two epochs: each cut is packed once."""
+    batch = a_batch([3, 2, 5, 1], [4, 2, 1, 3])
+    with mock.patch.object(forward, "pack", wraps=forward.pack) as packs:
+        first = [cut_micro_batch(batch, cut) for cut in ([0, 1], [2, 3])]
+        for _ in range(2):
+            batch = batch.with_fields(values=torch.ones(10))
+            assert all(
+                a is b for a, b in zip(first, [cut_micro_batch(batch, c) for c in ([0, 1], [2, 3])], strict=True)
+            )
+        assert packs.call_count == 2
+        for minis in [([0, 1], [2, 3])] * 4:
+            for mini in minis:
+                cut_micro_batch(batch.select(mini), [0, 1])
+        assert packs.call_count == 4
+        cut_micro_batch(batch, [0, 2])  # another budget
+        cut_micro_batch(batch, [0, 1], 4)  # padded for sequence parallelism
+        cut_micro_batch(batch, [])
+        assert packs.call_count == 7
+    fresh = cut_micro_batch(a_batch([3, 2, 5, 1], [4, 2, 1, 3]), [2, 3])
+    for name in ("tokens", "predicting", "targets", "response_index"):
+        assert torch.equal(getattr(fresh, name), getattr(first[1], name))
