@@ -4,6 +4,7 @@ phase is on the device what the table says. vLLM's sleep, which needs a GPU, is 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -13,7 +14,9 @@ import torch
 from tiny import make_checkpoint, make_workspace, write_config
 
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.trainer.residency import TABLE, row_of
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.rollout.engine import RolloutEngine
+from rlhf_mc.trainer.residency import TABLE, Residency, row_of
 
 ALL_AWAY = [
     "reshard.share_weights=false",
@@ -151,3 +154,88 @@ def test_a_frozen_model_scores_alike_and_is_copied_to_the_host_once(
     assert all(torch.equal(first, scores) for scores in others)
     assert "the params of actor are put away" in result["message"]
     assert result["copies"] == 1
+
+
+class Recorded:
+    """Stands for a model's Offload: writes down what it is told, with the model's name."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self._name, self._told = name, told
+        self.bytes_away = 0
+
+    def differs_from(self, on_device: Any) -> bool:
+        return True
+
+    def put_away_all_but(self, on_device: Any) -> None:
+        self._told.append(f"put away {self._name}")
+
+    def bring_back(self, on_device: Any) -> None:
+        self._told.append(f"bring back {self._name}")
+
+
+class RecordedRollout:
+    """Stands for the rollout engine, likewise."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+        self.awake = frozenset({"weights", "kv_cache"})
+
+    def sleep(self) -> None:
+        self._told.append("sleep")
+        self.awake = frozenset()
+
+    def wake_up(self, part: str) -> None:
+        self._told.append(f"wake {part}")
+        self.awake |= {part}
+
+
+def test_all_that_leaves_goes_before_anything_comes() -> None:
+    told: list[str] = []
+    places = Residency()
+    for role in ("actor", "critic"):
+        places.add(role, SimpleNamespace(offload=Recorded(role, told)))  # type: ignore[arg-type]
+    assert told == ["put away actor", "put away critic"], "a finished model makes room for the next"
+    places.add_rollout(RecordedRollout(told))  # type: ignore[arg-type]
+    away, back = ["put away actor", "put away critic"], ["bring back actor", "bring back critic"]
+    for phase, wanted in {
+        "update_weights": [*away, "sleep", *back, "wake weights"],
+        "gen": [*away, *back, "wake kv_cache"],
+        "reward": [],
+        "old_log_prob": [*away, "sleep", *back],
+        "update_actor": [*away, *back],
+    }.items():
+        told.clear()
+        timer = PhaseTimer()
+        with places.phase(timer, phase):
+            assert told == wanted, phase
+        assert set(timer.result()) == {f"timing_s/{phase}"} | ({"timing_s/residency"} if wanted else set())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_buffer_that_vllm_loses_in_its_sleep_is_found(kept: bool) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("cos_sin_cache", torch.arange(6.0), persistent=False)
+
+    def sleep(level: int) -> None:
+        if not kept:
+            model.get_buffer("cos_sin_cache").zero_()
+
+    engine = RolloutEngine.__new__(RolloutEngine)
+    runner = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
+    engine._llm = SimpleNamespace(sleep=sleep, wake_up=lambda tags: None, llm_engine=executor)
+    engine.sleep()
+    if kept:
+        engine.wake_up("weights")
+        assert engine.awake == {"weights"}
+    else:
+        with pytest.raises(RuntimeError, match="buffer cos_sin_cache is not what it was"):
+            engine.wake_up("weights")
+
+
+@pytest.mark.parametrize("world", [1])
+def test_a_cpu_refuses_vllms_sleep(pool: Any, workspace: Path, world: int) -> None:
+    sections = {"rollout": {"free_cache_engine": True}}
+    [(ok, value)] = pool(world).outcomes(cases.try_to_build, directory=str(workspace), sections=sections)
+    assert not ok and value[0] == "UserError"
+    assert value[1].startswith("rollout.free_cache_engine is true; ") and "set it to false" in value[1]

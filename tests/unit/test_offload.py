@@ -1,0 +1,76 @@
+"""Tensors that go away and come back: values, views and aliases; whole models are in tests/dist/test_residency.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_mc.models import offload
+from rlhf_mc.models.offload import Offload, TensorGroup, tensors_besides
+
+
+def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks smaller than a tensor, and tensors that end in the middle of one."""
+    monkeypatch.setattr(offload, "HOST_BLOCK", 64)
+    flat, single, other = torch.arange(25.0), torch.arange(7.0), torch.arange(33, dtype=torch.bfloat16)
+    views = [flat[3:9].view(2, 3), flat[20:], single, other[1:]]
+    wanted = [view.clone() for view in views]
+    group = TensorGroup(lambda: views)
+    for _ in range(2):
+        group.put_away()
+        assert group.bytes_away == 25 * 4 + 7 * 4 + 33 * 2
+        assert all(view.untyped_storage().nbytes() == 0 for view in views)
+        group.put_away()  # once more changes nothing
+        group.bring_back()
+        assert group.bytes_away == 0 and all(map(torch.equal, views, wanted))
+        flat += 1.0  # seen through its views, and the next time too
+        wanted = [view.clone() for view in views]
+    assert torch.equal(views[1], flat[20:])
+
+
+def test_a_group_may_grow_between_two_times() -> None:
+    tensors = [torch.arange(3.0)]
+    group = TensorGroup(lambda: tensors)
+    group.put_away()
+    group.bring_back()
+    tensors.append(torch.arange(100.0))
+    group.put_away()
+    assert group.bytes_away == 103 * 4
+    group.bring_back()
+    assert torch.equal(tensors[0], torch.arange(3.0)) and torch.equal(tensors[1], torch.arange(100.0))
+
+
+def test_what_need_not_be_kept_takes_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.platform, "host_bytes", lambda size: pytest.fail("host memory was taken"))
+    grads = torch.ones(10)
+    group = TensorGroup(lambda: [grads], keep_values=False)
+    group.put_away()
+    assert grads.untyped_storage().nbytes() == 0
+    group.bring_back()
+    assert grads.zero_().shape == (10,)
+
+
+def test_memory_that_is_not_torchs_own_is_not_given_back() -> None:
+    group = TensorGroup(lambda: [torch.from_numpy(np.zeros(4))])
+    with pytest.raises(AssertionError, match="memory that is not its own"):
+        group.put_away()
+
+
+def test_shards_of_the_parameters_are_not_the_optimizers_to_move() -> None:
+    flat, moment = torch.zeros(8), torch.zeros(4)
+    assert [t.data_ptr() for t in tensors_besides([flat[4:], moment], [flat[:2]])] == [moment.data_ptr()]
+
+
+def test_what_is_away_cannot_be_used() -> None:
+    params, moments = torch.zeros(3), torch.zeros(3)
+    model = Offload("critic", {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])})
+    model.require("params", "grads", "optimizer")
+    assert not model.differs_from(("params", "optimizer"))
+    model.put_away_all_but(("params",))
+    model.require("params", "grads")
+    assert model.bytes_away == 12 and model.differs_from(()) and not model.differs_from(("params", "grads"))
+    with pytest.raises(RuntimeError, match="the optimizer of critic are put away"):
+        model.require("params", "optimizer")
+    model.bring_back(("optimizer",))
+    model.require("optimizer")
