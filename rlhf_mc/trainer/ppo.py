@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import export_hf
+from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.prompts import prompt_indices, steps_per_epoch
 from rlhf_mc.models.build import uses_transformer_engine
@@ -40,7 +41,8 @@ def fit(run: Run) -> None:
     """Trains to the last step, or to the target accuracy. Every rank must call it."""
     cfg = run.config.trainer
     sinks = Sinks(cfg, run.total_steps) if run.groups.rank == 0 else None
-    say(run, headline(run))
+    for line in headlines(run):
+        say(run, line)
     say(run, run.update.summary)
     reached = False
     if cfg.val_before_train and run.val_prompts:
@@ -81,15 +83,22 @@ def say(run: Run, line: str) -> None:
         print(f"rlhf_mc: {line}", flush=True)
 
 
-def headline(run: Run) -> str:
-    """What is about to run."""
-    mesh, tp = run.groups.mesh, run.config.rollout.tensor_model_parallel_size
+def headlines(run: Run) -> list[str]:
+    """What is about to run, and the layout of each model: one line for all that have the same."""
+    world, tp = run.groups.mesh.world, run.config.rollout.tensor_model_parallel_size
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
-    return (
-        f"{mesh.world} ranks on {platform.device().type}: training TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}, "
-        f"{mesh.world // tp} vLLM engines of TP {tp}; {layers} layers, {run.config.actor.megatron.dtype}; "
-        f"{len(run.train_prompts)} prompts, {run.total_steps} steps at most"
-    )
+    models: dict[str, list[str]] = {}
+    for engine in (run.actor, run.critic, run.reference):
+        if engine is not None:
+            megatron = layouts(run.config)[engine.name]
+            sequence = ", sequence parallel" if megatron.sequence_parallel else ""
+            how = f"{engine.groups.mesh}{sequence}; {layers} layers, {megatron.dtype}"
+            models.setdefault(how, []).append(engine.name)
+    return [
+        f"{world} ranks on {platform.device().type}, {world // tp} vLLM engines of TP {tp}; "
+        f"{len(run.train_prompts)} prompts, {run.total_steps} steps at most",
+        *(f"{', '.join(names)}: {how}" for how, names in models.items()),
+    ]
 
 
 def sync_weights(run: Run, timer: PhaseTimer) -> None:

@@ -5,6 +5,7 @@ wrong with what the user gave is found here, before the first step, cheapest che
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rlhf_mc.checkpoint.hf import HFReader, import_hf
 from rlhf_mc.checkpoint.save_load import load_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import validate
-from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig
+from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, layouts
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
 from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
@@ -29,7 +30,7 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.topology.agreement import ranks_per_node
-from rlhf_mc.topology.groups import Groups, build_groups, set_timeout_everywhere
+from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.residency import Residency, check_residency
 from rlhf_mc.trainer.update import SkippedUpdates
@@ -42,6 +43,7 @@ class Run:
 
     config: Config
     groups: Groups
+    """The actor's; each model has those of its own layout."""
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train_prompts: list[Prompt]
@@ -80,17 +82,19 @@ def build_run(cfg: Config) -> Run:
     critic_reader = HFReader(cfg.critic.model_path) if cfg.critic.model_path else reader
     critic_shape = ModelShape.from_hf_config(critic_reader.config, value_head=True)
     _check_model(cfg, shape, reader, tokenizer)
-    check_layout(critic_shape, cfg.actor.megatron)
+    needs_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+    if needs_reference:
+        _check_layout(cfg, "ref", shape)
+    _check_layout(cfg, "critic", critic_shape)
     critic_reader.check(critic_shape)
-    mesh = mesh_of(cfg.actor.megatron, world)
-    groups = build_groups(mesh)
+    meshes = {role: mesh_of(megatron, world) for role, megatron in layouts(cfg).items()}
+    groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     # Each model is finished and put away before the next is built, and all are before vLLM measures memory.
     residency = Residency()
     actor = _load(cfg, "actor", shape, groups, reader, cfg.model.dist_checkpointing_path)
     actor.make_trainable(cfg.actor.optim, total_steps)
     residency.add("actor", actor)
-    needs_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
     reference = _load(cfg, "ref", shape, groups, reader, cfg.model.dist_checkpointing_path) if needs_reference else None
     if reference is not None:
         residency.add("ref", reference)
@@ -99,7 +103,7 @@ def build_run(cfg: Config) -> Run:
     critic.make_trainable(cfg.critic.optim, total_steps)
     residency.add("critic", critic)
 
-    engine_ranks = rollout_groups(mesh, cfg.rollout.tensor_model_parallel_size)
+    engine_ranks = rollout_groups(meshes["actor"], cfg.rollout.tensor_model_parallel_size)
     plan = make_plan(
         layouts_of(actor),
         rollout_layouts(shape, engine_ranks),
@@ -125,7 +129,7 @@ def build_run(cfg: Config) -> Run:
     set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
-        groups=groups,
+        groups=groups["actor"],
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(cfg.model.path, tokenizer),
         train_prompts=train_prompts,
@@ -161,6 +165,16 @@ def layouts_of(engine: ModelEngine) -> list[Layout]:
     return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())
 
 
+def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:
+    """UserError, naming the role and its layout, where its model cannot be cut so."""
+    megatron = layouts(cfg)[role]
+    try:
+        check_layout(shape, megatron, role)
+    except UserError as error:
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        raise UserError(f"{error} ({role}.megatron: TP {tp} x PP {pp})") from None
+
+
 def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         check_layout(shape, cfg.actor.megatron)
@@ -187,16 +201,21 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
 
 
 def _load(
-    cfg: Config, name: str, shape: ModelShape, groups: Groups, reader: HFReader, checkpoint: str | None
+    cfg: Config,
+    name: str,
+    shape: ModelShape,
+    groups: Mapping[str, Groups],
+    reader: HFReader,
+    checkpoint: str | None,
 ) -> ModelEngine:
-    """A model with its start weights, from the Megatron checkpoint if one is given, else from the safetensors.
-    A value head that the checkpoint lacks stays zero: the first values are 0."""
-    engine = ModelEngine(name, shape, cfg.actor.megatron, groups)
+    """A role's model in its own layout with its start weights, from the Megatron checkpoint if one is given, else from
+    the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
+    engine = ModelEngine(name, shape, layouts(cfg)[name], groups[name])
     if checkpoint is not None:
         load_mcore(engine.model, checkpoint, skip_prefixes=("output_layer.",) if shape.value_head else ())
     else:
         skip = ("score.weight",) if shape.value_head and "score.weight" not in reader.names else ()
-        import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
+        import_hf(reader, layouts_of(engine)[engine.groups.rank], engine.params, skip=skip)
     return engine
 
 

@@ -1,0 +1,123 @@
+"""Actor, critic and reference in layouts of their own, side by side on the same ranks: scores, gradients and steps are
+those of one process, and groups of the same ranks are made once. Whole PPO steps are in test_layouts.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import role_cases
+import torch
+from role_cases import Place
+from test_models import PROMPT_LENS, RESPONSE_LENS
+from tiny import make_checkpoint
+
+from rlhf_mc.data.batch import RaggedBatch
+
+pytestmark = pytest.mark.dist
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "dense": {"family": "qwen2", "tied": True},
+    "experts": {"family": "qwen3_moe", "tied": False, "num_hidden_layers": 2},
+}
+CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "2 ranks: TP, DP, PP": (2, {"actor": {"tp": 2}, "critic": {}, "ref": {"pp": 2}}),
+    "2 ranks: PP in chunks, TP with sequence parallelism, DP": (
+        2,
+        {"actor": {"pp": 2, "vpp": 2}, "critic": {"tp": 2, "sequence_parallel": True}, "ref": {}},
+    ),
+    "2 ranks: experts over replicas, a dense critic with TP, another reference": (
+        2,
+        {"actor": {"checkpoint": "experts", "ep": 2}, "critic": {"tp": 2}, "ref": {"checkpoint": "experts"}},
+    ),
+    "4 ranks: TP x PP, DP, TP x DP": (4, {"actor": {"tp": 2, "pp": 2}, "critic": {}, "ref": {"tp": 2}}),
+}
+
+
+@pytest.fixture(scope="session")
+def role_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("roles")
+    return {name: str(make_checkpoint(root / name, **extra)) for name, extra in CHECKPOINTS.items()}
+
+
+@pytest.fixture(scope="session")
+def role_batch() -> RaggedBatch:
+    """Random tokens, and random numbers for all that the losses read."""
+    draw = torch.Generator().manual_seed(5)
+    prompt_lens, response_lens = torch.tensor(PROMPT_LENS), torch.tensor(RESPONSE_LENS)
+    responses = int(response_lens.sum())
+    names = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+    numbers = {name: torch.randn(responses, generator=draw) for name in names}
+    numbers |= {name: 0.3 * numbers[name] - 4.0 for name in ("old_log_probs", "ref_log_probs")}
+    return RaggedBatch(
+        tokens=torch.randint(260, (int((prompt_lens + response_lens).sum()),), generator=draw),
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        rollout_log_probs=torch.zeros(responses),
+        finished=torch.ones(len(prompt_lens), dtype=torch.bool),
+        **numbers,
+    )
+
+
+def places(checkpoints: dict[str, str], layouts: dict[str, dict[str, Any]], alone: bool) -> dict[str, Place]:
+    """alone: the same models, each whole."""
+    out = {}
+    for role, layout in layouts.items():
+        checkpoint = checkpoints[layout.get("checkpoint", "dense")]
+        split = {} if alone else {key: value for key, value in layout.items() if key != "checkpoint"}
+        out[role] = Place(checkpoint, **split)
+    return out
+
+
+@pytest.fixture(scope="session")
+def alone(pool: Any, role_checkpoints: dict[str, str], role_batch: RaggedBatch) -> dict[str, dict[str, Any]]:
+    """What one process makes of the models of each case."""
+    known: dict[frozenset[Any], dict[str, Any]] = {}
+    out = {}
+    for name, (_, layouts) in CASES.items():
+        models = places(role_checkpoints, layouts, alone=True)
+        key = frozenset(models.items())
+        if key not in known:
+            [known[key]] = pool(1).run(role_cases.take_turns, places=models, batch=role_batch)
+        out[name] = known[key]
+    return out
+
+
+def assert_close(got: Any, want: Any, what: str) -> None:
+    """Trees of tensors and numbers, to fp32 rounding in proportion to a tensor's largest element."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), what
+        for key in want:
+            assert_close(got[key], want[key], f"{what}, {key}")
+    elif isinstance(want, torch.Tensor):
+        error = float((got - want).abs().max() / want.abs().max())
+        assert error < 1e-4, f"{what}: off by {error:.1e} of the largest"
+    else:
+        assert got == pytest.approx(want, rel=2e-4, abs=2e-6), what
+
+
+@pytest.mark.parametrize(("world", "case"), [(world, case) for case, (world, _) in CASES.items()])
+def test_roles_in_layouts_of_their_own_do_as_on_one_process(
+    pool: Any,
+    alone: dict[str, dict[str, Any]],
+    role_checkpoints: dict[str, str],
+    role_batch: RaggedBatch,
+    world: int,
+    case: str,
+) -> None:
+    models = places(role_checkpoints, CASES[case][1], alone=False)
+    results = pool(world).run(role_cases.take_turns, places=models, batch=role_batch)
+    for rank, result in enumerate(results):
+        for what, want in alone[case].items():
+            if what != "communicators":
+                assert_close(result[what], want, f"rank {rank}, {what}")
+        # No two groups of the same ranks, whatever they are for and whichever role's.
+        assert len(set(result["communicators"])) == len(result["communicators"])
+
+
+def test_the_steps_above_change_the_models(alone: dict[str, dict[str, Any]]) -> None:
+    """But for the reference."""
+    for result in alone.values():
+        for role in ("actor", "critic", "ref"):
+            assert torch.equal(result["before"][role], result["after"][role]) == (role == "ref")
+            assert role == "ref" or result["steps"][role]["grad_norm"] > 0.01
