@@ -23,6 +23,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
+from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.passes import micro_batch_limit
 from rlhf_mc.trainer.setup import Run, layouts_of
 
@@ -40,16 +41,19 @@ class StepState:
 def fit(run: Run) -> None:
     """Trains to the last step, or to the target accuracy. Every rank must call it."""
     cfg = run.config.trainer
-    sinks = Sinks(cfg, run.total_steps) if run.groups.rank == 0 else None
+    checkpoints = Checkpoints(run)
+    with run.residency.phase(PhaseTimer(), "save_checkpoint"):
+        position = checkpoints.resume()
+    sinks = Sinks(cfg, run.total_steps, position.step or None) if run.groups.rank == 0 else None
     for line in headlines(run):
         say(run, line)
     say(run, run.update.summary)
-    reached = False
-    if cfg.val_before_train and run.val_prompts:
+    reached = is_target(run, position.accuracy)
+    if position.step == 0 and cfg.val_before_train and run.val_prompts:
         state = StepState(0, PhaseTimer(platform.synchronize), {})
-        reached = validate(run, state)
+        reached = is_target(run, validate(run, state))
         log(sinks, state)
-    for step in range(1, run.total_steps + 1):
+    for step in range(position.step + 1, run.total_steps + 1):
         if reached:
             break
         state = StepState(step, PhaseTimer(platform.synchronize), {})
@@ -61,14 +65,21 @@ def fit(run: Run) -> None:
             batch = advantage(run, state, batch)
             update_models(run, state, batch)
         step_metrics(run, state, batch)
-        last = step == run.total_steps
+        last, accuracy = step == run.total_steps, None
         if cfg.test_freq > 0 and (step % cfg.test_freq == 0 or last):
-            reached = validate(run, state)
-        if cfg.save_freq > 0 and step % cfg.save_freq == 0:
-            export(run, state, Path(cfg.default_local_dir) / f"global_step_{step}" / "hf")
+            accuracy = validate(run, state)
+            reached = is_target(run, accuracy)
+        if cfg.export_freq > 0 and step % cfg.export_freq == 0:
+            export(run, state, Path(cfg.default_local_dir) / "export" / f"global_step_{step}")
+        checkpoints.step_done(step, accuracy)
+        if checkpoints.is_due(is_last=last or reached):
+            with run.residency.phase(state.timer, "save_checkpoint"):
+                checkpoints.begin()
         log(sinks, state)
+        checkpoints.advance()
     directory = Path(cfg.default_local_dir)
     export(run, StepState(run.total_steps, PhaseTimer(), {}), directory / "hf")
+    checkpoints.close()
     if sinks is not None:
         sinks.close()
         if "jsonl" in cfg.logger:
@@ -230,8 +241,8 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     )
 
 
-def validate(run: Run, state: StepState) -> bool:
-    """Validates with the current weights; True once the target accuracy is reached."""
+def validate(run: Run, state: StepState) -> float:
+    """Validates with the current weights. Returns the mean accuracy."""
     cfg = run.config
     sync_weights(run, state.timer)
     with run.residency.phase(state.timer, "testing"):
@@ -250,8 +261,13 @@ def validate(run: Run, state: StepState) -> bool:
         evaluate.write_generations(
             Path(cfg.trainer.default_local_dir), state.step, texts, cfg.trainer.log_val_generations
         )
-    target = cfg.trainer.target_val_acc
-    return target is not None and accuracy >= target
+    return accuracy
+
+
+def is_target(run: Run, accuracy: float | None) -> bool:
+    """Whether a validation reached the accuracy at which the run ends; None: there was none."""
+    target = run.config.trainer.target_val_acc
+    return accuracy is not None and target is not None and accuracy >= target
 
 
 def export(run: Run, state: StepState, directory: Path) -> None:

@@ -24,7 +24,7 @@ def run_dir(quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFa
     out = tmp_path_factory.mktemp("quickstart")
     command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
     command += ["configs/quickstart.yaml", *quickstart_overrides]
-    command += [f"trainer.default_local_dir={out}", "trainer.save_freq=5"]
+    command += [f"trainer.default_local_dir={out}", "trainer.export_freq=5"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -52,7 +52,7 @@ def test_it_leaves_what_it_promises(run_dir: Path, quickstart_made: Path, rows: 
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     assert len(events.Scalars("critic/score/mean")) == len(rows) - 1
-    assert (run_dir / "global_step_5" / "hf" / "model.safetensors").is_file()  # save_freq
+    assert (run_dir / "export" / "global_step_5" / "model.safetensors").is_file()  # export_freq
     samples = sorted((run_dir / "generations").glob("step_*.txt"))
     assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
     train, val = (pq.read_table(quickstart_made / f"{name}.parquet") for name in ("train", "val"))
