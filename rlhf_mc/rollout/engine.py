@@ -18,8 +18,9 @@ import torch
 from rlhf_mc import platform
 
 if not platform.use_cuda():
-    # The CPU engine runs eagerly; what it would still compile costs a C++ compiler and minutes on first use.
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # The CPU engine runs eagerly; what it would still compile costs a C++ compiler and minutes on first use. (The
+    # environment's TORCH_COMPILE_DISABLE is read when another library imports torch._dynamo, which is too early.)
+    torch._dynamo.config.disable = True
 
 import contextlib
 import functools
