@@ -198,6 +198,8 @@ def read_manifest(path: Path) -> dict[str, File]:
         files = {name: File(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
         if any(name != os.path.basename(name) for name in files):
             raise ValueError("a file outside the directory is named")
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path / MANIFEST}: damaged ({error})") from error
     except OSError as error:

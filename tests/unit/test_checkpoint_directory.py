@@ -1,0 +1,196 @@
+"""Training checkpoints as directories: what counts, what is found damaged, what is kept, and who may write."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from rlhf_mc.checkpoint import directory, lock
+from rlhf_mc.checkpoint.unpickling import check_metadata
+from rlhf_mc.config.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def written(root: Path, step: int) -> Path:
+    """A complete checkpoint of two files."""
+    path = directory.begin(root, step)
+    files = {name: directory.write_bytes(path / name, name.encode() * 1000) for name in ("a", "b")}
+    directory.commit(root, step, files)
+    return directory.final_path(root, step)
+
+
+def test_only_what_is_committed_counts(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    written(tmp_path, 10)
+    directory.begin(tmp_path, 11)
+    (tmp_path / "global_step_12").mkdir()
+    assert directory.steps_with_checkpoint(tmp_path) == [2, 10]
+    directory.verify(tmp_path / "global_step_10")
+    directory.remove_leftovers(tmp_path)
+    assert not directory.staging_path(tmp_path, 11).exists()
+
+
+@pytest.mark.parametrize("harm", ["cut", "edited", "missing", "manifest cut", "manifest edited", "manifest elsewhere"])
+def test_damage_is_found(tmp_path: Path, harm: str) -> None:
+    path = written(tmp_path, 1)
+    manifest = json.loads((path / directory.MANIFEST).read_text())
+    if harm == "cut":
+        os.truncate(path / "b", 500)
+    elif harm == "edited":
+        (path / "b").write_bytes(b"b" * 999 + b"c")
+    elif harm == "missing":
+        (path / "b").unlink()
+    elif harm == "manifest cut":
+        os.truncate(path / directory.MANIFEST, 40)
+    elif harm == "manifest edited":
+        manifest["files"]["b"]["bytes"] = 5
+        (path / directory.MANIFEST).write_text(json.dumps(manifest))
+    else:
+        body = {"format": 1, "step": 1, "files": {"../a": manifest["files"]["a"]}}
+        (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._sum_of(body)}))
+    with pytest.raises(directory.Damaged, match="b" if not harm.startswith("manifest") else directory.MANIFEST):
+        directory.verify(path)
+
+
+def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path, 1)
+    manifest = json.loads((path / directory.MANIFEST).read_text())
+    (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(UserError, match=r"newer version of the program \(format 2; this one reads up to 1\)") as error:
+        directory.verify(path)
+    assert not isinstance(error.value, directory.Damaged)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"), [("metadata.json", "dist_checkpointing_path"), ("config.json", "model.path"), ("x", "manifest")]
+)
+def test_a_foreign_directory_is_refused(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=words):
+        directory.verify(tmp_path)
+
+
+def test_files_that_another_node_wrote_elsewhere(tmp_path: Path) -> None:
+    path = directory.begin(tmp_path, 1)
+    file = directory.write_bytes(path / "a", b"a")
+    with pytest.raises(UserError, match="one directory that all nodes share"):
+        directory.commit(tmp_path, 1, {"a": file, "__1_0.distcp": file})
+    assert directory.steps_with_checkpoint(tmp_path) == []
+
+
+def test_what_is_kept() -> None:
+    steps = [2, 4, 6, 8]
+    assert directory.to_remove(steps, None, None) == []
+    assert directory.to_remove(steps, 2, None) == [2, 4]
+    assert directory.to_remove(steps, 1, 4) == [2, 6]
+    assert directory.to_remove(steps, 9, 2) == []
+
+
+def test_a_checkpoint_that_is_set_aside_does_not_count(tmp_path: Path) -> None:
+    for _ in range(2):
+        written(tmp_path, 3)
+        directory.set_aside(tmp_path, 3)
+    assert directory.steps_with_checkpoint(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# ---------------------------------------------------------------- pickles
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("what", ["evil", "cut", "text"])
+def test_nothing_in_a_file_is_executed(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = pickle.dumps(Metadata(state_dict_metadata={"a": torch.Size([1])}))
+    (tmp_path / "m").write_bytes(whole)
+    check_metadata(tmp_path / "m")
+    content = {"evil": pickle.dumps(Metadata(state_dict_metadata={"a": Evil()})), "cut": whole[:-9], "text": b"hello"}
+    (tmp_path / "m").write_bytes(content[what])
+    with pytest.raises(UserError, match="not the description of a checkpoint's tensors"):
+        check_metadata(tmp_path / "m")
+    assert not (tmp_path / "executed").exists()
+
+
+# ---------------------------------------------------------------- the lock
+
+
+def owner(**changes: Any) -> lock.Owner:
+    mine = lock.Owner.this_process()
+    return lock.Owner(**{**vars(mine), **changes})
+
+
+def left_by(root: Path, other: lock.Owner, seconds_ago: float = 0.0) -> None:
+    (root / lock.NAME).write_text(json.dumps(vars(other)))
+    then = time.time() - seconds_ago
+    os.utime(root / lock.NAME, (then, then))
+
+
+def test_the_lock_of_a_living_process_is_respected(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        other = owner(pid=child.pid, started=lock._start_of(child.pid), job="77")
+        left_by(tmp_path, other, seconds_ago=1000)  # stopped for long, but there
+        with pytest.raises(UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"):
+            lock.Lock(tmp_path).take()
+    finally:
+        child.kill()
+        child.wait()
+    mine = lock.Lock(tmp_path)
+    mine.take()
+    mine.check_still_ours()
+    mine.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_a_process_that_is_used_again(tmp_path: Path) -> None:
+    left_by(tmp_path, owner(started="1"))
+    lock.Lock(tmp_path).take()
+
+
+def test_on_another_machine_signs_of_life_count(tmp_path: Path) -> None:
+    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
+    with pytest.raises(UserError, match=r"elsewhere.*sign of life 20 s ago"):
+        lock.Lock(tmp_path).take()
+    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=lock.STALE_SECONDS + 1)
+    lock.Lock(tmp_path).take()
+
+
+def test_a_requeued_job_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(tmp_path, owner(host="elsewhere", job="5", restarts=0))
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    with pytest.raises(UserError, match="job 5"):  # another step of the same start of the job
+        lock.Lock(tmp_path).take()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lock.Lock(tmp_path).take()
+
+
+def test_a_run_whose_directory_was_taken_over_notices(tmp_path: Path) -> None:
+    mine = lock.Lock(tmp_path)
+    mine.take()
+    left_by(tmp_path, owner(host="elsewhere", pid=7))
+    with pytest.raises(UserError, match="taken over by process 7 on elsewhere"):
+        mine.check_still_ours()
+    mine.release()
+    assert (tmp_path / lock.NAME).exists()  # it is theirs
