@@ -34,6 +34,7 @@ def a_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
     run = build_run(load_config(config_path, overrides))
     yield run
     run.rollout.close()
+    run.rewards.close()
 
 
 def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
@@ -47,12 +48,13 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
 def two_steps(
     config_path: str, tp: int, pp: int, rollout_tp: int, overrides: list[str], export_to: str
 ) -> dict[str, Any]:
-    """Two PPO steps by the loop itself. Returns each step's metrics, a digest of the tokens drawn, which of vLLM's
-    parameters are Megatron-Core's memory, and how far vLLM's weights after the second step are from what loading the
-    exported checkpoint gives (compared block for block)."""
+    """Two PPO steps by the loop itself. Returns what the loop says at its start, each step's metrics, a digest of the
+    tokens drawn, which of vLLM's parameters are Megatron-Core's memory, and how far vLLM's weights after the second
+    step are from what loading the exported checkpoint gives (compared block for block)."""
     steps: list[dict[str, float]] = []
     digests: list[str] = []
     with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
+        headlines = ppo.headlines(run)
         for step in (1, 2):
             state = ppo.StepState(step, PhaseTimer(platform.synchronize), {})
             with state.timer.phase("step"):
@@ -70,7 +72,7 @@ def two_steps(
         dist.barrier()
         shared = same_memory(run)
         different = vllm_differs_from(run, Path(export_to), config_path, rollout_tp)
-    return {"steps": steps, "digests": digests, "shared": shared, "different": different}
+    return {"steps": steps, "digests": digests, "shared": shared, "different": different, "headlines": headlines}
 
 
 def same_memory(run: Run) -> list[str]:

@@ -59,6 +59,7 @@ def layout(tp: int = 1, pp: int = 1) -> dict[str, Any]:
     [
         ({"actor": layout(tp=2, pp=2)}, ["tensor_model_parallel_size 2", "pipeline_model_parallel_size 2", "1, 2"]),
         ({"actor": layout(tp=3)}, ["tensor_model_parallel_size 3", "does not divide", "1, 2"]),
+        ({"critic": layout(pp=3)}, ["critic.megatron.pipeline_model_parallel_size 3", "does not divide", "1, 2"]),
         ({"rollout": {"tensor_model_parallel_size": 3}}, ["rollout.tensor_model_parallel_size 3", "1, 2"]),
         ({"data": {"max_prompt_length": 3}}, ["train.parquet, row 0", "tokens", "data.max_prompt_length 3"]),
         ({"data": {"train_batch_size": 32}}, ["data.train_batch_size is 32", "24"]),
@@ -114,6 +115,16 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
             {},
             {"actor": {"megatron": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 4}}},
             ["num_layers_in_first_pipeline_stage 4", "leave 0 of the model's 4 layers for the other 1 of 2 stages"],
+        ),
+        (
+            {"num_hidden_layers": 3},
+            {"critic": layout(pp=2)},
+            ["critic.megatron.pipeline_model_parallel_size: 2", "3 layers", "1, 3", "(critic.megatron: TP 1 x PP 2)"],
+        ),
+        (
+            {"num_kv_heads": 1},
+            {"ref": layout(tp=2)},
+            ["tensor_model_parallel_size 2", "num_key_value_heads is 1", "(ref.megatron: TP 2 x PP 1)"],
         ),
         ({"num_hidden_layers": 3}, {"actor": layout(pp=2)}, ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"]),
         ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),

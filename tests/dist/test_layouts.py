@@ -45,7 +45,16 @@ EVERYTHING = (
     "model.norm.weight",
 )
 
-COMPARED = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/entropy")
+COMPARED = (
+    "actor/loss",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/reward_kl_penalty",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "critic/values/mean",
+)
 
 
 @pytest.fixture(scope="session")
@@ -97,6 +106,34 @@ def test_settings_of_the_engine_train_alike(
         ["reshard.verify=always", f"actor.megatron.{setting}"],
     )
     check_like(reference, results, export_to)
+
+
+@pytest.mark.parametrize(
+    ("world", "actor", "critic", "ref"), [(2, (2, 1), (1, 1), (1, 2)), (4, (2, 2), (1, 1), (2, 1))]
+)
+def test_roles_in_layouts_of_their_own_train_alike(
+    pool: Any,
+    reference: dict[str, Any],
+    workspace: Path,
+    world: int,
+    actor: tuple[int, int],
+    critic: tuple[int, int],
+    ref: tuple[int, int],
+) -> None:
+    """(tp, pp) of each."""
+    export_to = workspace / f"roles_{world}"
+    overrides = [
+        f"{role}.megatron.{kind}_model_parallel_size={size}"
+        for role, layout in (("critic", critic), ("ref", ref))
+        for kind, size in zip(("tensor", "pipeline"), layout, strict=True)
+    ]
+    results = cases.run_two_steps(pool(world), workspace / "config.yaml", (*actor, 1), export_to, overrides)
+    check_like(reference, results, export_to)
+    for result in results:
+        assert len(result["headlines"]) == 4
+        for role, (tp, pp) in (("actor", actor), ("critic", critic), ("ref", ref)):
+            line = f"{role}: TP {tp} x PP {pp} x DP {world // (tp * pp)}; Megatron-Core's local layers, float32"
+            assert line in result["headlines"]
 
 
 @pytest.mark.parametrize(("world", "first", "last"), [(2, 3, None), (4, 1, 3)])
