@@ -3,6 +3,7 @@ function of a test module with the same arguments."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import traceback
@@ -17,6 +18,7 @@ TIMEOUT_SECONDS = 300
 
 def _worker(variables: dict[str, str], pipe: Any) -> None:
     os.environ.update(variables)
+    gc.freeze()  # vLLM collects garbage at each start: not the libraries' objects each time
     import warnings
 
     import torch
