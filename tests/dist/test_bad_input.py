@@ -129,7 +129,16 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
         ({"num_hidden_layers": 3}, {"actor": layout(pp=2)}, ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"]),
         ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),
     ],
-    ids=["kv-heads-by-tp", "heads-by-tp", "heads-by-rollout-tp", "no-layers-left", "layers-by-pp", "head-dim-16"],
+    ids=[
+        "kv-heads-by-tp",
+        "heads-by-tp",
+        "heads-by-rollout-tp",
+        "no-layers-left",
+        "critic-layers-by-pp",
+        "ref-kv-heads-by-tp",
+        "layers-by-pp",
+        "head-dim-16",
+    ],
 )
 def test_models_that_cannot_be_cut_or_generated_from(
     pool: Any, workspace: Path, model: dict[str, Any], sections: dict[str, Any], words: list[str]
