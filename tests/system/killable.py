@@ -1,0 +1,55 @@
+"""The program as a rank runs it, telling through a pipe where it is, so that a test can end it there. Started by
+test_kill_anywhere.py; EVENTS names the pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rlhf_mc.checkpoint import directory, writer
+from rlhf_mc.observability.metrics import PhaseTimer
+
+_pipe = os.open(os.environ["EVENTS"], os.O_WRONLY)
+_rank = os.environ["RANK"]
+
+
+def tell(event: str) -> None:
+    os.write(_pipe, f"{_rank} {event}\n".encode())  # short lines of several writers stay whole
+
+
+def telling(function: Callable[..., Any], event: str) -> Callable[..., Any]:
+    def tell_and_do(*args: Any, **kwargs: Any) -> Any:
+        tell(event)
+        return function(*args, **kwargs)
+
+    return tell_and_do
+
+
+def main() -> None:
+    # vLLM compiles one small function, which takes ten times as long as the run.
+    torch.compiler.set_stance("force_eager")
+    original = PhaseTimer.phase
+
+    @contextlib.contextmanager
+    def phase(self: PhaseTimer, name: str) -> Iterator[None]:
+        tell(name)
+        with original(self, name):
+            yield
+
+    PhaseTimer.phase = phase  # type: ignore[method-assign]
+    writer.Writing._write = telling(writer.Writing._write, "writing")  # type: ignore[method-assign]
+    directory.commit = telling(directory.commit, "commit")
+    directory.remove = telling(directory.remove, "remove")
+    directory.verify = telling(directory.verify, "verify")
+    sys.argv = ["rlhf_mc", *sys.argv[1:]]
+    runpy.run_module("rlhf_mc", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
