@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+from rlhf_mc.topology.groups import _group_ranks
 from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 
@@ -77,3 +81,30 @@ def test_chunks_of_stages_take_layers_in_turn() -> None:
 def test_experts_are_spread_over_neighbouring_replicas() -> None:
     mesh = Mesh(world=8, tp=2, pp=1, ep=2)
     assert [mesh.coordinate(rank).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "ep"),
+    [(1, 1, 1, 1), (4, 2, 2, 1), (8, 2, 2, 1), (8, 2, 1, 2), (16, 2, 2, 2), (16, 1, 2, 4), (24, 2, 3, 2)],
+)
+def test_groups_have_the_ranks_that_megatron_core_gives_them(world: int, tp: int, pp: int, ep: int) -> None:
+    """By Megatron-Core's own arithmetic, which initialize_model_parallel builds its groups by."""
+    mesh = Mesh(world, tp, pp, ep)
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=tp, ep=1, dp=mesh.dp, pp=pp, cp=1, order=order)
+    experts = RankGenerator(tp=tp, ep=ep, dp=mesh.dp // ep, pp=pp, cp=1, order=order)
+    of_dense = {
+        **{name: name for name in ("tp", "pp", "dp", "cp")},
+        **{"mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp", "intra_dp_cp": "dp-cp", "tp_dp_cp": "tp-dp-cp"},
+    }
+    of_experts = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "intra_expt_dp": "dp"}
+    of_experts |= {"tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
+    found = _group_ranks(mesh)
+    for generator, names in ((dense, of_dense), (experts, of_experts)):
+        for name, token in names.items():
+            assert sorted(found.pop(name)) == sorted(generator.get_ranks(token)), name
+    assert found.pop("intra_dist_opt") == [list(range(world))]
+    ends = [[stages[0], stages[-1]] if pp > 1 else stages for stages in dense.get_ranks("pp")]
+    assert sorted(found.pop("embd")) == sorted(ends)
+    assert sorted(found.pop("pos_embd")) == sorted([stage[0]] for stage in dense.get_ranks("pp"))
+    assert not found
