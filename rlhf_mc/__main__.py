@@ -12,7 +12,9 @@ import warnings
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.observability.failures import exit_code, leave
+from rlhf_mc.observability.failures import ToBeContinuedError, exit_code, leave
+from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.trainer.preemption import StopRequests
 
 
 def run(argv: list[str]) -> None:
@@ -20,6 +22,8 @@ def run(argv: list[str]) -> None:
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("usage: torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]")
     cfg = load_config(argv[0], argv[1:])
+    stop = StopRequests(cfg.trainer)
+    stop.take_signals()
     rank = int(os.environ.get("RANK", "0"))
     # Every rank says the same; one voice is enough. Libraries' advice about what they lack is not for the user.
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
@@ -28,18 +32,25 @@ def run(argv: list[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, below
 
     from rlhf_mc.observability.metrics import PhaseTimer
+    from rlhf_mc.observability.watchdog import watching
     from rlhf_mc.topology.groups import init_process_group, shut_down
     from rlhf_mc.trainer.ppo import fit
     from rlhf_mc.trainer.setup import build_run
 
-    timer = PhaseTimer()  # for the names of the phases: an error carries that in which it came
+    trainer, place = cfg.trainer, Place()
+    timer = PhaseTimer(place=place)  # for the names of the phases: an error carries that in which it came
     with timer.phase("join"):
-        init_process_group(cfg.trainer.dist_timeout_seconds)
-    with timer.phase("setup"):
-        run = build_run(cfg)
-    with timer.phase("fit"):
-        fit(run)
-        shut_down()
+        init_process_group(trainer.dist_timeout_seconds)
+    stop.watch_the_clock()
+    # Half of the time that a collective may take: whoever is late is named before the others fail.
+    with watching(place, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
+        with timer.phase("setup"):
+            run = build_run(cfg)
+        with timer.phase("fit"):
+            is_over = fit(run, place, stop)
+            shut_down()
+    if not is_over:
+        raise ToBeContinuedError
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -10,11 +11,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from rlhf_mc.config.errors import UserError
 
-USER_ERROR, OTHER_ERROR = 2, 1
-"""Exit codes: something the user gave is wrong; anything else."""
+USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED = 2, 1, 75
+"""Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and goes on from its
+checkpoint when it is started again (EX_TEMPFAIL)."""
 
 _LOST = re.compile(
     "(closed|reset) by peer|broken pipe|connection refused|timed out|timeout|remote process exited|"
@@ -24,11 +27,17 @@ _LOST = re.compile(
 """What gloo, NCCL and torch's store write where another rank is gone; they have no exception of its own for it."""
 
 
+class ToBeContinuedError(Exception):
+    """The run was asked to stop, and has. What there is to say has been said; every rank raises it."""
+
+
 def exit_code(program: str, action: Callable[[], None]) -> int:
     """Runs the action of a program of one or several ranks; says what went wrong, in one line if it is the user's."""
     try:
         action()
         return 0
+    except ToBeContinuedError:
+        return TO_BE_CONTINUED
     except UserError as error:
         _report(f"{program}: error: {error}", str(error))
         return USER_ERROR
@@ -43,12 +52,28 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         return OTHER_ERROR
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends this process at once: after an error on one rank, threads of vLLM and gloo would otherwise keep it waiting
-    for the others."""
+    for the others.
+
+    torchrun and srun end with codes of their own. A launcher that wants to know this one names a file for it in
+    RLHF_MC_EXIT_CODE_FILE, and rank 0 writes it there."""
+    path = os.environ.get("RLHF_MC_EXIT_CODE_FILE")
+    if path and os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write(f"{code}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def end_from_a_thread(line: str, code: int = OTHER_ERROR, say: bool = True) -> NoReturn:
+    """Ends this process while its loop may be stuck anywhere, so without asking the other ranks who speaks."""
+    text = f"rlhf_mc: error on rank {os.environ.get('RANK', '0')}: {line}"
+    if say:
+        print(text, file=sys.stderr, flush=True)
+    _tell_torchrun(text)
+    leave(code)
 
 
 def _lost_contact(error: Exception) -> str | None:
@@ -60,21 +85,24 @@ def _lost_contact(error: Exception) -> str | None:
         return None
     if _LOST.search(first) is None:
         return None
-    phase = getattr(error, "__notes__", ["in phase unknown"])[0]
+    notes = getattr(error, "__notes__", ["in phase unknown"])
+    known = [note for note in notes if note and not note.startswith("in phase ")]  # watchdog.py's
     # "[gloo's source file:line] Connection closed by peer [address]. General advice."
     reason = re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0]
-    return f"lost contact with another rank {phase} ({reason})"
+    return "; ".join([f"lost contact with another rank {notes[0]} ({reason})", *known])
 
 
 def _report(text: str, key: str) -> None:
-    """Prints the text, once for all ranks that report the same key; its last line is the message.
-
-    torchrun prints a summary of its own after the ranks have ended; the error file gives it our line to show."""
+    """Prints the text, once for all ranks that report the same key; its last line is the message."""
     if _is_first_to_say(key):
         print(text, file=sys.stderr, flush=True)
+    _tell_torchrun(text.splitlines()[-1])
+
+
+def _tell_torchrun(line: str) -> None:
+    """torchrun prints a summary of its own after the ranks have ended; the error file gives it our line to show."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        line = text.splitlines()[-1]
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": line, "extraInfo": info}}, file)

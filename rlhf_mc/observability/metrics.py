@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from rlhf_mc.observability.whereabouts import Place
+
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
@@ -76,9 +78,11 @@ def summarize_lengths(prefix: str, lengths: torch.Tensor, limit: int) -> dict[st
 class PhaseTimer:
     """Wall-clock seconds by phase of one step. A phase entered twice adds up; phases may nest."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """`synchronize` waits for the device, so that a phase is charged for the kernels it started."""
+    def __init__(self, synchronize: Callable[[], None] | None = None, place: Place | None = None) -> None:
+        """`synchronize` waits for the device, so that a phase is charged for the kernels it started. `place` is told
+        of each phase."""
         self._synchronize = synchronize or (lambda: None)
+        self._place = place or Place()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -87,9 +91,11 @@ class PhaseTimer:
         the innermost phase first."""
         self._synchronize()
         start = time.perf_counter()
+        self._place.enter(name)
         try:
             yield
             self._synchronize()
+            self._place.leave()
         except Exception as error:
             error.add_note(f"in phase {name}")
             raise

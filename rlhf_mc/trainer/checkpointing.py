@@ -39,6 +39,9 @@ _OF_NO_EFFECT = {
         "logger",
         "log_val_generations",
         "dist_timeout_seconds",
+        "heartbeat_timeout_seconds",
+        "preemption_grace_seconds",
+        "stop_before_minutes",
     )
 }
 """Settings whose change does not change what is computed."""

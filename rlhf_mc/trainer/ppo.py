@@ -20,11 +20,13 @@ from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
+from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.trainer import evaluate, experience, update
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.passes import micro_batch_limit
+from rlhf_mc.trainer.preemption import StopRequested, StopRequests
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 
@@ -38,11 +40,22 @@ class StepState:
     metrics: dict[str, float]
 
 
-def fit(run: Run) -> None:
-    """Trains to the last step, or to the target accuracy. Every rank must call it."""
-    cfg = run.config.trainer
+def fit(run: Run, place: Place | None = None, stop: StopRequests | None = None) -> bool:
+    """Trains to the last step, to the target accuracy, or until it is asked to stop. False: it is to go on when it is
+    started again. Every rank must call it. `place` is told where the run is."""
     checkpoints = Checkpoints(run)
-    with run.residency.phase(PhaseTimer(), "save_checkpoint"):
+    try:
+        train(run, checkpoints, place or Place(), stop or StopRequests(run.config.trainer))
+        return True
+    except StopRequested as request:
+        give_way(run, checkpoints, str(request))
+        return False
+
+
+def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) -> None:
+    """The loop. Raises StopRequested where it can give way: while the weights are those of the last complete step."""
+    cfg = run.config.trainer
+    with run.residency.phase(PhaseTimer(place=place), "save_checkpoint"):
         position = checkpoints.resume()
     sinks = Sinks(cfg, run.total_steps, position.step or None) if run.groups.rank == 0 else None
     for line in headlines(run):
@@ -50,18 +63,21 @@ def fit(run: Run) -> None:
     say(run, run.update.summary)
     reached = is_target(run, position.accuracy)
     if position.step == 0 and cfg.val_before_train and run.val_prompts:
-        state = StepState(0, PhaseTimer(platform.synchronize), {})
+        state = begin_step(0, place)
         reached = is_target(run, validate(run, state))
         log(sinks, state)
     for step in range(position.step + 1, run.total_steps + 1):
         if reached:
             break
-        state = StepState(step, PhaseTimer(platform.synchronize), {})
+        stop.check()
+        state = begin_step(step, place)
         with state.timer.phase("step"):
             prompts, batch = rollout(run, state)
+            stop.check()
             scores = reward(run, state, prompts, batch)
             batch = score(run, state, batch)
             batch = rewarded(run, state, batch, scores)
+            stop.check()
             batch = advantage(run, state, batch)
             update_models(run, state, batch)
         step_metrics(run, state, batch)
@@ -77,6 +93,7 @@ def fit(run: Run) -> None:
                 checkpoints.begin()
         log(sinks, state)
         checkpoints.advance()
+        stop.steps_done += 1
     directory = Path(cfg.default_local_dir)
     export(run, StepState(run.total_steps, PhaseTimer(), {}), directory / "hf")
     checkpoints.close()
@@ -86,6 +103,22 @@ def fit(run: Run) -> None:
             plot_run(directory / METRICS_FILE, directory / "training.png", title=directory.name)
     why = "the target accuracy is reached" if reached else "all steps are done"
     say(run, f"{why}; the trained actor is in {directory / 'hf'}, metrics, plot and samples beside it")
+
+
+def begin_step(step: int, place: Place) -> StepState:
+    """A step's empty state; step 0 is what comes before the first."""
+    place.step = step
+    return StepState(step, PhaseTimer(platform.synchronize, place), {})
+
+
+def give_way(run: Run, checkpoints: Checkpoints, reason: str) -> None:
+    """Saves the last complete step, which the models still stand at."""
+    with run.residency.phase(PhaseTimer(), "save_checkpoint"):
+        checkpoints.save_now()
+    checkpoints.close()
+    step = checkpoints.position.step
+    kept = f"the checkpoint of step {step} is complete" if step else "no step was complete yet, so none is saved"
+    say(run, f"asked to stop ({reason}): {kept}; started again, the run goes on from there")
 
 
 def say(run: Run, line: str) -> None:

@@ -1,0 +1,309 @@
+"""Each rank tells rank 0 where it is, in every phase and every few seconds, over a connection of its own: collectives
+and torch's store may be what is stuck. A rank that falls silent or is gone ends all others, with a line that names it.
+What follows from what was heard is decided in whereabouts.py; what else a failing rank says is in failures.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from rlhf_mc.observability.failures import end_from_a_thread
+from rlhf_mc.observability.whereabouts import Beat, Place, Register, beat_of, describe_error
+from rlhf_mc.topology.agreement import gather_objects
+
+LONGEST_INTERVAL_SECONDS = 5.0
+GONE_AFTER_SECONDS = 10.0
+"""A connection that was cut is made again within this time, or its other end is gone. The report of a rank that failed,
+and the errors of those that it was connected to, come first."""
+CONNECT_SECONDS = 20.0
+LONGEST_LINE = 1 << 16
+
+
+@contextlib.contextmanager
+def watching(place: Place, rank: int, timeout_seconds: float, slow_seconds: float) -> Iterator[None]:
+    """Watches over the ranks while the body runs, and tells an error that leaves it what is known of the other ranks.
+
+    timeout_seconds: a rank that is not heard of for so long ends the run. slow_seconds: a rank that the others have
+    waited for so long is named in a warning. Every rank must enter it, once the world is connected."""
+    watchdog = _start(place, rank, timeout_seconds, slow_seconds)
+    if watchdog is None:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        collective, at = describe_error(error)
+        error.add_note(f"in {collective}, called from {at}" if collective else f"at {at}")
+        error.add_note(watchdog.diagnosis())
+        raise
+    watchdog.end()
+
+
+def _start(place: Place, rank: int, timeout_seconds: float, slow_seconds: float) -> Listener | Teller | None:
+    """This rank's part; None where it is alone, or where the ranks do not reach rank 0 over TCP."""
+    server = _listen() if rank == 0 else None
+    mine = (socket.gethostname(), server.getsockname()[1] if server else 0, secrets.token_hex(8))
+    everyone = gather_objects(mine)
+    hosts = [host for host, _, _ in everyone]
+    _, port, token = everyone[0]  # a stranger's line carries another token, and is not read
+    address = (os.environ.get("MASTER_ADDR", "localhost"), port)
+    connection: socket.socket | None = None
+    failure = ""
+    if server is None:
+        try:
+            connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
+        except OSError as error:
+            failure = str(error)
+    failures = {r: text for r, text in enumerate(gather_objects(failure)) if text}
+    if failures or len(hosts) == 1:
+        for r, text in list(failures.items())[: 1 if rank == 0 else 0]:
+            _say(f"warning: rank {r} does not reach rank 0 at {address[0]}:{port} ({text}); no watch is kept")
+        return None
+    interval = min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
+    if server is not None:
+        register = Register(hosts, interval, time.monotonic())
+        return Listener(place, token, interval, timeout_seconds, server, register, slow_seconds)
+    assert connection is not None
+    return Teller(place, token, interval, timeout_seconds, rank, hosts[0], address, connection)
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def _say(text: str) -> None:
+    print(f"rlhf_mc: {text}", file=sys.stderr, flush=True)
+
+
+class _Thread:
+    """What both ends have in common: a thread that can be woken and ended."""
+
+    def __init__(self, place: Place, token: str, interval: float, timeout: float) -> None:
+        self._place, self._token, self._interval, self._timeout = place, token, interval, timeout
+        self._loop_thread = threading.get_ident()
+        self._ended = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        place.on_move = self._wake_up
+        self._last_turn = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="rlhf_mc watchdog", daemon=True)
+
+    def end(self) -> None:
+        """From here on this rank's silence means nothing. Call it when the run is over on all ranks."""
+        self._ended.set()
+        self._wake_up()
+        self._thread.join(2 * self._interval)
+
+    def _wake_up(self) -> None:
+        """Has the thread take its next turn now."""
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            self._wake.send(b"x")
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _was_frozen(self, now: float) -> bool:
+        """Whether this very process did not run since the last turn: the time then says nothing of the others."""
+        gap, self._last_turn = now - self._last_turn, now
+        return gap > 2 * self._interval + 1
+
+    def _beat(self, rank: int) -> Beat:
+        return beat_of(self._place, rank, self._loop_thread)
+
+
+class Teller(_Thread):
+    """Every rank but the first: reports, and watches over rank 0."""
+
+    def __init__(
+        self,
+        place: Place,
+        token: str,
+        interval: float,
+        timeout: float,
+        rank: int,
+        host: str,
+        address: tuple[str, int],
+        connection: socket.socket,
+    ) -> None:
+        super().__init__(place, token, interval, timeout)
+        self._rank, self._first, self._address = rank, f"rank 0 ({host})", address
+        self._connection: socket.socket | None = connection
+        self._received = b""
+        self._asks, self._behind = False, ""
+        self._last_answer = time.monotonic()
+        self._cut_since: float | None = None
+        self._answered = threading.Event()
+        self._thread.start()
+
+    def diagnosis(self) -> str:
+        """Who keeps the others waiting, as far as is known; empty where nobody stands out."""
+        self._asks = True
+        self._wake_up()
+        if self._answered.wait(2.0):
+            return self._behind
+        return f"{self._first} has not answered for {time.monotonic() - self._last_answer:.0f} s"
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if self._was_frozen(now):
+                self._last_answer, self._cut_since = now, None
+            try:
+                if self._connection is None:
+                    self._connection = socket.create_connection(self._address, timeout=self._interval)
+                    self._received = b""
+                self._connection.sendall(self._line())
+                self._read_for_an_interval(self._connection)
+            except OSError:
+                if self._connection is not None:
+                    self._connection.close()
+                self._connection = None
+                self._cut_since = self._cut_since or now
+                self._ended.wait(min(self._interval, 1.0))
+            self._check_rank_0()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(self._line(goodbye=True))
+
+    def _read_for_an_interval(self, connection: socket.socket) -> None:
+        """Or until woken."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            deadline = time.monotonic() + self._interval
+            while (left := deadline - time.monotonic()) > 0:
+                ready = [key.fileobj for key, _ in selector.select(left)]
+                if connection in ready:
+                    part = connection.recv(4096)
+                    if not part:
+                        raise ConnectionResetError
+                    *lines, self._received = (self._received + part).split(b"\n")
+                    for line in lines:
+                        self._read(json.loads(line))
+                if self._woken in ready:
+                    self._woken.recv(4096)
+                    return
+
+    def _read(self, answer: dict[str, str]) -> None:
+        if "verdict" in answer:
+            end_from_a_thread(answer["verdict"], say=False)  # rank 0 says it
+        self._last_answer, self._cut_since = time.monotonic(), None
+        if "behind" in answer:
+            self._behind = answer["behind"]
+            self._answered.set()
+
+    def _check_rank_0(self) -> None:
+        now = time.monotonic()
+        problem = ""
+        if self._cut_since is not None and now - self._cut_since > min(GONE_AFTER_SECONDS, self._timeout):
+            problem = "is gone: its process has ended"
+        elif now - self._last_answer > self._timeout:
+            problem = f"has not been heard of for {now - self._last_answer:.0f} s"
+        if problem and not self._ended.is_set():
+            # Nobody is left to choose one speaker.
+            end_from_a_thread(f"{self._first} {problem}; this rank was {self._beat(self._rank).where()}")
+
+    def _line(self, goodbye: bool = False) -> bytes:
+        beat = asdict(self._beat(self._rank))
+        line = {"token": self._token, "goodbye": goodbye, "asks": self._asks, "beat": beat}
+        return json.dumps(line).encode() + b"\n"
+
+
+class Listener(_Thread):
+    """Rank 0: hears the others, tells them who is behind, and decides when one of them is lost."""
+
+    def __init__(
+        self,
+        place: Place,
+        token: str,
+        interval: float,
+        timeout: float,
+        server: socket.socket,
+        register: Register,
+        slow_seconds: float,
+    ) -> None:
+        super().__init__(place, token, interval, timeout)
+        self._server, self._register, self._slow_seconds = server, register, slow_seconds
+        self._received: dict[socket.socket, bytes] = {}
+        self._ranks: dict[socket.socket, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._thread.start()
+
+    def diagnosis(self) -> str:
+        """Who keeps the others waiting, as far as is known; empty where nobody stands out."""
+        time.sleep(min(1.0, self._interval))  # the others may have failed this very moment
+        return self._register.behind(time.monotonic())
+
+    def _run(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        while not self._ended.is_set():
+            events = self._selector.select(min(0.5, self._interval))
+            now = time.monotonic()
+            if self._was_frozen(now):
+                self._register.forgive(now)
+            self._register.heard(self._beat(0), now)
+            for key, _ in events:
+                if key.fileobj is self._server:
+                    self._accept()
+                elif key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj, now)
+            self._judge(now)
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        connection.setblocking(False)
+        self._received[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: socket.socket, now: float) -> None:
+        """Reads what has come and answers each line; anything that is not a rank's line closes the connection."""
+        try:
+            part = connection.recv(LONGEST_LINE)
+            *lines, rest = (self._received[connection] + part).split(b"\n")
+            if not part or len(rest) > LONGEST_LINE:
+                raise ConnectionResetError
+            self._received[connection] = rest
+            for line in lines:
+                told = json.loads(line)
+                if told["token"] != self._token:
+                    raise ConnectionResetError
+                beat = Beat(**told["beat"])
+                self._ranks[connection] = beat.rank
+                self._register.heard(beat, now)
+                if told["goodbye"]:
+                    self._register.said_goodbye(beat.rank)
+                answer = {"behind": self._register.behind(now)} if told["asks"] else {}
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+        except (OSError, ValueError, KeyError, TypeError):
+            self._selector.unregister(connection)
+            del self._received[connection]
+            connection.close()
+            if (rank := self._ranks.pop(connection, None)) is not None and rank not in self._ranks.values():
+                self._register.cut_off(rank, now)
+
+    def _judge(self, now: float) -> None:
+        if slow := self._register.slow(now, self._slow_seconds):
+            _say(f"warning: {slow}")
+        verdict = self._register.verdict(now, self._timeout, GONE_AFTER_SECONDS)
+        if not verdict or self._ended.is_set():
+            return
+        for connection in self._received:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps({"verdict": verdict}).encode() + b"\n")
+        time.sleep(min(1.0, self._interval))  # the verdict, not the loss of this rank, is to be their reason
+        end_from_a_thread(f"{verdict}; this rank was {self._beat(0).where()}")

@@ -1,0 +1,126 @@
+"""When a run gives way: a signal, or the end of its Slurm job's time. All ranks agree on it between phases, since a
+signal reaches them at different steps. What is saved then is the subject of checkpointing.py.
+
+No torch at import: signals are taken from the program's first moment on, and importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import threading
+import time
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.observability.failures import TO_BE_CONTINUED, end_from_a_thread
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_TIME_IS_UP = "the job's time is almost up"
+LATER_SECONDS = 5.0
+"""By how much rank 0 is ahead of the others with its last word: mostly they are ended with it, and it is said once."""
+
+
+class StopRequested(Exception):
+    """The run is to stop, for the reason in the message. Every rank raises it at the same place."""
+
+
+class StopRequests:
+    """What this process knows of a wish that the run stop."""
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        self._cfg = cfg
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._reason = ""
+        self._lock = threading.Lock()
+        self._stop_at: float | None = None
+        self.steps_done = 0
+        """Of this process's run; the loop counts them."""
+
+    def take_signals(self) -> None:
+        """From here on SIGTERM and SIGUSR1 ask to stop, and do no more. Call it in the main thread, before any other
+        thread is there: they, and the processes that they start, inherit that the signals are blocked, as Slurm
+        signals every process of a step, and one that writes a checkpoint must not die of it."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # the launcher may have had it ignored until now
+        # A thread of its own: a handler would run in the main thread, which may be in a collective for minutes.
+        threading.Thread(target=self._take, name="rlhf_mc signals", daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            self.request(signal.Signals(signal.sigwait(SIGNALS)).name)
+
+    def request(self, reason: str) -> None:
+        """Asks the run to stop, from any thread. It has trainer.preemption_grace_seconds from the first request on."""
+        with self._lock:
+            if self._reason:
+                return
+            self._reason = reason
+        seconds = self._cfg.preemption_grace_seconds + (LATER_SECONDS if self._rank else 0)
+        timer = threading.Timer(seconds, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    def _give_up(self) -> None:
+        end_from_a_thread(
+            f"asked to stop ({self._reason}) and not ready after {self._cfg.preemption_grace_seconds} s "
+            "(trainer.preemption_grace_seconds): it ends without saving; the last complete checkpoint is what is kept",
+            code=TO_BE_CONTINUED,
+        )
+
+    def watch_the_clock(self) -> None:
+        """Reads when the Slurm job ends, for trainer.stop_before_minutes. UserError where the time is up already.
+        Every rank must call it."""
+        from rlhf_mc.topology.agreement import raise_together
+
+        error: UserError | None = None
+        minutes = self._cfg.stop_before_minutes
+        if minutes is not None and self._rank == 0:
+            try:
+                end = job_end()
+                self._stop_at = None if end is None else end - 60 * minutes
+                if self._stop_at is not None and time.time() >= self._stop_at:
+                    raise UserError(
+                        f"trainer.stop_before_minutes is {minutes:g}, but the job ends in "
+                        f"{(self._stop_at - time.time()) / 60 + minutes:.1f} minutes; give it more time (sbatch --time)"
+                    )
+            except UserError as found:
+                error = found
+        raise_together(error)
+
+    def check(self) -> None:
+        """Raises StopRequested on every rank if any of them is asked to stop. Every rank must call it, where the run
+        can give way."""
+        from rlhf_mc.topology.agreement import gather_objects
+
+        if self._stop_at is not None and time.time() >= self._stop_at:
+            self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
+        reason = next((reason for reason in gather_objects(self._reason) if reason), "")
+        if reason.startswith(_TIME_IS_UP) and self.steps_done == 0:
+            # Queued again, it would come this far again, for ever.
+            raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")
+        if reason:
+            self.request(reason)
+            raise StopRequested(reason)
+
+
+def job_end() -> float | None:
+    """When the Slurm job that this process is in will be ended, in seconds since 1970; None outside of Slurm and where
+    the job has no limit. UserError where Slurm does not say."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    if "SLURM_JOB_END_TIME" in os.environ:
+        return float(os.environ["SLURM_JOB_END_TIME"])
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]  # of the local time zone
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        return None if said in ("N/A", "NONE", "Unknown") else datetime.datetime.fromisoformat(said).timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UserError(
+            f"trainer.stop_before_minutes: `{' '.join(command)}` does not tell when the job ends: {error}; "
+            "export SLURM_JOB_END_TIME (seconds since 1970), or set it to null"
+        ) from error

@@ -1,0 +1,107 @@
+"""A rank that is frozen (SIGSTOP) or gets nowhere ends the run on the others, in the time that was set and with a line
+that names it. Ranks that die are the subject of test_cli.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
+from freezing import start_ranks
+from tiny import make_workspace, write_config
+
+pytestmark = pytest.mark.system
+START_WITHIN_SECONDS = 240
+SLACK_SECONDS = 10
+"""Beyond the time that was set: the interval of the heartbeats, and a machine with other things to do."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over both ranks in one engine and one shard of each layer on each."""
+    return write_config(
+        make_workspace(tmp_path_factory.mktemp("workspace")),
+        actor={"megatron": {"tensor_model_parallel_size": 2}},
+        rollout={"tensor_model_parallel_size": 2},
+        reward={"num_workers": 0},
+        trainer={"total_training_steps": 100, "test_freq": -1, "val_before_train": False, "logger": ["console"]},
+    )
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Any]]:
+    """Filled by the test; whatever is left is killed."""
+    started: list[Any] = []
+    yield started
+    for process in started:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("victim", "place", "dist_timeout", "heartbeat_timeout", "words"),
+    [
+        pytest.param(
+            *(1, "in vLLM's group", 12, 300),
+            ["lost contact with another rank in phase gen (", "; in all_reduce, called from engine.py:"]
+            + ["; rank 1 (", ") has not been heard of for ", ", last in phase gen of step 2"],
+            id="frozen in vLLM's group",
+        ),
+        pytest.param(
+            *(1, "in Megatron's group", 12, 300),
+            ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from engine.py:"]
+            + ["; rank 1 (", ") has not been heard of for ", ", last in phase old_log_prob of step 2"],
+            id="frozen in Megatron's group",
+        ),
+        pytest.param(
+            *(0, "in Megatron's group", 600, 6),
+            ["rank 0 (", ") has not been heard of for ", "; this rank was in phase old_log_prob of step 2 for "]
+            + ["in all_reduce, called from engine.py:"],
+            id="the first rank, by its silence",
+        ),
+        pytest.param(
+            *(1, "in code of its own", 12, 300),
+            ["lost contact with another rank in phase update_critic (", "; in all_", "; rank 1 ("]
+            + [") is behind: in phase adv of step 2 for ", "at freezing.py:", " (dawdle)"],
+            id="alive, in code of its own",
+        ),
+    ],
+)
+def test_the_others_end_in_time_and_name_it(
+    config: Path,
+    tmp_path: Path,
+    ranks: list[Any],
+    victim: int,
+    place: str,
+    dist_timeout: int,
+    heartbeat_timeout: int,
+    words: list[str],
+) -> None:
+    arguments = [
+        str(config),
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+        f"trainer.dist_timeout_seconds={dist_timeout}",
+        f"trainer.heartbeat_timeout_seconds={heartbeat_timeout}",
+    ]
+    ranks += start_ranks(arguments, victim, place, tmp_path)
+    survivor = ranks[1 - victim]
+    survivor.join(START_WITHIN_SECONDS)
+    said = (tmp_path / f"rank{1 - victim}").read_text()
+    assert survivor.exitcode == 1, said
+    took = time.time() - float((tmp_path / "stuck_since").read_text())
+    limit = min(dist_timeout, heartbeat_timeout)
+    assert limit - 2 < took < limit + SLACK_SECONDS, f"{took:.1f} s: {said}"
+    assert ranks[victim].is_alive()  # so it was not the victim's end that was noticed
+    errors = [line for line in said.splitlines() if line.startswith("rlhf_mc: error")]
+    assert len(errors) == 1, said
+    for word in words:
+        assert word in errors[0]
