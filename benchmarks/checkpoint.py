@@ -1,0 +1,173 @@
+"""How long the training loop stands still for a checkpoint: one that is written at once, against one that is written in
+the background. Actor and critic with their optimizers, in turn, the same files, on the disk at hand:
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
+
+Beside them what no program can go below: the bytes at the speed at which this machine copies memory, and at which this
+disk takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc import platform
+from rlhf_mc.checkpoint.blocks import Role, blocks_of, num_bytes
+from rlhf_mc.checkpoint.training import Save
+from rlhf_mc.checkpoint.writer import HostBuffers
+from rlhf_mc.config.schema import MegatronConfig, OptimConfig
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.groups import build_groups, init_process_group
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.setup import layouts_of
+
+
+def make_roles(hidden: int, layers: int, dtype: str) -> list[Role]:
+    """Actor and critic of about 12 x layers x hidden^2 parameters each, their optimizers as after a step."""
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }
+    megatron = MegatronConfig(dtype=dtype)  # type: ignore[arg-type]
+    groups = build_groups(Mesh(dist.get_world_size(), 1, 1))
+    roles = []
+    for name, value_head in (("actor", False), ("critic", True)):
+        engine = ModelEngine(name, ModelShape.from_hf_config(config, value_head), megatron, groups)
+        for param in engine.params.values():
+            param.normal_()
+        engine.make_trainable(OptimConfig(), total_steps=10)
+        engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
+        roles.append(Role(engine, layouts_of(engine)))
+    return roles
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """From when all ranks begin to when the last is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    return max(gather_objects(time.perf_counter() - start))
+
+
+def copy_speed(size: int) -> float:
+    """Bytes per second from one piece of memory to another, both in use before."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    return size / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
+
+
+def disk_speed(directory: Path, size: int) -> float:
+    """Bytes per second of one rank, all writing at once, until they are on the disk."""
+    data = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
+
+    def write() -> None:
+        with open(directory / f"speed{dist.get_rank()}", "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    seconds = statistics.median(seconds_of(write) for _ in range(3))
+    (directory / f"speed{dist.get_rank()}").unlink()
+    return size / seconds
+
+
+def work(seconds: float, until: Callable[[], bool]) -> float:
+    """Matrix products per second, for so long or until that holds."""
+    a = torch.randn(384, 384)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds and not until():
+        a @ a
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="where to write (default: the system's place for temporary files)")
+    args = parser.parse_args()
+    init_process_group(timeout_seconds=600)
+    roles = make_roles(args.hidden, args.layers, args.dtype)
+    with tempfile.TemporaryDirectory(dir=args.directory) as mine:
+        root = Path(gather_objects(mine)[0])
+        measure(roles, root, args.rounds)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(roles: list[Role], root: Path, rounds: int) -> None:
+    """Both ways in turn, a round after the other; the first is a warm-up, told apart."""
+    size = num_bytes(block for role in roles for block in blocks_of(role))
+    buffers = HostBuffers()
+    blocked: dict[str, list[float]] = {"at once": [], "in the background": [], "commit": [], "written after": []}
+    speed: dict[str, list[float]] = {"alone": [], "beside": []}
+    for number in range(rounds + 1):
+        save: list[Save] = []
+        step = 2 * number
+
+        def begin(step: int, background: bool, save: list[Save] = save) -> None:
+            save.append(Save(root, step, roles, {}, {}, buffers if background else None))
+
+        at_once = seconds_of(lambda: begin(step, False)) + seconds_of(lambda: save[-1].commit())  # noqa: B023
+        started = time.perf_counter()
+        begun = seconds_of(lambda: begin(step + 1, True))  # noqa: B023
+        speed["beside"].append(work(60, save[-1]._writing.is_done))
+        while not save[-1].is_written():
+            time.sleep(0.01)
+        after = time.perf_counter() - started
+        committed = seconds_of(lambda: save[-1].commit())  # noqa: B023
+        speed["alone"].append(work(1.0, lambda: False))
+        for name, value in zip(blocked, (at_once, begun, committed, after), strict=True):
+            blocked[name].append(value)
+    report(size, blocked, speed, copy_speed(min(size, 1 << 28)), disk_speed(root, min(size, 1 << 28)))
+
+
+def report(size: int, blocked: dict[str, list[float]], speed: dict[str, list[float]], copy: float, disk: float) -> None:
+    """One line a number, from rank 0."""
+    if dist.get_rank() != 0:
+        return
+    sync, begun, committed, after = (statistics.median(values[1:]) for values in blocked.values())
+    device = "a GPU" if platform.use_cuda() else "the CPU"
+    print(
+        f"{dist.get_world_size()} ranks on {device}, {size / 1e6:.0f} MB a rank, "
+        f"medians of {len(blocked['commit']) - 1}"
+    )
+    print(
+        f"written at once:          blocked for {sync:.3f} s "
+        f"(bound: {size / disk:.3f} s at {disk / 1e9:.2f} GB/s of disk)"
+    )
+    print(
+        f"written in background:    blocked for {begun + committed:.3f} s: {begun:.3f} s to copy "
+        f"(bound: {size / copy:.3f} s at {copy / 1e9:.2f} GB/s of memory), {committed:.3f} s to commit"
+    )
+    print(f"ratio:                    {(begun + committed) / sync:.1%}")
+    print(f"the first in background:  {blocked['in the background'][0]:.3f} s to copy, into fresh memory")
+    slow = statistics.median(speed["beside"]) / statistics.median(speed["alone"])
+    print(f"written after {after:.2f} s, during which the rank computes at {slow:.0%} of its speed alone")
+
+
+if __name__ == "__main__":
+    main()
