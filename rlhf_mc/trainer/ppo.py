@@ -305,7 +305,7 @@ def is_target(run: Run, accuracy: float | None) -> bool:
 
 def export(run: Run, state: StepState, directory: Path) -> None:
     """Writes the actor as a Hugging Face checkpoint."""
-    with run.residency.phase(state.timer, "save_checkpoint"):
+    with run.residency.phase(state.timer, "export"):
         export_hf(
             run.actor.params,
             layouts_of(run.actor),

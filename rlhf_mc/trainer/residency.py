@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[str, str, str, str] | None] = {
     "update_critic":   ("",                       "params grads optimizer", "",        ""),
     "update_actor":    ("params grads optimizer", "",                       "",        ""),
     "save_checkpoint": ("params optimizer",       "params optimizer",       "",        ""),
+    "export":          ("params",                 "",                       "",        ""),
 }
 # fmt: on
 """By phase, what must be on the device. All else is away, as far as the settings let it go: params, grads and optimizer

@@ -3,6 +3,7 @@ phase is on the device what the table says. vLLM's sleep, which needs a GPU, is 
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,32 +33,28 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("world", "tp", "dtype"), [(1, 1, "float32"), (2, 2, "bfloat16"), (2, 1, "bfloat16"), (2, 1, "float32")]
-)
-def test_the_loop_trains_alike_whoever_is_put_away(
+@pytest.mark.parametrize(("world", "tp", "dtype"), [(1, 1, "float32"), (2, 2, "bfloat16"), (2, 1, "bfloat16")])
+def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
     pool: Any, workspace: Path, world: int, tp: int, dtype: str, tmp_path: Path
 ) -> None:
-    outcomes = {}
-    for name, more in {"here": [], "away": ALL_AWAY}.items():
-        overrides = [
-            f"trainer.default_local_dir={tmp_path / name}",
-            f"actor.megatron.dtype={dtype}",
-            *cases.layout_overrides(tp, 1, 1),
-            *more,
-        ]
-        outcomes[name] = pool(world).run(
+    def fit(name: str, more: list[str]) -> list[dict[str, Any]]:
+        overrides = [f"trainer.default_local_dir={tmp_path / name}", f"actor.megatron.dtype={dtype}", *more]
+        results: list[dict[str, Any]] = pool(world).run(
             residency_cases.fit,
             config_path=str(workspace / "config.yaml"),
-            overrides=overrides,
+            overrides=[*overrides, "trainer.save_freq=2", *cases.layout_overrides(tp, 1, 1)],
             vllm_sleeps=name == "away",
         )
-    here, away = outcomes["here"], outcomes["away"]
+        return results
+
+    here, away = fit("here", []), fit("away", ALL_AWAY)
     assert len(here[0]["steps"]) == 3
     for mine, wanted in zip(away[0]["steps"], here[0]["steps"], strict=True):
         assert of_training(mine) == of_training(wanted)
-    weights, wanted_weights = (cases.exported_weights(str(tmp_path / name / "hf")) for name in ("away", "here"))
-    assert all(torch.equal(weights[name], wanted) for name, wanted in wanted_weights.items())
+    assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
+    if tp < world:
+        fit("away", ALL_AWAY)  # resumes after the last step, and exports what it has read
+        assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
 
     assert here[0]["told"] == [] and "timing_s/residency" not in here[0]["steps"][1]
     assert not any(key.startswith("memory/") for key in here[0]["steps"][1])
@@ -67,6 +64,13 @@ def test_the_loop_trains_alike_whoever_is_put_away(
     for result in away:
         check_vllm(result["told"])
         check_table(result["seen"])
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    """Checksums of the tensors of the training checkpoint and of the exported weights."""
+    files = [*(directory / "global_step_2").rglob("*.distcp"), directory / "hf" / "model.safetensors"]
+    assert len(files) > 1
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def of_training(metrics: dict[str, float]) -> dict[str, float]:
@@ -85,7 +89,7 @@ def check_vllm(told: list[str]) -> None:
 
 
 def check_table(seen: dict[str, dict[str, list[str]]]) -> None:
-    assert seen.keys() == TABLE.keys()
+    assert seen.keys() == TABLE.keys() - {"reward_model"}, "a phase that the table lacks, or one that is not entered"
     for phase, parts in seen.items():
         row = row_of(phase)
         if row is not None:
