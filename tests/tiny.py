@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_mc.data.parquet import write_prompts
 
@@ -59,8 +59,19 @@ def make_checkpoint(
     directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any
 ) -> Path:
     """Random weights large enough that a wrong block shows; the vocabulary is no multiple of 64, so it is padded."""
+    return _make_model(directory, AutoModelForCausalLM, family, tied, num_kv_heads, **extra)
+
+
+def make_reward_model(directory: Path, family: str = "qwen2", **extra: Any) -> Path:
+    """A sequence classifier of one label, with the same tokenizer."""
+    return _make_model(directory, AutoModelForSequenceClassification, family, num_labels=1, seed=1, **extra)
+
+
+def _make_model(
+    directory: Path, kind: Any, family: str, tied: bool = True, num_kv_heads: int = 2, seed: int = 0, **extra: Any
+) -> Path:
     tokenizer = make_tokenizer(directory)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer) + 3,
         "hidden_size": 128,
@@ -77,7 +88,7 @@ def make_checkpoint(
         "dtype": "float32",
     }
     config = AutoConfig.for_model(family, **{**sizes, **FAMILY_SIZES.get(family, {}), **extra})
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = kind.from_config(config).float()
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() == 1:

@@ -22,6 +22,8 @@ from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.config.validate import validate as validate
 
 _RENAMED = {
+    "reward_model.enable": "reward_model.model_path (null: no reward model)",
+    "reward_model.model.path": "reward_model.model_path",
     "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
     **dict.fromkeys(
         ("critic.use_dynamic_bsz", "ref.log_prob_use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz"),

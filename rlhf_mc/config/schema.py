@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
+
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -56,65 +58,6 @@ class ModelConfig:
 
 
 @dataclass
-class OptimConfig:
-    """AdamW and its learning-rate schedule. One optimizer step per PPO mini-batch; the schedule counts PPO steps."""
-
-    lr: float = 1e-6
-    """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-    lr_warmup_steps: int = 0
-    """PPO steps of linear warm-up from 0."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape from lr to min_lr between warm-up and the last training step."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay (not on biases and norms)."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's moment coefficients."""
-    eps: float = 1e-8
-    """Adam's denominator term."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
-
-
-@dataclass
-class MegatronConfig:
-    """How Megatron-Core spreads a model over the ranks. Data-parallel size is what remains of the world."""
-
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each layer."""
-    pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Runs of layers that each stage holds, taken in turn (interleaved schedule): a stage then waits a part of the time
-    for the others, for as many times more messages; null: one."""
-    num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage, which holds the embedding too; null: as many as the other stages."""
-    num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage, which holds the output layer too; null: as many as the other stages."""
-    expert_model_parallel_size: int = 1
-    """Data-parallel replicas that the experts of a mixture-of-experts model are spread over."""
-    sequence_parallel: bool = False
-    """Between layers each tensor-parallel rank holds its part of the tokens, not all of them: less activation memory
-    for the same communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
-    recompute_granularity: Literal["selective", "full"] | None = None
-    """Activations computed again in the backward pass, so as not to keep them: those inside attention (selective), or
-    all but each layer's input (full, for about a third more computation); null: none."""
-    use_distributed_optimizer: bool = True
-    """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
-    param_offload: bool = False
-    """Keep the weights in host memory in the phases that do not use them (trainer/residency.py has the table). Not for
-    an actor whose weights vLLM shares (reshard.share_weights). On a CPU both memories are one: nothing is saved."""
-    grad_offload: bool = False
-    """Give the gradient buffers' memory back outside of the model's update. A frozen model has none."""
-    optimizer_offload: bool = False
-    """Keep float32 main parameters and Adam's moments in host memory outside of the model's update. A frozen model has
-    none."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights and activations; with bfloat16 main parameters and gradient reduction are float32."""
-
-
-@dataclass
 class ActorConfig:
     """The policy's update."""
 
@@ -147,6 +90,9 @@ class ActorConfig:
     """Weight of that KL term."""
     kl_loss_type: KLEstimator = "k3"
     """Its estimator."""
+    freeze: list[str] = field(default_factory=list)
+    """Tensors that are not trained: names as in the Hugging Face checkpoint, or patterns of them
+    ("model.embed_tokens.*", "model.layers.0.*")."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -177,6 +123,8 @@ class CriticConfig:
     """Values move at most this far from the old values before their loss is clipped."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become the mini-batch's loss."""
+    freeze: list[str] = field(default_factory=list)
+    """As actor.freeze; ["model.*"] trains the value head alone, score.weight."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -278,6 +226,21 @@ class CustomRewardFunctionConfig:
     """Python file that defines it; null: the built-in rule of the row's data_source."""
     name: str = "compute_score"
     """compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}."""
+
+
+@dataclass
+class RewardModelConfig:
+    """A reward model: frozen, its score of a response is its value head's at the response's last token."""
+
+    model_path: str | None = None
+    """Hugging Face checkpoint of a sequence classifier of one label, with the actor's tokenizer: its scores take the
+    place of the reward functions' in training. Validation is by the functions. null: no reward model."""
+    forward_max_token_len_per_gpu: int = 32768
+    """Token budget of one micro-batch."""
+    forward_micro_batch_size_per_gpu: int | None = None
+    """Without actor.use_dynamic_bsz: sequences of one micro-batch; null: the actor's."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """The reward model's own layout; what is not set is taken from actor.megatron as in critic.megatron."""
 
 
 @dataclass
@@ -388,6 +351,8 @@ class Config:
     """A reward function of the user's own."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """How reward functions are run."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """A reward model in place of reward functions."""
 
 
 def layouts(cfg: Config) -> dict[str, MegatronConfig]:

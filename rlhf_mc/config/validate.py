@@ -217,6 +217,7 @@ _TOKEN_BUDGETS = {
     "critic.forward_max_token_len_per_gpu": "critic.forward_micro_batch_size_per_gpu",
     "rollout.log_prob_max_token_len_per_gpu": "rollout.log_prob_micro_batch_size_per_gpu",
     "ref.log_prob_max_token_len_per_gpu": "ref.log_prob_micro_batch_size_per_gpu",
+    "reward_model.forward_max_token_len_per_gpu": "reward_model.forward_micro_batch_size_per_gpu",
 }
 """Each pass's two limits of a micro-batch: by tokens, and by sequences, which counts without actor.use_dynamic_bsz."""
 
@@ -234,11 +235,15 @@ def _check_micro_batches(cfg: Config) -> None:
         "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null",
     )
     prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
-    uses_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+    absent = []
+    if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
+        absent.append("ref.")
+    if cfg.reward_model.model_path is None:
+        absent.append("reward_model.")
     for key in _TOKEN_BUDGETS:
         budget = _get(cfg, key)
         _require(
-            budget >= prompt + response or not dynamic or (key.startswith("ref.") and not uses_reference),
+            budget >= prompt + response or not dynamic or key.startswith(tuple(absent)),
             f"{key} is {budget}; it must be at least the longest sequence,"
             f" data.max_prompt_length {prompt} + data.max_response_length {response} = {prompt + response}",
         )

@@ -5,7 +5,7 @@ number per response token or to take one optimizer step. What the numbers mean i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
-from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, predicting_states, run_stage
+from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, run_stage, states_at
+from rlhf_mc.models.freeze import let_gradients_through
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.reshard.families import ModelShape
@@ -73,11 +74,16 @@ class ModelEngine:
         self.offload.require(PARAMS)
         return {name: param.data for name, param in self.named_parameters().items()}
 
-    def make_trainable(self, optim: OptimConfig, total_steps: int) -> None:
-        """Adds gradient buffers and the optimizer. The weights must be in place: the optimizer copies them."""
+    def make_trainable(self, optim: OptimConfig, total_steps: int, frozen: Collection[str] = ()) -> None:
+        """Adds gradient buffers and the optimizer, which leave the parameters `frozen` (this rank's, by name) as they
+        are. The weights must be in place: the optimizer copies them."""
+        for name, param in self.named_parameters().items():
+            param.requires_grad_(name not in frozen)
         for chunk in self.chunks:
-            chunk.requires_grad_(True)
             chunk.train()
+            embedding = getattr(chunk, "embedding", None)
+            if embedding is not None and self._megatron.recompute_granularity == "full":
+                let_gradients_through(embedding)
         with platform.megatron():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
@@ -133,7 +139,7 @@ class ModelEngine:
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self._scheduler.get_lr({}))  # a rank whose parameters are all frozen has no group to look at
 
     def end_of_ppo_step(self) -> None:
         """Moves the learning-rate schedule on."""
@@ -163,20 +169,23 @@ class ModelEngine:
         self._scheduler.step(increment=0)
 
     @torch.no_grad()
-    def score(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], head: Head) -> torch.Tensor:
-        """One number per response token of the whole batch: [R] float32, on every rank.
+    def score(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], head: Head, per_sequence: bool = False
+    ) -> torch.Tensor:
+        """One number per response token of the whole batch, of the state before it: [R] float32, on every rank; with
+        per_sequence one per sequence, of the state of its last token: [S].
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
-        result = torch.zeros(int(batch.response_lens.sum()))
+        result = torch.zeros(batch.num_sequences if per_sequence else int(batch.response_lens.sum()))
 
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
             if micro.is_filler:
                 return
             scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each holds some columns
             if self.groups.coordinate.tp == 0:
-                result[micro.response_index] = scored.float().cpu()
+                result[micro.sequence_index if per_sequence else micro.response_index] = scored.float().cpu()
 
-        self._run(batch, self._filled_up(micro_batches), keep, forward_only=True)
+        self._run(batch, self._filled_up(micro_batches), keep, forward_only=True, at_last_token=per_sequence)
         # Every token was scored by one replica, on its last stage, and is kept by one of its ranks.
         return sum_over_ranks(result)
 
@@ -248,9 +257,11 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         on_last_stage: Callable[[PackedGPT, torch.Tensor, MicroBatch], Any],
         forward_only: bool,
+        at_last_token: bool = False,
     ) -> None:
         """Runs the micro-batches through this rank's stage by Megatron-Core's schedule; on the last stage
-        `on_last_stage` gets the states that predict response tokens and, unless forward_only, returns the loss."""
+        `on_last_stage` gets the states that predict response tokens, or those of the last tokens, and, unless
+        forward_only, returns the loss."""
         self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
         multiple_of = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
@@ -260,7 +271,8 @@ class ModelEngine:
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 last = self.chunks[-1]
-                value = on_last_stage(last, predicting_states(last, hidden, micro), micro)
+                states = states_at(last, hidden, micro.last if at_last_token else micro.predicting)
+                value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
             return run_stage(model, micro), finish

@@ -30,6 +30,10 @@ class MicroBatch:
     """[R] int64, on the device: the response tokens."""
     response_index: torch.Tensor
     """[R] int64: each response token's place in the whole batch's per-token vectors; empty for a filler."""
+    last: torch.Tensor
+    """[S] int64, on the device: position of each sequence's last token."""
+    sequence_index: torch.Tensor
+    """[S] int64: each sequence's place in the whole batch; empty for a filler."""
 
     @property
     def is_filler(self) -> bool:
@@ -57,6 +61,7 @@ def _pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: i
     position = torch.arange(int(response_lens.sum())) + torch.repeat_interleave(
         first_response - response_starts, response_lens
     )
+    ends = torch.cumsum(seq_lens, 0)
     if missing := -len(tokens) % multiple_of:
         tokens = torch.cat([tokens, tokens.new_zeros(missing)])
         seq_lens = torch.cat([seq_lens, seq_lens.new_tensor([missing])])
@@ -68,6 +73,8 @@ def _pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: i
         predicting=(position - 1).to(device),
         targets=tokens[position].to(device),
         response_index=response_index if indices else response_index[:0],
+        last=(ends - 1).to(device),
+        sequence_index=which if indices else which[:0],
     )
 
 
@@ -80,11 +87,11 @@ def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     return out
 
 
-def predicting_states(model: Any, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """[R, 1, hidden] of the last stage's [T, 1, hidden] (of this rank's part of T with sequence parallelism). Every
-    tensor-parallel rank must call it; what they hand back as gradient must be the same on all of them."""
+def states_at(model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[N, 1, hidden] at positions [N] of the last stage's [T, 1, hidden] (of this rank's part of T with sequence
+    parallelism). Every tensor-parallel rank must call it; what they hand back as gradient must be the same on all."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=model.pg_collection.tp
         )
-    return hidden.index_select(0, micro_batch.predicting)
+    return hidden.index_select(0, positions)

@@ -110,8 +110,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
-        # Chunks add up in float32 even where weights are narrower.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Chunks add up in float32 even where weights are narrower. A frozen weight has none.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
         for part in logits.parts:
             log_p = logits.scaled(part).sub_(log_z[part, None])
@@ -127,6 +127,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 grad.mul_(log_p).scatter_add_(1, at_target[0], at_target[1] * grad_log_probs[part, None])
             narrow = grad.to(weight.dtype)
             grad_hidden[part] = torch.mm(narrow, weight) * factor
+            if grad_weight is None:
+                continue
             states = (hidden[part] * factor).to(weight.dtype)
             if narrow.dtype == torch.float32:
                 grad_weight.addmm_(narrow.t(), states)
@@ -135,7 +137,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if ctx.group.size() > 1:
             # Each rank has what its columns add; the states are the same on all of them.
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _apply(

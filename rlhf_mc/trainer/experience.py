@@ -92,13 +92,18 @@ def log_prob_head(vocab_size: int, temperature: float) -> Head:
 
 
 def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """For ModelEngine.score: the value of the state before each response token."""
+    """For ModelEngine.score: the value of each state."""
     return values(model, states)
 
 
 def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
     """The head's number for every response token of the batch: [R] float32, on every rank."""
     return engine.score(batch, my_micro_batches(engine, batch, limit), head)
+
+
+def score_sequences(engine: ModelEngine, batch: RaggedBatch, limit: Limit) -> torch.Tensor:
+    """A reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
+    return engine.score(batch, my_micro_batches(engine, batch, limit), value_head, per_sequence=True)
 
 
 def compute_advantages(

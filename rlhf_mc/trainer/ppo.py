@@ -132,7 +132,7 @@ def headlines(run: Run) -> list[str]:
     world, tp = run.groups.mesh.world, run.config.rollout.tensor_model_parallel_size
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
     models: dict[str, list[str]] = {}
-    for engine in (run.actor, run.critic, run.reference):
+    for engine in (run.actor, run.critic, run.reference, run.reward_model):
         if engine is not None:
             megatron = layouts(run.config)[engine.name]
             sequence = ", sequence parallel" if megatron.sequence_parallel else ""
@@ -168,14 +168,25 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     return prompts, build_batch(prompts, generations)
 
 
-def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
-    """Has the responses scored by rule or by the user's function, by worker processes while the next phase runs."""
+def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores | None:
+    """Has the responses scored by rule or by the user's function, by worker processes while the next phase runs.
+    With a reward model it is that model's turn after that phase."""
+    if run.reward_model is not None:
+        return None
     with run.residency.phase(state.timer, "reward"):
         return experience.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
 
 
-def rewarded(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores) -> RaggedBatch:
-    """Waits for the scores."""
+def rewarded(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores | None) -> RaggedBatch:
+    """Waits for the scores, or takes those of the reward model."""
+    if pending is None:
+        cfg = run.config.reward_model
+        limit = micro_batch_limit(
+            run.config.actor, cfg.forward_max_token_len_per_gpu, cfg.forward_micro_batch_size_per_gpu
+        )
+        assert run.reward_model is not None
+        with run.residency.phase(state.timer, "reward_model"):
+            return batch.with_fields(scores=experience.score_sequences(run.reward_model, batch, limit))
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
     with run.residency.phase(state.timer, "reward"):
         rows = experience.collect_scores(pending, batch.num_sequences)

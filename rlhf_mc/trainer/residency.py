@@ -16,29 +16,30 @@ from rlhf_mc.rollout.engine import KV_CACHE, WEIGHTS, RolloutEngine
 
 AS_IT_IS = None
 """A phase that uses nothing on the device: nothing moves."""
-ROLES = ("actor", "critic", "ref", "vllm")
+ROLES = ("actor", "critic", "ref", "vllm", "reward_model")
 
 # fmt: off
-TABLE: dict[str, tuple[str, str, str, str] | None] = {
-    #                   actor                     critic                    reference  vLLM
-    "update_weights":  ("params",                 "",                       "",        "weights"),
-    "gen":             ("",                       "",                       "",        "weights kv_cache"),
-    "testing":         ("",                       "",                       "",        "weights kv_cache"),
+TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
+    #                   actor                     critic                    reference  vLLM                reward model
+    "update_weights":  ("params",                 "",                       "",        "weights",            ""),
+    "gen":             ("",                       "",                       "",        "weights kv_cache",   ""),
+    "testing":         ("",                       "",                       "",        "weights kv_cache",   ""),
     "reward":          AS_IT_IS,
-    "old_log_prob":    ("params",                 "",                       "",        ""),
-    "ref":             ("",                       "",                       "params",  ""),
-    "values":          ("",                       "params",                 "",        ""),
+    "old_log_prob":    ("params",                 "",                       "",        "",                   ""),
+    "ref":             ("",                       "",                       "params",  "",                   ""),
+    "reward_model":    ("",                       "",                       "",        "",                 "params"),
+    "values":          ("",                       "params",                 "",        "",                   ""),
     "adv":             AS_IT_IS,
-    "update_critic":   ("",                       "params grads optimizer", "",        ""),
-    "update_actor":    ("params grads optimizer", "",                       "",        ""),
-    "save_checkpoint": ("params optimizer",       "params optimizer",       "",        ""),
-    "export":          ("params",                 "",                       "",        ""),
+    "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
+    "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),
+    "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
+    "export":          ("params",                 "",                       "",        "",                   ""),
 }
 # fmt: on
 """By phase, what must be on the device. All else is away, as far as the settings let it go: params, grads and optimizer
-by {actor,critic,ref}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by rollout.free_cache_engine. Weights
-that vLLM shares with the actor (reshard.share_weights) stay: the actor's params may then not go away, and vLLM's sleep
-does not touch them."""
+by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
+rollout.free_cache_engine. Weights that vLLM shares with the actor (reshard.share_weights) stay: the actor's params may
+then not go away, and vLLM's sleep does not touch them."""
 
 Row = Mapping[str, frozenset[str]]
 

@@ -22,6 +22,7 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
 from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.execute import shared_storage
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout
@@ -34,6 +35,7 @@ from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_every
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.residency import Residency, check_residency
 from rlhf_mc.trainer.update import SkippedUpdates
+from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint
 from rlhf_mc.trainer.weights import WeightUpdate
 
 
@@ -53,6 +55,8 @@ class Run:
     actor: ModelEngine
     critic: ModelEngine
     reference: ModelEngine | None
+    reward_model: ModelEngine | None
+    """In place of `rewards` in training."""
     rollout: RolloutEngine
     update: WeightUpdate
     """From the actor's parameters to vLLM's."""
@@ -75,7 +79,7 @@ def build_run(cfg: Config) -> Run:
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
     rewards = RewardManager(cfg.custom_reward_function, cfg.reward)
-    rewards.check([*train_prompts, *val_prompts])
+    rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
     reader = HFReader(cfg.model.path)
     shape = ModelShape.from_hf_config(reader.config)
@@ -86,22 +90,34 @@ def build_run(cfg: Config) -> Run:
     if needs_reference:
         _check_layout(cfg, "ref", shape)
     _check_layout(cfg, "critic", critic_shape)
+    check_value_head("critic.model_path", critic_reader)
     critic_reader.check(critic_shape)
+    frozen = {
+        "actor": frozen_tensors("actor.freeze", cfg.actor.freeze, shape),
+        "critic": frozen_tensors("critic.freeze", cfg.critic.freeze, critic_shape),
+    }
+    scorer = reward_model_checkpoint(cfg, tokenizer) if cfg.reward_model.model_path else None
+    if scorer is not None:
+        _check_layout(cfg, "reward_model", scorer.shape)
     meshes = {role: mesh_of(megatron, world) for role, megatron in layouts(cfg).items()}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     # Each model is finished and put away before the next is built, and all are before vLLM measures memory.
     residency = Residency()
     actor = _load(cfg, "actor", shape, groups, reader, cfg.model.dist_checkpointing_path)
-    actor.make_trainable(cfg.actor.optim, total_steps)
+    actor.make_trainable(cfg.actor.optim, total_steps, frozen_parameters(frozen["actor"], layouts_of(actor)[rank]))
     residency.add("actor", actor)
     reference = _load(cfg, "ref", shape, groups, reader, cfg.model.dist_checkpointing_path) if needs_reference else None
     if reference is not None:
         residency.add("ref", reference)
     critic_checkpoint = None if cfg.critic.model_path else cfg.model.dist_checkpointing_path
     critic = _load(cfg, "critic", critic_shape, groups, critic_reader, critic_checkpoint)
-    critic.make_trainable(cfg.critic.optim, total_steps)
+    critic.make_trainable(cfg.critic.optim, total_steps, frozen_parameters(frozen["critic"], layouts_of(critic)[rank]))
     residency.add("critic", critic)
+    reward_model = None
+    if scorer is not None:
+        reward_model = _load(cfg, "reward_model", scorer.shape, groups, scorer.reader, None)
+        residency.add("reward_model", reward_model)
 
     engine_ranks = rollout_groups(meshes["actor"], cfg.rollout.tensor_model_parallel_size)
     plan = make_plan(
@@ -139,6 +155,7 @@ def build_run(cfg: Config) -> Run:
         actor=actor,
         critic=critic,
         reference=reference,
+        reward_model=reward_model,
         rollout=rollout,
         update=update,
         residency=residency,

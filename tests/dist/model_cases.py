@@ -30,7 +30,7 @@ from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.topology.groups import Groups, build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.experience import log_prob_head, score_tokens
+from rlhf_mc.trainer.experience import log_prob_head, score_sequences, score_tokens, value_head
 from rlhf_mc.trainer.setup import layouts_of
 from rlhf_mc.trainer.update import SkippedUpdates, actor_objective, critic_objective, mini_batches, update
 
@@ -124,6 +124,21 @@ def log_probs(
                 score_tokens(engine, batch, entropy_head, budget),
             )
     return out
+
+
+def scores_and_values(
+    checkpoint: str, tp: int, pp: int, batch: RaggedBatch, **megatron: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(each sequence's score, each response token's value) by the checkpoint's own value head."""
+    with mesh_groups(tp, pp) as groups:
+        reader = HFReader(checkpoint)
+        shape = ModelShape.from_hf_config(reader.config, value_head=True)
+        config = MegatronConfig(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, dtype="float32", **megatron
+        )
+        engine = ModelEngine("reward_model", shape, config, groups)
+        import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
+        return score_sequences(engine, batch, 32), score_tokens(engine, batch, value_head, 32)
 
 
 def _objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Loss:

@@ -7,7 +7,7 @@ from typing import Any
 
 import cases
 import torch
-from tiny import make_workspace, write_config
+from tiny import make_reward_model, make_workspace, write_config
 
 
 def test_while_the_critic_warms_up_the_actor_stays(pool: Any, tmp_path: Path) -> None:
@@ -25,3 +25,33 @@ def test_while_the_critic_warms_up_the_actor_stays(pool: Any, tmp_path: Path) ->
     moved = cases.exported_weights(str(tmp_path / "out"))
     assert all(torch.equal(start[name], still[name]) for name in start)
     assert any(not torch.equal(start[name], moved[name]) for name in start)
+
+
+def test_a_reward_model_scores_and_the_critic_starts_from_it(pool: Any, tmp_path: Path) -> None:
+    """With what else decides how passes run: parts of the models frozen, micro-batches by number of sequences."""
+    make_workspace(tmp_path)
+    model = make_reward_model(tmp_path / "reward_model")
+    result = cases.run_two_steps(
+        pool(1),
+        write_config(tmp_path),
+        (1, 1, 1),
+        tmp_path / "out",
+        [
+            f"reward_model.model_path={model}",
+            f"critic.model_path={model}",
+            "critic.freeze=[model.*]",
+            "actor.freeze=[model.embed_tokens.*, model.layers.0.*]",
+            "actor.use_dynamic_bsz=false",
+            "actor.ppo_micro_batch_size_per_gpu=3",
+            "actor.ppo_max_token_len_per_gpu=1",
+        ],
+    )[0]
+    for step in result["steps"]:
+        tenths = step["critic/score/min"] * 10  # which tiny's reward function would give whole
+        assert abs(tenths - round(tenths)) > 1e-3
+        assert step["critic/values/max"] > step["critic/values/min"], "a value head from the checkpoint, not zeros"
+        assert step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0
+    start, out = (cases.exported_weights(str(tmp_path / name)) for name in ("model", "out"))
+    frozen = [name for name in start if torch.equal(start[name], out[name])]
+    assert frozen == [n for n in start if n == "model.embed_tokens.weight" or n.startswith("model.layers.0.")]
+    assert result["different"] == []

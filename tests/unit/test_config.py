@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_mc.config import schema
+from rlhf_mc.config import model_schema, schema
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
 from rlhf_mc.config.schema import Config
@@ -202,6 +202,7 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
     ("key", "words"),
     [
         ("critic.use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
         ("actor.megatron.context_parallel_size", "context parallelism is not supported"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
@@ -347,6 +348,7 @@ def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
         ("critic.ppo_mini_batch_size=32",),
         ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
         ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
+        ("reward_model.forward_max_token_len_per_gpu=1",),  # no reward model
         (
             "actor.use_dynamic_bsz=false",
             "actor.ppo_micro_batch_size_per_gpu=2",
@@ -392,6 +394,7 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
                 ("critic.forward_max_token_len_per_gpu", ()),
                 ("rollout.log_prob_max_token_len_per_gpu", ()),
                 ("ref.log_prob_max_token_len_per_gpu", ("actor.use_kl_loss=true",)),
+                ("reward_model.forward_max_token_len_per_gpu", ("reward_model.model_path=rm",)),
             )
         ),
         (("reward.num_workers=-1",), ("reward.num_workers is -1; it must be 0 or more",)),
@@ -520,7 +523,8 @@ def test_invalid(config_file: Path, overrides: tuple[str, ...], words: tuple[str
 
 
 def section_classes() -> list[type]:
-    return [cls for _, cls in inspect.getmembers(schema, dataclasses.is_dataclass) if cls.__module__ == schema.__name__]
+    modules = (schema.__name__, model_schema.__name__)
+    return [cls for _, cls in inspect.getmembers(schema, dataclasses.is_dataclass) if cls.__module__ in modules]
 
 
 def test_dotted_keys_cover_every_field() -> None:
@@ -535,8 +539,8 @@ def test_dotted_keys_cover_every_field() -> None:
 
 def test_every_setting_is_documented() -> None:
     """Each field of each section is followed by a string that says what it is."""
-    tree = ast.parse(inspect.getsource(schema))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, model_schema)]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert {node.name for node in classes} == {cls.__name__ for cls in section_classes()}
     for node in classes:
         assert ast.get_docstring(node), node.name

@@ -1,0 +1,55 @@
+"""Which parameters of a model are not trained, from patterns of the names that a Hugging Face checkpoint has."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
+
+
+def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
+    """The checkpoint's tensors that one of the patterns matches (* is any text). UserError, the same on every rank,
+    for a pattern that matches none, for a part of what Megatron-Core holds as one parameter, and for all of them."""
+    names = list(logical_shapes(shape))
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            raise UserError(f"{key}: {pattern!r} matches no tensor of the model; the nearest name is {nearest!r}")
+        frozen.update(matched)
+    together: dict[str, set[str]] = defaultdict(set)
+    for piece in mcore_layout(shape, 0, 1, range(shape.num_layers), first=True, last=True).pieces:
+        together[piece.local].add(piece.tensor)
+    for tensors in together.values():
+        if tensors & frozen and tensors - frozen:
+            raise UserError(
+                f"{key} freezes {min(tensors & frozen)} but not {', '.join(sorted(tensors - frozen))}; Megatron-Core"
+                " holds them as one parameter: freeze all of them or none"
+            )
+    if len(frozen) == len(names):
+        raise UserError(f"{key} freezes every tensor of the model; at least one must be left to train")
+    return frozenset(frozen)
+
+
+def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
+    """The parameters of a rank, by their names there, that hold these tensors."""
+    return frozenset(piece.local for piece in layout.pieces if piece.tensor in tensors)
+
+
+def let_gradients_through(embedding: torch.nn.Module) -> None:
+    """Has a frozen embedding return what requires a gradient. Full recomputation sees only what goes into a layer:
+    where that requires none, the layer's own parameters get none."""
+
+    def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.requires_grad_() if torch.is_grad_enabled() else out
+
+    embedding.register_forward_hook(require)

@@ -1,0 +1,74 @@
+"""Checkpoints with a value head: what the critic may start from, and what a reward model must be."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.checkpoint.hf import HFReader
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config
+from rlhf_mc.data.prompts import load_tokenizer
+from rlhf_mc.reshard.families import ModelShape
+
+HEAD, BIAS = "score.weight", "score.bias"
+
+
+@dataclass(frozen=True)
+class ValueCheckpoint:
+    """A checkpoint with a value head, checked."""
+
+    reader: HFReader
+    shape: ModelShape
+
+
+def check_value_head(key: str, reader: HFReader) -> None:
+    """UserError unless the head, if the checkpoint has one, gives one number and adds nothing to it."""
+    where = f"{key} {reader.directory}"
+    if HEAD in reader.names:
+        labels = reader.slices([HEAD])[HEAD].get_shape()[0]
+        if labels != 1:
+            raise UserError(f"{where}: {HEAD} has {labels} rows, a classifier of {labels} labels; a value has one")
+    if BIAS in reader.names:
+        bias: Any = reader.slices([BIAS])[BIAS][:]
+        if bias.any():
+            raise UserError(f"{where}: {BIAS} is {bias.tolist()}; a value head has no bias, so it must be 0")
+
+
+def reward_model_checkpoint(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
+    """The reward model's. UserError where it is none, or reads other tokens than the actor writes."""
+    path = cfg.reward_model.model_path
+    assert path is not None
+    where = f"reward_model.model_path {path}"
+    reader = HFReader(path)
+    if HEAD not in reader.names:
+        raise UserError(f"{where}: no tensor {HEAD}; a reward model is a sequence classifier of one label")
+    check_value_head("reward_model.model_path", reader)
+    shape = ModelShape.from_hf_config(reader.config, value_head=True)
+    reader.check(shape)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the {longest} tokens of "
+            "data.max_prompt_length + data.max_response_length"
+        )
+    _check_tokenizer(where, path, shape, tokenizer)
+    return ValueCheckpoint(reader, shape)
+
+
+def _check_tokenizer(where: str, path: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+    """It is given the actor's tokens as they are."""
+    if len(tokenizer) > shape.vocab_size:
+        raise UserError(f"{where}: vocab_size is {shape.vocab_size}, the tokenizer has {len(tokenizer)} tokens")
+    if not os.path.isfile(os.path.join(path, "tokenizer.json")):
+        return
+    own = load_tokenizer(path).get_vocab()
+    different = next((token for token, i in tokenizer.get_vocab().items() if own.get(token) != i), None)
+    if different is not None:
+        raise UserError(
+            f"{where}: its tokenizer has {different!r} as {own.get(different)}, the actor's as "
+            f"{tokenizer.get_vocab()[different]}; a reward model needs the actor's tokenizer"
+        )

@@ -1,0 +1,81 @@
+"""Freezing: what is frozen stays bit for bit as it was on every rank, and all else has the gradient that it has
+anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import freeze_cases
+import pytest
+import torch
+from model_cases import Job, logical_tensors
+from test_models import ALL, SMALL, Reference, batch, checkpoints
+
+from rlhf_mc.data.batch import RaggedBatch
+
+pytestmark = pytest.mark.dist
+__all__ = ["batch", "checkpoints", "logical_tensors"]
+
+EMBEDDING = ("model.embed_tokens.*", "model.layers.0.*", "model.layers.2.self_attn.[qkv]_proj.*")
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "role", "patterns", "sequences", "settings"),
+    [
+        (1, 1, 1, "actor", EMBEDDING, ALL, {"recompute_granularity": "full"}),
+        (1, 1, 1, "critic", ("model.*",), ALL, {"use_distributed_optimizer": True}),
+        # The first stage trains nothing; the embedding is tied to the output layer of the second.
+        (2, 1, 2, "actor", ("model.embed_tokens.*", "model.layers.[01].*"), ALL, {"use_distributed_optimizer": True}),
+        (2, 1, 2, "critic", ("model.*",), ALL, {}),
+        (2, 2, 1, "actor", EMBEDDING, ALL, {"sequence_parallel": True}),
+        # One sequence: the second replica runs a filler.
+        (2, 1, 1, "critic", ("model.*",), (0,), {}),
+    ],
+)
+def test_what_is_frozen_stays(
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    tp: int,
+    pp: int,
+    role: Any,
+    patterns: tuple[str, ...],
+    sequences: tuple[int, ...],
+    settings: dict[str, Any],
+) -> None:
+    checkpoint = checkpoints["qwen2_tied"]
+    results = pool(world).run(
+        freeze_cases.frozen_step,
+        checkpoint=checkpoint,
+        role=role,
+        patterns=patterns,
+        tp=tp,
+        pp=pp,
+        batch=batch,
+        sequences=sequences,
+        **settings,
+    )
+    # The gradient of the weights after the step, which are no longer the checkpoint's.
+    model = Reference(checkpoint)
+    after = results[0]["after"]
+    model.model.load_state_dict({name: x for name, x in after.items() if name != "score.weight"}, strict=False)
+    if role == "critic":
+        model.score.data.copy_(after["score.weight"])
+    _, wanted = model.gradients(batch, Job(checkpoint, role, "token-mean", SMALL, sequences))
+    for rank, result in enumerate(results):
+        frozen = result["tensors"]
+        assert 0 < len(frozen) < len(after)
+        for name, start in result["before"].items():
+            assert torch.equal(start, result["after"][name]) == (name in frozen), f"rank {rank}, {name}"
+        assert result["metrics"]["lr"] == pytest.approx(1e-2) and result["metrics"]["skipped"] == 0
+        if settings.get("use_distributed_optimizer"):
+            continue  # each rank has the gradient of its part alone
+        for name, got in result["gradients_after"].items():
+            if name in frozen:
+                assert got.isnan().all(), f"rank {rank}, {name}"
+                continue
+            error = float((got - wanted[name]).abs().max() / wanted[name].abs().max())
+            assert error < 1e-4, f"rank {rank}, {name}: off by {error:.1e} of the largest"
+    if pp == 2:
+        assert [result["trains_here"] == 0 for result in results] == [True, False]

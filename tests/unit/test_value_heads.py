@@ -1,0 +1,93 @@
+"""Which checkpoints may be a reward model, or give the critic its value head."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_mc.checkpoint.hf import HFReader
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, RewardModelConfig, TrainerConfig
+from rlhf_mc.data.prompts import load_tokenizer
+from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tiny import make_reward_model, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def directory(good: Path, tmp_path: Path) -> Path:
+    shutil.copytree(good, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def config(directory: Path, longest: int = 64) -> Config:
+    return Config(
+        data=DataConfig(train_files=[], max_prompt_length=longest - 10, max_response_length=10),
+        model=ModelConfig(path=""),
+        trainer=TrainerConfig(default_local_dir=""),
+        reward_model=RewardModelConfig(model_path=str(directory)),
+    )
+
+
+def with_head(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_classifier_of_one_label_is_one(directory: Path) -> None:
+    tokenizer = load_tokenizer(str(directory))
+    found = reward_model_checkpoint(config(directory), tokenizer)
+    assert found.shape.value_head
+    (directory / "tokenizer.json").unlink()  # then there is nothing to compare
+    reward_model_checkpoint(config(directory), tokenizer)
+    with_head(directory, lambda t: t.update({"score.bias": torch.zeros(1)}))
+    check_value_head("critic.model_path", HFReader(directory))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: t.pop("score.weight"), ("no tensor score.weight", "classifier of one label")),
+        (
+            lambda t: t.update({"score.weight": t["score.weight"].repeat(3, 1)}),
+            ("score.weight has 3 rows", "classifier of 3 labels"),
+        ),
+        (lambda t: t.update({"score.bias": torch.tensor([0.5])}), ("score.bias is [0.5]", "must be 0")),
+        (lambda t: t.update({"norm.weight": t.pop("model.norm.weight")}), ("model.norm.weight is missing",)),
+    ],
+    ids=["no head", "three labels", "bias", "names without prefix"],
+)
+def test_refused_by_its_tensors(directory: Path, edit: Any, words: tuple[str, ...]) -> None:
+    with_head(directory, edit)
+    with pytest.raises(UserError) as caught:
+        reward_model_checkpoint(config(directory), load_tokenizer(str(directory)))
+    for word in (str(directory), *words):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_refused_by_its_tokenizer_and_length(directory: Path, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "other")
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match=r"its tokenizer has '<new>' as None, the actor's as \d+"):
+        reward_model_checkpoint(config(directory), tokenizer)
+    tokenizer.add_tokens([f"<new{i}>" for i in range(10)])
+    with pytest.raises(UserError, match="vocab_size is 266, the tokenizer has 274 tokens"):
+        reward_model_checkpoint(config(directory), tokenizer)
+    with pytest.raises(UserError, match="max_position_embeddings is 128, fewer than the 129 tokens"):
+        reward_model_checkpoint(config(directory, longest=129), load_tokenizer(str(directory)))
