@@ -29,7 +29,8 @@ ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": Tr
 
 def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> dict[str, Any]:
     """The whole loop. Returns its metrics (rank 0 alone), what vLLM was told, and by phase and role the parts whose
-    memory was there. vllm_sleeps: vLLM's sleep is acted out as a GPU carries it out; what the weights were is lost."""
+    memory was there. vllm_sleeps: vLLM's sleep is acted out as a GPU carries it out; what the weights were is lost,
+    save those that lie in the actor's memory."""
     told: list[str] = []
     seen: dict[str, dict[str, list[str]]] = {}
     phase = PhaseTimer.phase
@@ -41,8 +42,10 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
 
     def sleep(llm: Any, level: int) -> None:
         told.append(f"sleep {level}")
+        shared = {param.untyped_storage()._cdata for param in run.actor.named_parameters().values()}
         for param in model_of(llm).parameters():
-            param.data.fill_(torch.nan)
+            if param.untyped_storage()._cdata not in shared:
+                param.data.fill_(torch.nan)
 
     def wake_up(llm: Any, tags: list[str]) -> None:
         told.append(f"wake {' '.join(tags)}")

@@ -23,6 +23,12 @@ ALL_AWAY = [
     "reshard.share_weights=false",
     *(f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")),  # critic and ref likewise
 ]
+ALL_BUT_SHARED = [
+    "actor.megatron.grad_offload=true",
+    "actor.megatron.optimizer_offload=true",
+    *(f"{role}.megatron.param_offload=true" for role in ("critic", "ref")),
+]
+"""With vLLM on the actor's own weights (equal tensor parallelism)."""
 OF_THE_MACHINE = ("timing_s/", "perf/", "reshard/", "memory/")
 
 
@@ -33,27 +39,34 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("world", "tp", "dtype"), [(1, 1, "float32"), (2, 2, "bfloat16"), (2, 1, "bfloat16")])
+@pytest.mark.parametrize(
+    ("world", "tp", "rollout_tp", "dtype", "settings"),
+    [
+        (1, 1, 1, "float32", ALL_AWAY),
+        (2, 1, 1, "bfloat16", ALL_AWAY),
+        (2, 2, 2, "bfloat16", ALL_BUT_SHARED),
+    ],
+)
 def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
-    pool: Any, workspace: Path, world: int, tp: int, dtype: str, tmp_path: Path
+    pool: Any, workspace: Path, world: int, tp: int, rollout_tp: int, dtype: str, settings: list[str], tmp_path: Path
 ) -> None:
     def fit(name: str, more: list[str]) -> list[dict[str, Any]]:
         overrides = [f"trainer.default_local_dir={tmp_path / name}", f"actor.megatron.dtype={dtype}", *more]
         results: list[dict[str, Any]] = pool(world).run(
             residency_cases.fit,
             config_path=str(workspace / "config.yaml"),
-            overrides=[*overrides, "trainer.save_freq=2", *cases.layout_overrides(tp, 1, 1)],
+            overrides=[*overrides, "trainer.save_freq=2", *cases.layout_overrides(tp, 1, rollout_tp)],
             vllm_sleeps=name == "away",
         )
         return results
 
-    here, away = fit("here", []), fit("away", ALL_AWAY)
+    here, away = fit("here", []), fit("away", settings)
     assert len(here[0]["steps"]) == 3
     for mine, wanted in zip(away[0]["steps"], here[0]["steps"], strict=True):
         assert of_training(mine) == of_training(wanted)
     assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
     if tp < world:
-        fit("away", ALL_AWAY)  # resumes after the last step, and exports what it has read
+        fit("away", settings)  # resumes after the last step, and exports what it has read
         assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
 
     assert here[0]["told"] == [] and "timing_s/residency" not in here[0]["steps"][1]
@@ -63,7 +76,7 @@ def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
     assert all(last[f"memory/{role}_offloaded_gb"] > 0 for role in ("actor", "critic", "ref"))
     for result in away:
         check_vllm(result["told"])
-        check_table(result["seen"])
+        check_table(result["seen"], {"actor": {"params"}} if settings == ALL_BUT_SHARED else {})
 
 
 def files_of(directory: Path) -> dict[str, str]:
@@ -88,12 +101,14 @@ def check_vllm(told: list[str]) -> None:
     assert told == [*validation_first, *step, *step, *export]
 
 
-def check_table(seen: dict[str, dict[str, list[str]]]) -> None:
+def check_table(seen: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
     assert seen.keys() == TABLE.keys() - {"reward_model"}, "a phase that the table lacks, or one that is not entered"
     for phase, parts in seen.items():
         row = row_of(phase)
         if row is not None:
-            assert {role: set(names) for role, names in parts.items()} == {role: row[role] for role in parts}, phase
+            assert {role: set(names) for role, names in parts.items()} == {
+                role: row[role] | always.get(role, set()) for role in parts
+            }, phase
     assert set(seen["update_actor"]["actor"]) == {"params", "grads", "optimizer"}
 
 
