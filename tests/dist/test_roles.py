@@ -30,7 +30,8 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         2,
         {"actor": {"checkpoint": "experts", "ep": 2}, "critic": {"tp": 2}, "ref": {"checkpoint": "experts"}},
     ),
-    "4 ranks: TP x PP, DP, TP x DP": (4, {"actor": {"tp": 2, "pp": 2}, "critic": {}, "ref": {"tp": 2}}),
+    # Stages in the middle are in no group of embeddings.
+    "4 ranks: PP, TP x PP, TP x DP": (4, {"actor": {"pp": 4}, "critic": {"tp": 2, "pp": 2}, "ref": {"tp": 2}}),
 }
 
 
