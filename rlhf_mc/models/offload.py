@@ -57,6 +57,8 @@ class TensorGroup:
         self._tensors = tensors
         self._keep_values = keep_values
         self._never_change = never_change
+        self.is_away = False
+        """Also where there is nothing to move, so that it is the same on every rank."""
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._host = HostMemory()
         self._host_is_right = False
@@ -69,8 +71,9 @@ class TensorGroup:
 
     def put_away(self) -> None:
         """Gives the device memory back. On a GPU the copies run on while the caller goes on."""
-        if self._away:
+        if self.is_away:
             return
+        self.is_away = True
         storages = distinct_storages(self._tensors())
         if self._keep_values and not (self._never_change and self._host_is_right):
             self._host.reserve(sum(storage.nbytes() for storage in storages))
@@ -93,6 +96,7 @@ class TensorGroup:
                 for host_part, device_part in self._host.beside([as_bytes(storage) for storage in storages]):
                     device_part.copy_(host_part, non_blocking=True)
         self._away.clear()
+        self.is_away = False
 
 
 class Offload:
@@ -108,8 +112,8 @@ class Offload:
         return sum(group.bytes_away for group in self._groups.values())
 
     def differs_from(self, on_device: Collection[str]) -> bool:
-        """Whether anything would move to have just these on the device."""
-        return any((name in on_device) == bool(group.bytes_away) for name, group in self._groups.items())
+        """Whether anything would move to have just these on the device; the same on every rank."""
+        return any((name in on_device) == group.is_away for name, group in self._groups.items())
 
     def put_away_all_but(self, on_device: Collection[str]) -> None:
         """Gives the memory of all others back, as far as they may be put away."""
@@ -126,7 +130,7 @@ class Offload:
     def require(self, *names: str) -> None:
         """RuntimeError where one of these is away: kernels would read memory that is not there."""
         for name in names:
-            if name in self._groups and self._groups[name].bytes_away:
+            if name in self._groups and self._groups[name].is_away:
                 raise RuntimeError(
                     f"the {name} of {self._name} are put away; they are used outside of a phase that has them on the "
                     "device (trainer/residency.py)"

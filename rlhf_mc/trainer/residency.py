@@ -97,7 +97,7 @@ class Residency:
         return moves or (self._rollout is not None and self._rollout.awake != row["vllm"])
 
     def _enter(self, row: Row) -> None:
-        """First all that leaves, then what comes: never more on the device than a phase and the next."""
+        """First all that leaves, then what comes, which so has room."""
         for role, engine in self._engines.items():
             engine.offload.put_away_all_but(row[role])
         if self._rollout is not None and self._rollout.awake - row["vllm"]:

@@ -74,3 +74,13 @@ def test_what_is_away_cannot_be_used() -> None:
         model.require("params", "optimizer")
     model.bring_back(("optimizer",))
     model.require("optimizer")
+
+
+def test_a_rank_that_holds_nothing_of_a_group_says_what_the_others_say() -> None:
+    """All ranks enter the same phases, so all must agree on whether something moves."""
+    empty = Offload("actor", {"optimizer": TensorGroup(lambda: [])})
+    assert empty.differs_from(())
+    empty.put_away_all_but(())
+    assert not empty.differs_from(()) and empty.differs_from(("optimizer",)) and empty.bytes_away == 0
+    empty.bring_back(("optimizer",))
+    assert not empty.differs_from(("optimizer",))
