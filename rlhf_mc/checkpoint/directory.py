@@ -155,6 +155,11 @@ def remove(root: Path, step: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def discard(root: Path, step: int) -> None:
+    """Deletes what was written of a checkpoint that will not be complete."""
+    shutil.rmtree(staging_path(root, step), ignore_errors=True)
+
+
 def remove_leftovers(root: Path) -> None:
     """Removes what an earlier run left half written."""
     for path in root.glob("global_step_*.tmp"):

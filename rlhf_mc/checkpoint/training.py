@@ -56,9 +56,13 @@ class Save:
     def commit(self) -> None:
         """Waits for what is still being written, then makes the checkpoint count. UserError, on every rank, where the
         disk refuses; earlier checkpoints are then what they were."""
-        by_rank = gather_objects(self._writing.finish())
-        files = {name: file for mine in by_rank for name, file in mine.items()}
-        on_rank_0(self._what, lambda: self._commit(files))
+        try:
+            by_rank = gather_objects(self._writing.finish())
+            files = {name: file for mine in by_rank for name, file in mine.items()}
+            on_rank_0(self._what, lambda: self._commit(files))
+        except UserError:
+            on_rank_0(self._what, lambda: directory.discard(self._root, self.step))  # a full disk has room again
+            raise
 
     def _commit(self, files: dict[str, File]) -> None:
         path = directory.staging_path(self._root, self.step)

@@ -40,10 +40,10 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no tensor")
 
 
-def check_metadata(path: Path) -> None:
-    """UserError where the file cannot be read, is damaged, or would run anything."""
+def check_metadata(path: Path) -> Any:
+    """What the file says (torch's Metadata). UserError where it cannot be read, is damaged, or would run anything."""
     try:
-        _Reader(io.BytesIO(path.read_bytes())).load()
+        return _Reader(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except Exception as error:  # a pickle's own code fails in every way there is

@@ -137,8 +137,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
-    """Fills the blocks' own memory. Damaged where the files do not hold them. Every rank must call it."""
-    check_metadata(directory / METADATA)
+    """Fills the blocks' own memory. UserError where the files do not hold them. Every rank must call it."""
+    stored = check_metadata(directory / METADATA).state_dict_metadata
+    missing = next((block.key for block in blocks if block.key not in stored), None)
+    error = f"{directory}: holds no {missing}; the run that wrote it trained other parts of the models"
+    raise_together(None if missing is None else UserError(error))
     with platform.megatron():
         try:
             state = _sharded(blocks, [block.data for block in blocks])
@@ -165,4 +168,10 @@ def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str,
 
 
 def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+    """What the disk said, where it is behind it: torch's own words are of its archive's inside."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.strerror:
+            return behind.strerror
+        behind = behind.__cause__ or behind.__context__
+    return next(iter(str(error).splitlines()), type(error).__name__)

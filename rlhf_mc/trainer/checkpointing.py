@@ -204,9 +204,13 @@ class Checkpoints:
         self._commit()
 
     def close(self) -> None:
-        """Commits what is under way, and gives the directory free."""
+        """Commits what is under way."""
         self._commit()
-        directory.on_rank_0("trainer.default_local_dir", self._lock.release)
+
+    def let_go(self) -> None:
+        """Gives the directory free, however the run ended. A rank calls it by itself."""
+        if dist.get_rank() == 0:
+            self._lock.release()
 
     def _commit(self) -> None:
         if self._in_flight is None:

@@ -50,6 +50,8 @@ def fit(run: Run, place: Place | None = None, stop: StopRequests | None = None) 
     except StopRequested as request:
         give_way(run, checkpoints, str(request))
         return False
+    finally:
+        checkpoints.let_go()
 
 
 def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) -> None:

@@ -1,72 +1,109 @@
-"""What the ranks run in test_resume.py: the loop itself, cut off and gone on with."""
+"""What the ranks run in test_resume.py and test_bad_checkpoints.py: the loop itself, and what it goes on from."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import resource
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from cases import a_run
 
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
-from rlhf_mc.trainer import ppo
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.trainer import checkpointing, ppo
+from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.setup import Run, layouts_of
 
+Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
+"""Of one rank: key, shape of the whole tensor, place in it, bytes of the elements."""
 
-class Killed(Exception):
-    """Ends the loop as a kill would: nothing is tidied up."""
+
+def blocks(run: Run) -> Blocks:
+    """All that a checkpoint would hold of this rank, whoever writes it."""
+    found = [block for engine in (run.actor, run.critic) for block in blocks_of(Role(engine, layouts_of(engine)))]
+    return [
+        (block.key, block.global_shape, block.box, block.data.detach().contiguous().view(torch.uint8).numpy().copy())
+        for block in found
+    ]
+
+
+def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any]:
+    """The whole loop. Returns its first step, and the state of the models after step `look_at`, where the run came
+    through it or began there, and after the last."""
+    seen: dict[str, Any] = {"steps": []}
+    # vLLM compiles one small function, which takes longer than the run.
+    with a_run(config_path, overrides) as run, _watching(run, seen, look_at), torch.compiler.set_stance("force_eager"):
+        ppo.fit(run)
+        seen["last"] = blocks(run)
+    return seen
 
 
 @contextlib.contextmanager
-def killed_in(step: int | None, phase: str) -> Iterator[None]:
-    """The loop ends where `phase` of `step` begins."""
-    original = getattr(ppo, phase)
+def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
+    step_done, resume = Checkpoints.step_done, Checkpoints.resume
 
-    def kill(run: Run, state: Any, *args: Any) -> Any:
-        if state.step == step:
-            raise Killed
-        return original(run, state, *args)
+    def note_step(self: Checkpoints, step: int, accuracy: float | None) -> None:
+        seen["steps"].append(step)
+        if step == look_at:
+            seen["then"] = blocks(run)
+        step_done(self, step, accuracy)
 
-    setattr(ppo, phase, kill)
+    def note_resumed(self: Checkpoints) -> Position:
+        position = resume(self)
+        if position.step == look_at:
+            seen["then"] = blocks(run)
+        return position
+
+    checkpointing.Checkpoints.step_done, checkpointing.Checkpoints.resume = note_step, note_resumed
     try:
         yield
-    except Killed:
-        pass
     finally:
-        setattr(ppo, phase, original)
+        checkpointing.Checkpoints.step_done, checkpointing.Checkpoints.resume = step_done, resume
 
 
-def train(config_path: str, overrides: list[str], kill_step: int | None = None, kill_phase: str = "rollout") -> Any:
-    """The whole loop. Returns its first step, and a digest of every tensor that a checkpoint would hold."""
-    with a_run(config_path, overrides) as run:
-        with killed_in(kill_step, kill_phase), steps_done() as steps:
-            ppo.fit(run)
-        return steps[0], digests(run)
+def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]:
+    """Builds a run once and resumes in several ways, each a list of trainer settings "key=value" (its directory below
+    root). Returns "step N" or the error's text of each."""
+    out = []
+    with a_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
+        for way in ways:
+            settings = dict(item.split("=", 1) for item in way)
+            for key, value in settings.items():
+                setattr(run.config.trainer, key, value)
+            checkpoints = Checkpoints(run)
+            try:
+                out.append(f"step {checkpoints.resume().step}")
+            except UserError as error:
+                out.append(str(error))
+            finally:
+                checkpoints.let_go()
+            run.config.trainer.resume_mode, run.config.trainer.resume_from_path = "auto", None
+    return out
 
 
-@contextlib.contextmanager
-def steps_done() -> Iterator[list[int]]:
-    """The steps in which the loop came to its end."""
-    steps: list[int] = []
-    original = ppo.log
-
-    def note(sinks: Any, state: Any) -> None:
-        steps.append(state.step)
-        original(sinks, state)
-
-    ppo.log = note
-    try:
-        yield steps
-    finally:
-        ppo.log = original
-
-
-def digests(run: Run) -> dict[str, str]:
-    """Of each block of this rank, weights and optimizer state."""
-    blocks = [block for engine in (run.actor, run.critic) for block in blocks_of(Role(engine, layouts_of(engine)))]
-    return {
-        f"{block.key} {block.box}": hashlib.sha256(block.data.contiguous().view(torch.uint8).numpy()).hexdigest()
-        for block in blocks
-    }
+def save_to_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
+    """Two checkpoints, at once and in the background; before the second the system refuses files beyond `limit` bytes,
+    as a full disk does. Returns what was said of it."""
+    out = []
+    with a_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
+        checkpoints = Checkpoints(run)
+        checkpoints.step_done(1, None)
+        checkpoints.save_now()
+        for step, wait in ((2, True), (3, False)):
+            checkpoints.step_done(step, None)
+            unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+            try:
+                with run.residency.phase(PhaseTimer(), "save_checkpoint"):
+                    checkpoints.begin(wait=wait)
+                checkpoints.close()
+                out.append("saved")
+            except UserError as error:
+                out.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return out

@@ -1,0 +1,139 @@
+"""Training checkpoints that are damaged, foreign, of other models, or cannot be written: one clear line each, and what
+was complete stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resume_cases
+from tiny import make_workspace, write_config
+
+from rlhf_mc.checkpoint import directory
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workspace = make_workspace(tmp_path_factory.mktemp("bad"), num_hidden_layers=1)
+    return write_config(workspace, trainer={"total_training_steps": 3, "save_freq": 1, "val_before_train": False})
+
+
+@pytest.fixture(scope="module")
+def good(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with checkpoints of steps 1, 2 and 3."""
+    root = tmp_path_factory.mktemp("good")
+    overrides = [f"trainer.default_local_dir={root}"]
+    pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, look_at=0)
+    assert directory.steps_with_checkpoint(root) == [1, 2, 3]
+    return root
+
+
+def cut(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+
+
+def with_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """A checkpoint that is whole, but says something else of its models."""
+
+    def rewrite(path: Path) -> None:
+        state = json.loads((path / "state.json").read_text())
+        change(state)
+        files = directory.read_manifest(path)
+        path.rename(directory.staging_path(path.parent, 3))
+        files["state.json"] = directory.write_json(directory.staging_path(path.parent, 3) / "state.json", state)
+        directory.commit(path.parent, 3, files)
+
+    return rewrite
+
+
+def a_larger_vocabulary(state: dict[str, Any]) -> None:
+    state["models"]["actor"]["shape"]["vocab_size"] += 7
+
+
+def another_type(state: dict[str, Any]) -> None:
+    state["models"]["critic"]["dtype"] = "bfloat16"
+
+
+def no_critic(state: dict[str, Any]) -> None:
+    del state["models"]["critic"]
+
+
+def newer(path: Path) -> None:
+    manifest = json.loads((path / directory.MANIFEST).read_text())
+    (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
+
+
+def harmed(good: Path, root: Path, harm: Callable[[Path], None], steps: tuple[int, ...] = (3,)) -> Path:
+    shutil.copytree(good, root)
+    for step in steps:
+        harm(root / f"global_step_{step}")
+    return root
+
+
+def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
+    """One build of the models for all ways to resume."""
+    ways: list[tuple[list[str], str]] = []
+
+    def auto(name: str, harm: Callable[[Path], None], outcome: str, steps: tuple[int, ...] = (3,)) -> None:
+        root = harmed(good, tmp_path / name, harm, steps)
+        ways.append(([f"default_local_dir={root}"], outcome))
+
+    def named(name: str, path: Path, outcome: str) -> None:
+        here = f"default_local_dir={tmp_path / name}"
+        ways.append(([here, "resume_mode=resume_path", f"resume_from_path={path}"], outcome))
+
+    auto("cut", cut, "step 2")
+    auto("flipped", flip_a_bit, "step 2")
+    auto("two cut", cut, "step 1", (2, 3))
+    auto("all cut", cut, "none of the 3 training checkpoints is whole", (1, 2, 3))
+    auto("vocabulary", with_state(a_larger_vocabulary), "the actor's vocab_size is")
+    auto("type", with_state(another_type), "the critic was trained in bfloat16; set its megatron.dtype to that")
+    auto("one model", with_state(no_critic), "holds no critic; it is a checkpoint of actor")
+    auto("newer", newer, "written by a newer version of the program (format 9")
+    named("named", harmed(good, tmp_path / "n", cut) / "global_step_3", "damaged")
+    named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")
+    named("nowhere", tmp_path / "nothing", "no such directory")
+    named("fine", good / "global_step_2", "step 2")
+    mixed = f"default_local_dir={harmed(good, tmp_path / 'mixed', cut)}"
+    ways.append(([mixed, "resume_mode=disable"], "which this one's would be mixed with"))
+    # The same directory: later steps are of a run that went on from there before.
+    branch = harmed(good, tmp_path / "branch", lambda path: None)
+    point = f"resume_from_path={branch / 'global_step_1'}"
+    ways.append(([f"default_local_dir={branch}", "resume_mode=resume_path", point], "step 1"))
+
+    said = pool(1).run(
+        resume_cases.resume_each, config_path=str(config), root=str(tmp_path / "run"), ways=[way for way, _ in ways]
+    )[0]
+    for (way, outcome), text in zip(ways, said, strict=True):
+        assert outcome in text and "\n" not in text, f"{way}: {text}"
+    assert sorted(p.name for p in (tmp_path / "two cut").glob("global*")) == [
+        "global_step_1",
+        "global_step_2.aside1",
+        "global_step_3.aside1",
+    ]
+    assert directory.steps_with_checkpoint(branch) == [1]
+    assert not list(tmp_path.glob("*/run.lock"))
+
+
+def test_a_full_disk(pool: Any, config: Path, tmp_path: Path) -> None:
+    said = pool(1).run(
+        resume_cases.save_to_a_full_disk, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20
+    )[0]
+    for text in said:
+        assert "cannot be written: File too large" in text and "\n" not in text
+        assert f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'run' / 'global_step_1'}" in text
+    assert directory.steps_with_checkpoint(tmp_path / "run") == [1]
+    directory.read_manifest(tmp_path / "run" / "global_step_1")
+    assert not list((tmp_path / "run").glob("*.tmp"))
