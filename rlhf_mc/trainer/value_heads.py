@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.checkpoint.hf import HFReader
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, DataConfig
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.reshard.families import ModelShape
 
@@ -42,14 +42,23 @@ def reward_model_checkpoint(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> 
     """The reward model's. UserError where it is none, or reads other tokens than the actor writes."""
     path = cfg.reward_model.model_path
     assert path is not None
-    where = f"reward_model.model_path {path}"
+    found = value_checkpoint("reward_model.model_path", path, cfg.data, tokenizer)
+    if HEAD not in found.reader.names:
+        raise UserError(
+            f"reward_model.model_path {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label"
+        )
+    return found
+
+
+def value_checkpoint(key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
+    """The checkpoint of the setting `key`, with a value head or without. UserError where it cannot read the actor's
+    prompts and responses, or where the head is no value head."""
     reader = HFReader(path)
-    if HEAD not in reader.names:
-        raise UserError(f"{where}: no tensor {HEAD}; a reward model is a sequence classifier of one label")
-    check_value_head("reward_model.model_path", reader)
+    where = f"{key} {path}"
+    check_value_head(key, reader)
     shape = ModelShape.from_hf_config(reader.config, value_head=True)
     reader.check(shape)
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
             f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the {longest} tokens of "
@@ -70,5 +79,5 @@ def _check_tokenizer(where: str, path: str, shape: ModelShape, tokenizer: PreTra
     if different is not None:
         raise UserError(
             f"{where}: its tokenizer has {different!r} as {own.get(different)}, the actor's as "
-            f"{tokenizer.get_vocab()[different]}; a reward model needs the actor's tokenizer"
+            f"{tokenizer.get_vocab()[different]}; it needs the actor's tokenizer"
         )

@@ -12,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_mc.checkpoint.hf import HFReader
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, RewardModelConfig, TrainerConfig
 from rlhf_mc.data.prompts import load_tokenizer
-from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint
+from rlhf_mc.trainer.value_heads import reward_model_checkpoint, value_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny import make_reward_model, make_tokenizer
@@ -56,7 +55,16 @@ def test_a_classifier_of_one_label_is_one(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()  # then there is nothing to compare
     reward_model_checkpoint(config(directory), tokenizer)
     with_head(directory, lambda t: t.update({"score.bias": torch.zeros(1)}))
-    check_value_head("critic.model_path", HFReader(directory))
+    reward_model_checkpoint(config(directory), tokenizer)
+
+
+def test_a_critic_may_start_from_a_checkpoint_without_a_head(directory: Path) -> None:
+    tokenizer, data = load_tokenizer(str(directory)), config(directory).data
+    with_head(directory, lambda t: t.pop("score.weight"))
+    value_checkpoint("critic.model_path", str(directory), data, tokenizer)
+    with_head(directory, lambda t: t.update({"score.weight": torch.zeros(2, 128)}))
+    with pytest.raises(UserError, match=r"^critic\.model_path .*score\.weight has 2 rows"):
+        value_checkpoint("critic.model_path", str(directory), data, tokenizer)
 
 
 @pytest.mark.parametrize(
