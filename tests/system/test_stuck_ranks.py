@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
+import forked
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1]))
-from freezing import start_ranks
 from tiny import make_workspace, write_config
 
 pytestmark = pytest.mark.system
+PROGRAM = str(Path(__file__).parent / "freezing.py")
 START_WITHIN_SECONDS = 240
 SLACK_SECONDS = 10
 """Beyond the time that was set: the interval of the heartbeats, and a machine with other things to do."""
@@ -37,12 +34,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[Any]]:
+def ranks() -> Iterator[list[BaseProcess]]:
     """Filled by the test; whatever is left is killed."""
-    started: list[Any] = []
+    started: list[BaseProcess] = []
     yield started
     for process in started:
-        if process.is_alive():
+        if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGKILL)
         process.join()
 
@@ -58,14 +55,14 @@ def ranks() -> Iterator[list[Any]]:
         ),
         pytest.param(
             *(1, "in Megatron's group", 12, 300),
-            ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from engine.py:"]
+            ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from forward.py:"]
             + ["; rank 1 (", ") has not been heard of for ", ", last in phase old_log_prob of step 2"],
             id="frozen in Megatron's group",
         ),
         pytest.param(
             *(0, "in Megatron's group", 600, 6),
             ["rank 0 (", ") has not been heard of for ", "; this rank was in phase old_log_prob of step 2 for "]
-            + ["in all_reduce, called from engine.py:"],
+            + ["in all_reduce, called from forward.py:"],
             id="the first rank, by its silence",
         ),
         pytest.param(
@@ -79,7 +76,7 @@ def ranks() -> Iterator[list[Any]]:
 def test_the_others_end_in_time_and_name_it(
     config: Path,
     tmp_path: Path,
-    ranks: list[Any],
+    ranks: list[BaseProcess],
     victim: int,
     place: str,
     dist_timeout: int,
@@ -92,12 +89,14 @@ def test_the_others_end_in_time_and_name_it(
         f"trainer.dist_timeout_seconds={dist_timeout}",
         f"trainer.heartbeat_timeout_seconds={heartbeat_timeout}",
     ]
-    ranks += start_ranks(arguments, victim, place, tmp_path)
+    for rank, env in enumerate(forked.rank_variables(world=2)):
+        env |= {"STUCK": place if rank == victim else "", "SINCE": str(tmp_path / "since")}
+        ranks.append(forked.start([PROGRAM, *arguments], tmp_path / f"out{rank}", tmp_path / f"rank{rank}", env))
     survivor = ranks[1 - victim]
     survivor.join(START_WITHIN_SECONDS)
     said = (tmp_path / f"rank{1 - victim}").read_text()
     assert survivor.exitcode == 1, said
-    took = time.time() - float((tmp_path / "stuck_since").read_text())
+    took = time.time() - float((tmp_path / "since").read_text())
     limit = min(dist_timeout, heartbeat_timeout)
     assert limit - 2 < took < limit + SLACK_SECONDS, f"{took:.1f} s: {said}"
     assert ranks[victim].is_alive()  # so it was not the victim's end that was noticed

@@ -1,0 +1,254 @@
+"""The sbatch scripts on a real Slurm of 16 virtual nodes of this machine (slurm/cluster_up.sh): the quickstart over two
+of them, and the unchanged 70B job with a stand-in for the training program. Skipped where Slurm is not installed;
+.ci/run installs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = Path(__file__).parent / "slurm"
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+NODES, GPUS = 16, 8
+STEPS = 3
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(
+        not all(shutil.which(name, path=_PATH) for name in NEEDED),
+        reason="Slurm is not installed: apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which Slurm's commands reach the cluster."""
+    # Not pytest's own folder: its path is too long for a socket.
+    folder = f"/tmp/rlhf_mc-slurm-{os.getpid()}"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    env |= {"PATH": _PATH, "SLURM_CI_DIR": folder, "SLURM_CI_PORT": str(18000 + os.getpid() % 80 * 20)}
+    env |= {"SLURM_CI_NODES": str(NODES), "SLURM_CI_CPUS": "128", "SLURM_CI_MEM": "2000000", "SLURM_CI_GPUS": str(GPUS)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    up = subprocess.run([CLUSTER / "cluster_up.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert up.returncode == 0, up.stderr
+    yield {**env, "SLURM_CONF": f"{folder}/etc/slurm.conf"}
+    subprocess.run([CLUSTER / "cluster_down.sh"], env=env, capture_output=True, timeout=60, check=True)
+
+
+class Job:
+    """A job of this cluster."""
+
+    def __init__(self, env: dict[str, str], folder: Path, arguments: list[str]) -> None:
+        """Submits it from the repository's root. Its log and those of its ranks go to the folder."""
+        self._env = {**env, "LOG_ROOT": str(folder / "logs")}
+        self._log = folder / "job.log"
+        self.logs = folder / "logs"
+        self.id = self._slurm("sbatch", "--parsable", f"--output={self._log}", *arguments)
+
+    def _slurm(self, *command: str) -> str:
+        done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def send(self, name: str) -> None:
+        """As Slurm does to the batch script alone for --signal=B:..."""
+        self._slurm("scancel", "--batch", f"--signal={name}", self.id)
+
+    def wait(self, seconds: float) -> str:
+        """Its final state and number of restarts."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            shown = self._slurm("scontrol", "--oneliner", "show", "job", self.id)
+            facts = dict(re.findall(r"(\w+)=(\S*)", shown))
+            if facts["JobState"] in FINAL:
+                return f"{facts['JobState']} {facts['Restarts']}"
+            time.sleep(0.3)
+        pytest.fail(f"job {self.id} is not over after {seconds} s: {shown}\n{self.said()}")
+
+    def said(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def until(self, ready: Callable[[], bool], seconds: float = 180.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- the quickstart over two nodes
+
+
+@pytest.fixture(scope="module")
+def submit(slurm: dict[str, str], quickstart_overrides: list[str]) -> Callable[[Path], Job]:
+    """submit(folder): a few steps of the quickstart, one rank on each of two nodes; what it writes is in folder/run."""
+
+    def start(folder: Path) -> Job:
+        few = [f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+        few += ["data.train_batch_size=16", "trainer.target_val_acc=null", "trainer.save_freq=100"]
+        overrides = [*quickstart_overrides, *few, f"trainer.default_local_dir={folder / 'run'}"]
+        # More than one GPU may be asked for; how many ranks a node has is NPROC's.
+        env = {**slurm, "NPROC": "1"}
+        return Job(env, folder, ["--nodes=2", "slurm/ppo_1node.sh", "configs/quickstart.yaml", *overrides])
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(submit: Callable[[Path], Job], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = submit(folder)
+    assert job.wait(200) == "COMPLETED 0", job.said()
+    return job, folder
+
+
+def last_step(folder: Path) -> int:
+    metrics = folder / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def test_it_completes_over_two_nodes(uninterrupted: tuple[Job, Path]) -> None:
+    job, folder = uninterrupted
+    assert last_step(folder) == STEPS
+    assert "preflight: 2 nodes see the same code, config, inputs and output directory" in job.said()
+    assert "2 ranks on cpu" in job.said()
+    logs = {path.name: path.read_text() for path in job.logs.glob(f"{job.id}/attempt_0/rank_*.log")}
+    assert len(logs) == 2
+    assert {name.partition(".")[0] for name in logs} == {"rank_0000", "rank_0001"}
+    assert len({name.split(".")[1] for name in logs}) == 2, "one rank on each node"
+    assert not list((folder / "run").glob(".preflight*"))
+
+
+def test_signalled_it_saves_is_queued_again_and_ends_with_the_same_weights(
+    uninterrupted: tuple[Job, Path], submit: Callable[[Path], Job], tmp_path: Path
+) -> None:
+    job = submit(tmp_path)
+    job.until(lambda: last_step(tmp_path) >= 1)
+    job.send("USR1")
+    assert job.wait(250) == "COMPLETED 1", job.said()
+    said = job.said()  # both attempts': --open-mode=append
+    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.index("resumed after step")
+    assert "the job is queued again" in said
+    assert sorted(path.name for path in (job.logs / job.id).iterdir()) == ["attempt_0", "attempt_1"]
+    _, reference = uninterrupted
+    expected, found = (load_file(folder / "run" / "hf" / "model.safetensors") for folder in (reference, tmp_path))
+    assert expected.keys() == found.keys()
+    assert all(bool((expected[name] == found[name]).all()) for name in expected)
+
+
+def test_with_one_rank_killed_the_job_ends_and_says_why(submit: Callable[[Path], Job], tmp_path: Path) -> None:
+    job = submit(tmp_path)
+    job.until(lambda: last_step(tmp_path) >= 1)
+    os.kill(process_of_rank(1, str(tmp_path)), signal.SIGKILL)
+    assert job.wait(60) == "FAILED 0", job.said()
+    said = job.said()
+    assert "rlhf_mc: error on rank 0: lost contact with another rank in phase " in said or "Signal 9" in said
+    assert f"what each rank said is in {job.logs}" in said
+    assert all(processes_with(variable, str(tmp_path)) == [] for variable in ("RANK=0", "RANK=1")), "none is left"
+
+
+def process_of_rank(rank: int, argument: str) -> int:
+    found = processes_with(f"RANK={rank}", argument)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def processes_with(variable: str, argument: str) -> list[int]:
+    """Those that run rlhf_mc with this in an argument and in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone in the meantime
+            continue
+        runs = arguments[1:3] == [b"-m", b"rlhf_mc"] and any(argument.encode() in part for part in arguments)
+        if runs and variable.encode() in environment:
+            found.append(int(entry.name))
+    return found
+
+
+# ---------------------------------------------------------------- the 70B job, with a stand-in for the program
+
+STAND_IN = f"""#!/usr/bin/env bash
+# In place of the interpreter: does the launchers' work, but not the training.
+if [[ "$1 $2" == "-m rlhf_mc" ]]; then
+    echo "$RANK $WORLD_SIZE $LOCAL_RANK $(hostname) $SLURMD_NODENAME $MASTER_ADDR $MASTER_PORT $CUDA_VISIBLE_DEVICES" \\
+        "| ${{*:3}}"
+    exit 0
+fi
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.fixture
+def stand_in(slurm: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "python"
+    path.write_text(STAND_IN)
+    path.chmod(0o755)
+    for name in ("model", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "data" / "train.parquet").write_text("")
+    return {**slurm, "PYTHON": str(path)}
+
+
+def overrides_70b(folder: Path) -> list[str]:
+    return [
+        f"model.path={folder}/model",
+        f"data.train_files={folder}/data/train.parquet",
+        f"data.val_files={folder}/data/train.parquet",
+        f"trainer.default_local_dir={folder}/run",
+    ]
+
+
+@pytest.mark.parametrize("header", [[], [f"--ntasks-per-node={GPUS}"]], ids=["torchrun", "a task per GPU"])
+def test_the_70b_job_starts_64_ranks_as_they_should_be(
+    stand_in: dict[str, str], tmp_path: Path, header: list[str]
+) -> None:
+    overrides = overrides_70b(tmp_path)
+    job = Job(stand_in, tmp_path, [*header, "slurm/ppo_70b.sh", *overrides])
+    assert job.wait(120) == "COMPLETED 0", job.said()
+    lines = [path.read_text() for path in (job.logs / job.id / "attempt_0").glob("rank_*.log")]
+    told = {int(line.split()[0]): line for line in lines}
+    assert sorted(told) == list(range(64)) and len(lines) == 64
+    nodes = sorted({line.split()[4] for line in lines}, key=lambda name: int(name.removeprefix("node")))
+    assert len(nodes) == 8
+    for rank, line in told.items():
+        facts, _, arguments = line.strip().partition(" | ")
+        world, local, host, node, master, port, devices = facts.split()[1:]
+        assert (int(world), int(local), node) == (64, rank % GPUS, nodes[rank // GPUS])
+        assert host == node or os.getuid() != 0  # only root can give a virtual node a name of its own
+        assert (master, port) == (nodes[0], str(20000 + int(job.id) % 10000))
+        assert devices == ",".join(map(str, range(GPUS)))
+        assert arguments == " ".join(["configs/ppo_70b.yaml", *overrides])
+
+
+def test_a_node_that_sees_something_else_is_named(stand_in: dict[str, str], tmp_path: Path) -> None:
+    other = f"""#!/usr/bin/env bash
+if [[ "$*" == *"launch.preflight probe"* && "$SLURMD_NODENAME" == node3 ]]; then
+    exec {sys.executable} "$@" actor.ppo_epochs=2
+fi
+exec {sys.executable} "$@"
+"""
+    Path(stand_in["PYTHON"]).write_text(other)
+    job = Job(stand_in, tmp_path, ["--nodes=4", "--exclude=node[5-16]", "slurm/ppo_70b.sh", *overrides_70b(tmp_path)])
+    assert job.wait(60) == "FAILED 0", job.said()
+    complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
+    assert len(complaints) == 1, job.said()
+    assert complaints[0].startswith("preflight: config differs on node node3: ")
