@@ -172,8 +172,9 @@ def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> N
             getattr(megatron, other) is None,
             f"{key} is {chunks}; with it all stages have as many layers: set {section}.{other} to null",
         )
+    has_own_checkpoint = role == "reward_model" or (role == "critic" and cfg.critic.model_path is not None)
     _require(
-        cfg.model.dist_checkpointing_path is None,
+        cfg.model.dist_checkpointing_path is None or has_own_checkpoint,
         f"{key} is {chunks}; with it weights come from the safetensors of model.path: set"
         " model.dist_checkpointing_path to null",
     )

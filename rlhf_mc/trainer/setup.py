@@ -5,7 +5,6 @@ wrong with what the user gave is found here, before the first step, cheapest che
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rlhf_mc.checkpoint.hf import HFReader, import_hf
 from rlhf_mc.checkpoint.save_load import load_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import validate
-from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, layouts
+from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
 from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
@@ -35,7 +34,7 @@ from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_every
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.residency import Residency, check_residency
 from rlhf_mc.trainer.update import SkippedUpdates
-from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint
+from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.trainer.weights import WeightUpdate
 
 
@@ -81,65 +80,20 @@ def build_run(cfg: Config) -> Run:
     rewards = RewardManager(cfg.custom_reward_function, cfg.reward)
     rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
-    reader = HFReader(cfg.model.path)
-    shape = ModelShape.from_hf_config(reader.config)
-    critic_reader = HFReader(cfg.critic.model_path) if cfg.critic.model_path else reader
-    critic_shape = ModelShape.from_hf_config(critic_reader.config, value_head=True)
-    _check_model(cfg, shape, reader, tokenizer)
-    needs_reference = cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
-    if needs_reference:
-        _check_layout(cfg, "ref", shape)
-    _check_layout(cfg, "critic", critic_shape)
-    check_value_head("critic.model_path", critic_reader)
-    critic_reader.check(critic_shape)
-    frozen = {
-        "actor": frozen_tensors("actor.freeze", cfg.actor.freeze, shape),
-        "critic": frozen_tensors("critic.freeze", cfg.critic.freeze, critic_shape),
-    }
-    scorer = reward_model_checkpoint(cfg, tokenizer) if cfg.reward_model.model_path else None
-    if scorer is not None:
-        _check_layout(cfg, "reward_model", scorer.shape)
-    meshes = {role: mesh_of(megatron, world) for role, megatron in layouts(cfg).items()}
+    starts = _starts(cfg, tokenizer)
+    meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     # Each model is finished and put away before the next is built, and all are before vLLM measures memory.
     residency = Residency()
-    actor = _load(cfg, "actor", shape, groups, reader, cfg.model.dist_checkpointing_path)
-    actor.make_trainable(cfg.actor.optim, total_steps, frozen_parameters(frozen["actor"], layouts_of(actor)[rank]))
-    residency.add("actor", actor)
-    reference = _load(cfg, "ref", shape, groups, reader, cfg.model.dist_checkpointing_path) if needs_reference else None
-    if reference is not None:
-        residency.add("ref", reference)
-    critic_checkpoint = None if cfg.critic.model_path else cfg.model.dist_checkpointing_path
-    critic = _load(cfg, "critic", critic_shape, groups, critic_reader, critic_checkpoint)
-    critic.make_trainable(cfg.critic.optim, total_steps, frozen_parameters(frozen["critic"], layouts_of(critic)[rank]))
-    residency.add("critic", critic)
-    reward_model = None
-    if scorer is not None:
-        reward_model = _load(cfg, "reward_model", scorer.shape, groups, scorer.reader, None)
-        residency.add("reward_model", reward_model)
-
-    engine_ranks = rollout_groups(meshes["actor"], cfg.rollout.tensor_model_parallel_size)
-    plan = make_plan(
-        layouts_of(actor),
-        rollout_layouts(shape, engine_ranks),
-        DTYPES[cfg.actor.megatron.dtype].itemsize,
-        cfg.reshard.bucket_megabytes << 20,
-        ranks_per_node(),
-        share=cfg.reshard.share_weights,
-    )
-    update = WeightUpdate(plan, rank, cfg.reshard.verify)
-    rollout = RolloutEngine(
-        cfg.model.path,
-        cfg.rollout,
-        engine_ranks,
-        rank,
-        max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
-        dtype=cfg.actor.megatron.dtype,
-        seed=cfg.trainer.seed,
-        # The optimizer has given the actor's parameters their final place by now.
-        storage=shared_storage(update.plan, actor.params) if cfg.reshard.share_weights else {},
-    )
+    models: dict[str, ModelEngine] = {}
+    for role, start in starts.items():
+        models[role] = _load(role, start, layouts(cfg)[role], groups[role])
+        if start.optim is not None:
+            frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
+            models[role].make_trainable(start.optim, total_steps, frozen)
+        residency.add(role, models[role])
+    update, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
         residency.add_rollout(rollout)
     set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
@@ -152,10 +106,10 @@ def build_run(cfg: Config) -> Run:
         val_prompts=val_prompts,
         total_steps=total_steps,
         rewards=rewards,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        reward_model=reward_model,
+        actor=models["actor"],
+        critic=models["critic"],
+        reference=models.get("ref"),
+        reward_model=models.get("reward_model"),
         rollout=rollout,
         update=update,
         residency=residency,
@@ -180,6 +134,46 @@ def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
 def layouts_of(engine: ModelEngine) -> list[Layout]:
     """What each rank holds of an engine's model."""
     return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a role's model begins as."""
+
+    shape: ModelShape
+    reader: HFReader
+    mcore: str | None = None
+    """Megatron checkpoint to read in place of the reader's weights."""
+    optim: OptimConfig | None = None
+    """None: it is never trained."""
+    frozen: frozenset[str] = frozenset()
+    """The checkpoint's tensors that training leaves as they are."""
+
+
+def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start]:
+    """The models that this run has, in the order in which they are built. UserError where one of them cannot be."""
+    reader, mcore = HFReader(cfg.model.path), cfg.model.dist_checkpointing_path
+    shape = ModelShape.from_hf_config(reader.config)
+    _check_model(cfg, shape, reader, tokenizer)
+    starts = {
+        "actor": _Start(shape, reader, mcore, cfg.actor.optim, frozen_tensors("actor.freeze", cfg.actor.freeze, shape))
+    }
+    if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
+        starts["ref"] = _Start(shape, reader, mcore)
+    if cfg.critic.model_path is not None:
+        reader, mcore = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader, None
+    else:
+        check_value_head("model.path", reader)
+    shape = ModelShape.from_hf_config(reader.config, value_head=True)
+    frozen = frozen_tensors("critic.freeze", cfg.critic.freeze, shape)
+    starts["critic"] = _Start(shape, reader, mcore, cfg.critic.optim, frozen)
+    if cfg.reward_model.model_path is not None:
+        scorer = reward_model_checkpoint(cfg, tokenizer)
+        starts["reward_model"] = _Start(scorer.shape, scorer.reader)
+    for role, start in starts.items():
+        _check_layout(cfg, role, start.shape)
+    starts["critic"].reader.check(starts["critic"].shape)
+    return starts
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:
@@ -217,23 +211,43 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
         )
 
 
-def _load(
-    cfg: Config,
-    name: str,
-    shape: ModelShape,
-    groups: Mapping[str, Groups],
-    reader: HFReader,
-    checkpoint: str | None,
-) -> ModelEngine:
+def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) -> ModelEngine:
     """A role's model in its own layout with its start weights, from the Megatron checkpoint if one is given, else from
     the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
-    engine = ModelEngine(name, shape, layouts(cfg)[name], groups[name])
-    if checkpoint is not None:
-        load_mcore(engine.model, checkpoint, skip_prefixes=("output_layer.",) if shape.value_head else ())
+    engine = ModelEngine(role, start.shape, megatron, groups)
+    has_head = start.shape.value_head
+    if start.mcore is not None:
+        load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
     else:
-        skip = ("score.weight",) if shape.value_head and "score.weight" not in reader.names else ()
-        import_hf(reader, layouts_of(engine)[engine.groups.rank], engine.params, skip=skip)
+        skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
+        import_hf(start.reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
     return engine
+
+
+def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightUpdate, RolloutEngine]:
+    """vLLM, and how the actor's weights come to it."""
+    engine_ranks = rollout_groups(actor.groups.mesh, cfg.rollout.tensor_model_parallel_size)
+    plan = make_plan(
+        layouts_of(actor),
+        rollout_layouts(actor.shape, engine_ranks),
+        DTYPES[cfg.actor.megatron.dtype].itemsize,
+        cfg.reshard.bucket_megabytes << 20,
+        ranks_per_node(),
+        share=cfg.reshard.share_weights,
+    )
+    update = WeightUpdate(plan, rank, cfg.reshard.verify)
+    rollout = RolloutEngine(
+        cfg.model.path,
+        cfg.rollout,
+        engine_ranks,
+        rank,
+        max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+        dtype=cfg.actor.megatron.dtype,
+        seed=cfg.trainer.seed,
+        # The optimizer has given the actor's parameters their final place by now.
+        storage=shared_storage(update.plan, actor.params) if cfg.reshard.share_weights else {},
+    )
+    return update, rollout
 
 
 def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -344,6 +344,12 @@ def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
             "ref.megatron.tensor_model_parallel_size=2",
             "ref.megatron.pipeline_model_parallel_size=2",
         ),
+        (
+            "model.dist_checkpointing_path=/somewhere",
+            "critic.model_path=/its/own",
+            "critic.megatron.virtual_pipeline_model_parallel_size=2",
+            "critic.megatron.pipeline_model_parallel_size=2",
+        ),
         ("actor.clip_ratio_high=1.5",),
         ("critic.ppo_mini_batch_size=32",),
         ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
@@ -434,6 +440,14 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
                 "model.dist_checkpointing_path=/somewhere",
             ),
             ("virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
+        ),
+        (
+            (
+                "critic.megatron.virtual_pipeline_model_parallel_size=2",
+                "critic.megatron.pipeline_model_parallel_size=2",
+                "model.dist_checkpointing_path=/somewhere",
+            ),
+            ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
         ),
         (("trainer.max_skipped_updates_in_a_row=0",), ("max_skipped_updates_in_a_row is 0", "at least 1")),
         (
