@@ -1,4 +1,5 @@
-"""Tensors that go away and come back: values, views and aliases; whole models are in tests/dist/test_residency.py."""
+"""Tensors that go away and come back, on this machine's device: values, views and aliases; whole models are in
+tests/dist/test_residency.py."""
 
 from __future__ import annotations
 
@@ -6,14 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_mc import platform
 from rlhf_mc.models import offload
 from rlhf_mc.models.offload import Offload, TensorGroup, tensors_besides
+
+DEVICE = platform.device()
+
+
+def numbers(count: int) -> torch.Tensor:
+    return torch.arange(float(count), device=DEVICE)
 
 
 def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks smaller than a tensor, and tensors that end in the middle of one."""
     monkeypatch.setattr(offload, "HOST_BLOCK", 64)
-    flat, single, other = torch.arange(25.0), torch.arange(7.0), torch.arange(33, dtype=torch.bfloat16)
+    flat, single, other = numbers(25), numbers(7), numbers(33).bfloat16()
     views = [flat[3:9].view(2, 3), flat[20:], single, other[1:]]
     wanted = [view.clone() for view in views]
     group = TensorGroup(lambda: views)
@@ -29,21 +37,34 @@ def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: p
     assert torch.equal(views[1], flat[20:])
 
 
+def test_memory_that_is_given_back_is_copied_before_others_write_to_it() -> None:
+    """On a GPU the copy to the host may still run while the caller goes on and takes memory again."""
+    values = torch.zeros(1 << 22, device=DEVICE)
+    group = TensorGroup(lambda: [values])
+    for step in range(1, 4):
+        values.add_(1.0)  # still running when the copy is asked for
+        group.put_away()
+        others = [torch.full((1 << 22,), torch.nan, device=DEVICE) for _ in range(2)]
+        group.bring_back()
+        assert torch.equal(values, torch.full_like(values, step))
+        del others
+
+
 def test_a_group_may_grow_between_two_times() -> None:
-    tensors = [torch.arange(3.0)]
+    tensors = [numbers(3)]
     group = TensorGroup(lambda: tensors)
     group.put_away()
     group.bring_back()
-    tensors.append(torch.arange(100.0))
+    tensors.append(numbers(100))
     group.put_away()
     assert group.bytes_away == 103 * 4
     group.bring_back()
-    assert torch.equal(tensors[0], torch.arange(3.0)) and torch.equal(tensors[1], torch.arange(100.0))
+    assert torch.equal(tensors[0], numbers(3)) and torch.equal(tensors[1], numbers(100))
 
 
 def test_what_need_not_be_kept_takes_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.platform, "host_bytes", lambda size: pytest.fail("host memory was taken"))
-    grads = torch.ones(10)
+    grads = torch.ones(10, device=DEVICE)
     group = TensorGroup(lambda: [grads], keep_values=False)
     group.put_away()
     assert grads.untyped_storage().nbytes() == 0
@@ -58,12 +79,12 @@ def test_memory_that_is_not_torchs_own_is_not_given_back() -> None:
 
 
 def test_shards_of_the_parameters_are_not_the_optimizers_to_move() -> None:
-    flat, moment = torch.zeros(8), torch.zeros(4)
+    flat, moment = torch.zeros(8, device=DEVICE), torch.zeros(4, device=DEVICE)
     assert [t.data_ptr() for t in tensors_besides([flat[4:], moment], [flat[:2]])] == [moment.data_ptr()]
 
 
 def test_what_is_away_cannot_be_used() -> None:
-    params, moments = torch.zeros(3), torch.zeros(3)
+    params, moments = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
     model = Offload("critic", {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])})
     model.require("params", "grads", "optimizer")
     assert not model.differs_from(("params", "optimizer"))
