@@ -88,12 +88,12 @@ def there(engine: ModelEngine) -> list[str]:
 
 
 def steps_with_pauses(
-    checkpoint: str, tp: int, batch: RaggedBatch, pauses: bool, **megatron: Any
+    checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, pauses: bool, **megatron: Any
 ) -> tuple[list[torch.Tensor], list[float], list[int]]:
     """Two updates; with pauses, all that may go away does so before each pass and comes back. Returns all that the
     optimizer holds and the weights, the gradient norms, and the bytes that were away at each pause."""
     away, norms = [], []
-    with mesh_groups(tp, 1) as groups:
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, **megatron, **(ALL_AWAY if pauses else {}))
         engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
         for _ in range(2):

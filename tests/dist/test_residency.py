@@ -113,8 +113,9 @@ def check_table(seen: dict[str, dict[str, list[str]]], always: dict[str, set[str
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("residency_model")))
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("residency_models")
+    return {family: str(make_checkpoint(root / family, family=family)) for family in ("qwen2", "qwen3_moe")}
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +135,32 @@ def batch() -> RaggedBatch:
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "dtype", "distributed"),
+    ("world", "mesh", "family", "dtype", "distributed"),
     [
-        (1, 1, "bfloat16", False),
-        (1, 1, "float32", False),
-        (2, 1, "bfloat16", True),
-        (2, 2, "float32", True),
+        (1, {}, "qwen2", "bfloat16", False),
+        (1, {}, "qwen2", "float32", False),
+        (2, {}, "qwen2", "bfloat16", True),
+        (2, {"tp": 2}, "qwen2", "float32", True),
+        (2, {"pp": 2, "vpp": 2}, "qwen2", "bfloat16", True),
+        (2, {"ep": 2}, "qwen3_moe", "bfloat16", True),
     ],
 )
 def test_all_that_an_optimizer_holds_comes_back(
-    pool: Any, checkpoint: str, batch: RaggedBatch, world: int, tp: int, dtype: str, distributed: bool
+    pool: Any,
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    mesh: dict[str, int],
+    family: str,
+    dtype: str,
+    distributed: bool,
 ) -> None:
     outcomes = []
     for pauses in (False, True):
         results = pool(world).run(
             residency_cases.steps_with_pauses,
-            checkpoint=checkpoint,
-            tp=tp,
+            checkpoint=checkpoints[family],
+            mesh=mesh,
             batch=batch,
             pauses=pauses,
             dtype=dtype,
@@ -166,9 +176,9 @@ def test_all_that_an_optimizer_holds_comes_back(
 
 @pytest.mark.parametrize("world", [1])
 def test_a_frozen_model_scores_alike_and_is_copied_to_the_host_once(
-    pool: Any, checkpoint: str, batch: RaggedBatch, world: int
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
-    result = pool(world).run(residency_cases.frozen_scores, checkpoint=checkpoint, batch=batch)[0]
+    result = pool(world).run(residency_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch)[0]
     first, *others = result["scores"]
     assert all(torch.equal(first, scores) for scores in others)
     assert "the params of actor are put away" in result["message"]
