@@ -1,0 +1,85 @@
+"""What a rank does in test_watchdog.py: the watchdog's real threads and connections, with an end that is only noted."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch.distributed as dist
+
+from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.observability import watchdog
+from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.trainer.preemption import StopRequested, StopRequests
+
+TIMEOUT_SECONDS = 2.0
+
+
+def watched(what: str) -> dict[str, Any]:
+    """Rank 1 does `what`: "silent", "gone", "goodbye", "stranger" or "asks". Returns how this rank would have ended."""
+    rank, said = dist.get_rank(), []
+
+    def end(line: str, code: int = 1, say: bool = True) -> NoReturn:
+        said.append((line, say))
+        raise SystemExit  # of the thread
+
+    place = Place(step=3)
+    place.enter("gen")
+    out: dict[str, Any] = {}
+    with (
+        mock.patch.object(watchdog, "end_from_a_thread", end),
+        mock.patch.object(watchdog, "GONE_AFTER_SECONDS", 1.0),
+    ):
+        part = watchdog._start(place, rank, TIMEOUT_SECONDS, slow_seconds=100.0)
+        assert part is not None
+        start = time.monotonic()
+        if rank == 1:
+            assert isinstance(part, watchdog.Teller)
+            out["behind"] = _act(part, what)
+        if what in ("goodbye", "stranger", "asks"):
+            dist.barrier()
+            part.end()
+            time.sleep(1.5 * TIMEOUT_SECONDS if what == "goodbye" and rank == 0 else 0)
+        else:
+            part._thread.join(10)
+        out |= {"said": said, "seconds": time.monotonic() - start}
+        dist.barrier()
+    return out
+
+
+def _act(part: watchdog.Teller, what: str) -> str:
+    time.sleep(0.2)  # its first report is made
+    if what == "silent":
+        line = part._line
+        part._line = lambda goodbye=False: time.sleep(4 * TIMEOUT_SECONDS) or line()  # type: ignore[method-assign]
+    elif what == "gone":
+        part._address = ("localhost", 1)  # nobody is there
+        assert part._connection is not None
+        part._connection.shutdown(socket.SHUT_RDWR)
+    elif what == "stranger":
+        for text in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({"token": "no", "asks": True, "beat": {}}).encode() + b"\n"):
+            with socket.create_connection(part._address, timeout=5) as connection:
+                connection.sendall(text)
+                assert connection.recv(100) == b""  # hung up without a word
+    elif what == "asks":
+        part._place.leave()  # two moves ahead of rank 0, so that rank 0 is behind
+        part._place.enter("reward")
+        time.sleep(0.2)
+        return part.diagnosis()
+    return ""
+
+
+def stops() -> str:
+    """Rank 1 is asked to stop."""
+    stop = StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=10**6))
+    stop.check()
+    if dist.get_rank() == 1:
+        stop.request("SIGUSR1")
+    try:
+        stop.check()
+    except StopRequested as request:
+        return str(request)
+    return ""

@@ -1,0 +1,112 @@
+"""When a run is asked to stop: signals, the time that it then has, and the end of its job. That all ranks agree is
+tested in tests/dist/test_watchdog.py, a whole run that gives way in tests/system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.trainer import preemption
+from rlhf_mc.trainer.preemption import StopRequested, StopRequests, job_end
+
+PROGRAM = """
+import subprocess, sys, time
+from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.trainer.preemption import StopRequests
+
+stop = StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=1))
+stop.take_signals()
+helper = subprocess.Popen(["sleep", "60"])
+print(helper.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_after_its_time_the_process_ends_and_its_helpers_did_not_die_of_the_signal(name: str, tmp_path: Path) -> None:
+    env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    helper = int(process.stdout.readline())
+    try:
+        os.kill(helper, getattr(signal, name))  # as Slurm does to every process of a step
+        process.send_signal(getattr(signal, name))
+        start = time.monotonic()
+        assert process.wait(30) == 75
+        assert time.monotonic() - start > 0.9
+        assert Path(f"/proc/{helper}/stat").read_text().split()[2] == "S"  # it sleeps on
+    finally:
+        os.kill(helper, signal.SIGKILL)
+    line = f"rlhf_mc: error on rank 0: asked to stop ({name}) and not ready after 1 s"
+    assert process.stderr.read().startswith(line)
+    assert (tmp_path / "code").read_text() == "75\n"
+
+
+def requests(**settings: float) -> StopRequests:
+    # Far off: the timer would end the test's own process.
+    return StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=10**6, **settings))  # type: ignore[arg-type]
+
+
+def test_the_first_reason_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = requests()
+    stop.check()  # nothing to say
+    stop.request("SIGUSR1")
+    stop.request("SIGTERM")
+    with pytest.raises(StopRequested, match=r"^SIGUSR1$"):
+        stop.check()
+
+
+def test_the_jobs_end_is_read_from_the_environment_or_from_squeue(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert job_end() is None
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$2" = --jobs=7 ] && cat "$(dirname "$0")/answer"\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "answer").write_text("2030-01-02T03:04:05\n")
+    assert job_end() == time.mktime((2030, 1, 2, 3, 4, 5, 0, 0, -1))
+    (tmp_path / "answer").write_text("N/A\n")
+    assert job_end() is None
+    (tmp_path / "answer").write_text("slurm_load_jobs error\n")
+    with pytest.raises(UserError, match="does not tell when the job ends"):
+        job_end()
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1234")
+    assert job_end() == 1234
+
+
+def test_it_stops_ahead_of_the_jobs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "job_end", lambda: time.time() + 601)
+    stop = requests(stop_before_minutes=10)
+    stop.watch_the_clock()
+    stop.check()
+    stop.steps_done = 1
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2)
+    with pytest.raises(StopRequested, match=r"the job's time is almost up, trainer.stop_before_minutes is 10"):
+        stop.check()
+
+
+def test_a_job_too_short_for_one_step_is_not_queued_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "job_end", lambda: time.time() + 600)
+    with pytest.raises(UserError, match=r"stop_before_minutes is 11, but the job ends in 10.0 minutes"):
+        requests(stop_before_minutes=11).watch_the_clock()
+    stop = requests(stop_before_minutes=9.99)
+    stop.watch_the_clock()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2)
+    with pytest.raises(UserError, match="no step was complete by then"):
+        stop.check()
