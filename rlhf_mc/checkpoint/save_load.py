@@ -5,7 +5,6 @@ dist_checkpointing. The Hugging Face form is in hf.py.
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf import ASSETS
+from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.topology.agreement import gather_objects, raise_together
@@ -128,10 +128,8 @@ def _check_is_checkpoint(directory: str | Path) -> None:
 
 def _stored_tensors(directory: str | Path) -> dict[str, Any]:
     """Name -> what describes the tensor (type, global shape)."""
-    try:
-        tensors: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(directory))
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"{directory}: not a readable Megatron checkpoint, .metadata is corrupt ({error})") from error
+    check_metadata(Path(directory) / ".metadata")
+    tensors: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(directory))
     return tensors
 
 

@@ -23,6 +23,7 @@ _DESCRIPTIONS = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "device"},
     "collections": {"OrderedDict"},

@@ -66,14 +66,9 @@ class JsonlSink:
         self._path = path
         with _disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_up_to(path, after_step) if after_step is not None and path.exists() else []
-            # The old file stays until the new one is whole.
-            with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(path.with_suffix(".tmp"), path)
-            self._file = path.open("a", encoding="utf-8")
+            if after_step is not None and path.exists():
+                _keep_up_to(path, after_step)
+            self._file = path.open("w" if after_step is None else "a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
@@ -119,8 +114,8 @@ class ConsoleSink:
         self._progress.close()
 
 
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the steps up to this one; none that was cut short, or is no line of metrics."""
+def _keep_up_to(path: Path, step: int) -> None:
+    """Drops the lines of later steps, and what was cut short. The old file stays until the new one is whole."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
@@ -128,7 +123,11 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
                 kept.append(line)
         except (ValueError, TypeError, KeyError):
             continue
-    return kept
+    with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def _json_number(value: float) -> float | int | None:
