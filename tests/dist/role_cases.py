@@ -16,7 +16,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.topology.groups import Groups, build_role_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.experience import log_prob_head, score_tokens, value_head
+from rlhf_mc.trainer.experience import log_prob_head, score_sequences, score_tokens, value_head
 
 BUDGET = 40
 """Tokens of a micro-batch: several for each replica."""
@@ -34,25 +34,25 @@ class Place(NamedTuple):
 
 
 def take_turns(places: Mapping[str, Place], batch: RaggedBatch) -> dict[str, Any]:
-    """What a PPO step does with actor, critic and ref, all of which exist at the same time: scores, then gradients,
-    then an optimizer step of critic and actor, then scores again. Tensors are whole, as this rank sees them."""
+    """What a PPO step does with its models, all of which exist at the same time: scores, then gradients, then an
+    optimizer step of actor and critic, then scores again. Tensors are whole, as this rank sees them."""
     world = dist.get_world_size()
     meshes = {role: Mesh(world, at.tp, at.pp, at.ep, vpp=at.vpp) for role, at in places.items()}
     groups = build_role_groups(meshes)
     engines = {
         role: make_engine(
             at.checkpoint,
-            "critic" if role == "critic" else "actor",
+            "critic" if role in ("critic", "reward_model") else "actor",
             groups[role],
             sequence_parallel=at.sequence_parallel,
         )
         for role, at in places.items()
     }
     out: dict[str, Any] = {"communicators": _communicators(groups)}
-    trained = {role: engine for role, engine in engines.items() if role != "ref"}
+    trained = {role: engines[role] for role in ("actor", "critic")}
     for engine in trained.values():
         engine.make_trainable(OptimConfig(lr=1e-2, eps=1e-3), total_steps=1)
-    out["before"] = {role: _scores(engine, batch) for role, engine in engines.items()}
+    out["before"] = {role: _scores(role, engine, batch) for role, engine in engines.items()}
     for engine in trained.values():
         engine.backward(batch, _my_micro_batches(engine, batch, BUDGET), _objective(engine, batch, "token-mean"))
     # Only now, so that the one's pass could have spoilt the other's gradients.
@@ -63,7 +63,7 @@ def take_turns(places: Mapping[str, Place], batch: RaggedBatch) -> dict[str, Any
         )
         for role, engine in trained.items()
     }
-    out["after"] = {role: _scores(engine, batch) for role, engine in engines.items()}
+    out["after"] = {role: _scores(role, engine, batch) for role, engine in engines.items()}
     out["weights"] = {role: logical_tensors(engine, engine.params) for role, engine in engines.items()}
     assert not parallel_state.is_initialized()
     return out
@@ -73,7 +73,9 @@ def _main_grads(engine: ModelEngine) -> dict[str, torch.Tensor]:
     return {name: param.main_grad for name, param in engine.named_parameters().items()}
 
 
-def _scores(engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
+def _scores(role: str, engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
+    if role == "reward_model":
+        return score_sequences(engine, batch, BUDGET)
     head = value_head if engine.name == "critic" else log_prob_head(engine.shape.vocab_size, TEMPERATURE)
     return score_tokens(engine, batch, head, BUDGET)
 

@@ -1,5 +1,6 @@
-"""Actor, critic and reference in layouts of their own, side by side on the same ranks: scores, gradients and steps are
-those of one process, and groups of the same ranks are made once. Whole PPO steps are in test_layouts.py."""
+"""Actor, critic, reference and reward model in layouts of their own, side by side on the same ranks: scores, gradients
+and steps are those of one process, and groups of the same ranks are made once. Whole PPO steps are in test_layouts.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "experts": {"family": "qwen3_moe", "tied": False, "num_hidden_layers": 2},
 }
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "2 ranks: TP, DP, PP": (2, {"actor": {"tp": 2}, "critic": {}, "ref": {"pp": 2}}),
+    "2 ranks: TP, DP, PP": (2, {"actor": {"tp": 2}, "critic": {}, "ref": {"pp": 2}, "reward_model": {"pp": 2}}),
     "2 ranks: PP in chunks, TP with sequence parallelism, DP": (
         2,
         {"actor": {"pp": 2, "vpp": 2}, "critic": {"tp": 2, "sequence_parallel": True}, "ref": {}},
@@ -31,7 +32,10 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         {"actor": {"checkpoint": "experts", "ep": 2}, "critic": {"tp": 2}, "ref": {"checkpoint": "experts"}},
     ),
     # Stages in the middle are in no group of embeddings.
-    "4 ranks: PP, TP x PP, TP x DP": (4, {"actor": {"pp": 4}, "critic": {"tp": 2, "pp": 2}, "ref": {"tp": 2}}),
+    "4 ranks: PP, TP x PP, TP x DP": (
+        4,
+        {"actor": {"pp": 4}, "critic": {"tp": 2, "pp": 2}, "ref": {"tp": 2}, "reward_model": {}},
+    ),
 }
 
 
@@ -117,8 +121,9 @@ def test_roles_in_layouts_of_their_own_do_as_on_one_process(
 
 
 def test_the_steps_above_change_the_models(alone: dict[str, dict[str, Any]]) -> None:
-    """But for the reference."""
+    """But for the reference and the reward model."""
     for result in alone.values():
-        for role in ("actor", "critic", "ref"):
-            assert torch.equal(result["before"][role], result["after"][role]) == (role == "ref")
-            assert role == "ref" or result["steps"][role]["grad_norm"] > 0.01
+        for role in result["before"]:
+            trained = role in ("actor", "critic")
+            assert torch.equal(result["before"][role], result["after"][role]) != trained
+            assert not trained or result["steps"][role]["grad_norm"] > 0.01
