@@ -12,6 +12,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.config.errors import UserError
 
 NAME = "run.lock"
@@ -42,6 +43,11 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
+
+
+def check_free(root: Path) -> None:
+    """UserError, on every rank, where another run that lives holds the directory. Every rank must call it."""
+    on_rank_0("trainer.default_local_dir", Lock(root).check)
 
 
 class Lock:

@@ -90,8 +90,8 @@ class Checkpoints:
         if path is not None:
             loop = load(path, self._roles)
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
-            self._run.skipped.in_a_row.update(loop["skipped_in_a_row"])
             self.position = Position(**loop["position"])
+            self._run.skipped.go_on_after(self.position.step, loop["skipped_in_a_row"])
             self._say(f"resumed after step {self.position.step} from {path}")
             self._say_what_changed(path)
             if path.parent.resolve() == self._root.resolve():

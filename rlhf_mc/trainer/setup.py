@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.checkpoint.lock import check_free
 from rlhf_mc.checkpoint.save_load import load_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import validate
@@ -69,6 +70,7 @@ def build_run(cfg: Config) -> Run:
     """Builds everything. Every rank must call it, with the same config, after init_process_group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     validate(cfg, world)
+    check_free(Path(cfg.trainer.default_local_dir))
     check_residency(cfg.rollout)
     tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
     train_prompts = load_prompts(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)

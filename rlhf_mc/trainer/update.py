@@ -5,7 +5,7 @@ algorithms/losses.py; how a gradient comes about on the mesh, in models/engine.p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,6 +96,9 @@ def _taker(micro: MicroBatch, device: torch.device) -> Callable[[torch.Tensor], 
     return lambda per_token: per_token[micro.response_index].to(device)
 
 
+_SAMPLES = "nonfinite_step_{}.json"
+
+
 @dataclass
 class SkippedUpdates:
     """Counts updates that were skipped because loss or gradient were not finite, and ends the run after too many."""
@@ -112,7 +115,7 @@ class SkippedUpdates:
         self.in_a_row[name] = self.in_a_row.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
-        path = self.directory / f"nonfinite_step_{step}.json"
+        path = self.directory / _SAMPLES.format(step)
         error: UserError | None = None
         if dist.get_rank() == 0:
             try:
@@ -126,6 +129,14 @@ class SkippedUpdates:
                 f"(trainer.max_skipped_updates_in_a_row), the last in step {step}; their samples are in {path}; "
                 f"try a smaller {name}.optim.lr"
             )
+
+    def go_on_after(self, step: int, in_a_row: Mapping[str, int]) -> None:
+        """Takes over the counts of a checkpoint, and deletes the samples of later steps, which are done again. One rank
+        deletes."""
+        self.in_a_row = dict(in_a_row)
+        for path in self.directory.glob(_SAMPLES.format("*")) if dist.get_rank() == 0 else ():
+            if int(path.stem.rpartition("_")[2]) > step:
+                path.unlink()
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
