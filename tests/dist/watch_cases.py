@@ -40,9 +40,11 @@ def watched(what: str) -> dict[str, Any]:
             assert isinstance(part, watchdog.Teller)
             out["behind"] = _act(part, what)
         if what in ("goodbye", "stranger", "asks"):
-            dist.barrier()
+            if what == "goodbye" and rank == 0:
+                time.sleep(2 * TIMEOUT_SECONDS)  # rank 1 is away by now
+            elif what != "goodbye":
+                dist.barrier()
             part.end()
-            time.sleep(1.5 * TIMEOUT_SECONDS if what == "goodbye" and rank == 0 else 0)
         else:
             part._thread.join(10)
         out |= {"said": said, "seconds": time.monotonic() - start}
@@ -60,7 +62,8 @@ def _act(part: watchdog.Teller, what: str) -> str:
         assert part._connection is not None
         part._connection.shutdown(socket.SHUT_RDWR)
     elif what == "stranger":
-        for text in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({"token": "no", "asks": True, "beat": {}}).encode() + b"\n"):
+        mine = json.loads(part._line())
+        for text in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({**mine, "token": "no"}).encode() + b"\n"):
             with socket.create_connection(part._address, timeout=5) as connection:
                 connection.sendall(text)
                 assert connection.recv(100) == b""  # hung up without a word
