@@ -57,7 +57,8 @@ else
     program=(launch/slurm_node.sh "$@")
 fi
 # In the background, since a trap waits for a command in the foreground, but not for `wait`. srun passes the signal on.
-trap 'kill -USR1 "$srun_pid"' USR1
+# Preemption sends TERM where the site does not send what --signal names.
+trap 'kill -USR1 "$srun_pid" 2>/dev/null' USR1 TERM
 "${step[@]}" --ntasks=$((SLURM_JOB_NUM_NODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
     --cpus-per-task="$cpus" --kill-on-bad-exit=1 "${program[@]}" &
 srun_pid=$!
@@ -67,6 +68,11 @@ code=$?
 ended_with=$(cat "$RLHF_MC_EXIT_CODE_FILE" 2>/dev/null || true)
 
 if [[ "$ended_with" == "$STOPPED_TO_GO_ON" ]]; then
+    # scancel, and a time limit that has passed, end the ranks with a signal too: such a job is not to come back.
+    if [[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]]; then
+        say "the job is being ended, so it is not queued again; submitted anew, it goes on from its checkpoint"
+        exit "$STOPPED_TO_GO_ON"
+    fi
     say "stopped to go on later: the job is queued again"
     # This ends the script too, so nothing comes after it, unless the job may not be queued again.
     scontrol requeue "$SLURM_JOB_ID"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.failures import end_from_a_thread
 from rlhf_mc.observability.whereabouts import Beat, Place, Register, beat_of, describe_error
 from rlhf_mc.topology.agreement import gather_objects
@@ -41,6 +42,8 @@ def watching(place: Place, rank: int, timeout_seconds: float, slow_seconds: floa
         return
     try:
         yield
+    except UserError:  # the same on every rank: nobody waits for another
+        raise
     except Exception as error:
         collective, at = describe_error(error)
         error.add_note(f"in {collective}, called from {at}" if collective else f"at {at}")

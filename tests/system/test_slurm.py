@@ -58,22 +58,23 @@ class Job:
         self._env = {**env, "LOG_ROOT": str(folder / "logs")}
         self._log = folder / "job.log"
         self.logs = folder / "logs"
-        self.id = self._slurm("sbatch", "--parsable", f"--output={self._log}", *arguments)
+        self.id = self.slurm("sbatch", "--parsable", f"--output={self._log}", *arguments)
 
-    def _slurm(self, *command: str) -> str:
+    def slurm(self, *command: str) -> str:
+        """What one of Slurm's commands says."""
         done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def send(self, name: str) -> None:
         """As Slurm does to the batch script alone for --signal=B:..."""
-        self._slurm("scancel", "--batch", f"--signal={name}", self.id)
+        self.slurm("scancel", "--batch", f"--signal={name}", self.id)
 
     def wait(self, seconds: float) -> str:
         """Its final state and number of restarts."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            shown = self._slurm("scontrol", "--oneliner", "show", "job", self.id)
+            shown = self.slurm("scontrol", "--oneliner", "show", "job", self.id)
             facts = dict(re.findall(r"(\w+)=(\S*)", shown))
             if facts["JobState"] in FINAL:
                 return f"{facts['JobState']} {facts['Restarts']}"
@@ -237,6 +238,35 @@ def test_the_70b_job_starts_64_ranks_as_they_should_be(
         assert (master, port) == (nodes[0], str(20000 + int(job.id) % 10000))
         assert devices == ",".join(map(str, range(GPUS)))
         assert arguments == " ".join(["configs/ppo_70b.yaml", *overrides])
+
+
+GIVES_WAY = f"""#!/usr/bin/env bash
+# The program's part in a preemption, without what takes time.
+if [[ "$1 $2" == "-m rlhf_mc" ]]; then
+    trap 'echo 75 >"$RLHF_MC_EXIT_CODE_FILE"; exit 75' USR1 TERM
+    echo "attempt $SLURM_RESTART_COUNT has started"
+    if [[ -z "$SLURM_RESTART_COUNT" ]]; then sleep 60 & wait; fi
+    exit 0
+fi
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.mark.parametrize("how", ["preempted", "cancelled"])
+def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, str], tmp_path: Path, how: str) -> None:
+    Path(stand_in["PYTHON"]).write_text(GIVES_WAY)
+    header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
+    job = Job(stand_in, tmp_path, [*header, *overrides_70b(tmp_path)])
+    job.until(lambda: job.said().count("attempt  has started") == 4)
+    if how == "cancelled":
+        job.slurm("scancel", job.id)
+        assert job.wait(60) == "CANCELLED 0", job.said()
+        assert "not queued again" in job.said()
+        return
+    others = ["--partition=batch", f"--nodes={NODES}", "--exclusive", f"--output={tmp_path}/other", "--wrap=sleep 1"]
+    job.slurm("sbatch", *others)
+    assert job.wait(60) == "COMPLETED 1", job.said()
+    assert job.said().count("attempt 1 has started") == 4
 
 
 def test_a_node_that_sees_something_else_is_named(stand_in: dict[str, str], tmp_path: Path) -> None:
