@@ -118,9 +118,9 @@ class Lock:
     def _read(self) -> Owner | None:
         try:
             return Owner(**json.loads(self._path.read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the latter is said when the directory is made
             return None
-        except (ValueError, TypeError, OSError):
+        except (ValueError, TypeError):
             # Written in one piece, so this is no lock of ours: nobody's, as old as it is.
             return Owner("an unknown machine", 0, "", "", 0)
 

@@ -186,6 +186,15 @@ def test_a_requeued_job_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.M
     lock.Lock(tmp_path).take()
 
 
+def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    lock.check_free(tmp_path / "file" / "run")
+    with pytest.raises(
+        UserError, match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)"
+    ):
+        lock.Lock(tmp_path / "file" / "run").take()
+
+
 def test_a_run_whose_directory_was_taken_over_notices(tmp_path: Path) -> None:
     mine = lock.Lock(tmp_path)
     mine.take()
