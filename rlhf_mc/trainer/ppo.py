@@ -71,18 +71,8 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
     for step in range(position.step + 1, run.total_steps + 1):
         if reached:
             break
-        stop.check()
         state = begin_step(step, place)
-        with state.timer.phase("step"):
-            prompts, batch = rollout(run, state)
-            stop.check()
-            scores = reward(run, state, prompts, batch)
-            batch = score(run, state, batch)
-            batch = rewarded(run, state, batch, scores)
-            stop.check()
-            batch = advantage(run, state, batch)
-            update_models(run, state, batch)
-        step_metrics(run, state, batch)
+        one_step(run, state, stop)
         last, accuracy = step == run.total_steps, None
         if cfg.test_freq > 0 and (step % cfg.test_freq == 0 or last):
             accuracy = validate(run, state)
@@ -111,6 +101,23 @@ def begin_step(step: int, place: Place) -> StepState:
     """A step's empty state; step 0 is what comes before the first."""
     place.step = step
     return StepState(step, PhaseTimer(platform.synchronize, place), {})
+
+
+def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
+    """The phases of one step. Returns its batch, with all that they found for each token. It gives way until an update
+    begins."""
+    stop.check()
+    with state.timer.phase("step"):
+        prompts, batch = rollout(run, state)
+        stop.check()
+        scores = reward(run, state, prompts, batch)
+        batch = score(run, state, batch)
+        batch = rewarded(run, state, batch, scores)
+        stop.check()
+        batch = advantage(run, state, batch)
+        update_models(run, state, batch)
+    step_metrics(run, state, batch)
+    return batch
 
 
 def give_way(run: Run, checkpoints: Checkpoints, reason: str) -> None:

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from tiny import config_tree
 
-from rlhf_mc import platform
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.trainer import ppo, weights
 from rlhf_mc.trainer.experience import collect_scores, submit_responses
+from rlhf_mc.trainer.preemption import StopRequests
 from rlhf_mc.trainer.setup import Run, build_run
 
 
@@ -56,16 +57,9 @@ def two_steps(
     with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
         headlines = ppo.headlines(run)
         for step in (1, 2):
-            state = ppo.StepState(step, PhaseTimer(platform.synchronize), {})
-            with state.timer.phase("step"):
-                prompts, batch = ppo.rollout(run, state)
-                digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
-                scores = ppo.reward(run, state, prompts, batch)
-                batch = ppo.score(run, state, batch)
-                batch = ppo.rewarded(run, state, batch, scores)
-                batch = ppo.advantage(run, state, batch)
-                ppo.update_models(run, state, batch)
-            ppo.step_metrics(run, state, batch)
+            state = ppo.begin_step(step, Place())
+            batch = ppo.one_step(run, state, StopRequests(run.config.trainer))
+            digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             steps.append(dict(state.metrics))
         ppo.sync_weights(run, PhaseTimer())
         ppo.export(run, state, Path(export_to))

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from cases import a_run
 
-from rlhf_mc import platform
-from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.trainer import experience, ppo
+from rlhf_mc.trainer.preemption import StopRequests
 
 
 @contextmanager
@@ -45,13 +45,8 @@ def some_steps(
     paths = [Path(path) if path else None for path in (recorded_in, fed_from)]
     with a_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
-            state = ppo.StepState(step, PhaseTimer(platform.synchronize), {})
-            with state.timer.phase("step"):
-                prompts, batch = ppo.rollout(run, state)
-                batch = ppo.reward(run, state, prompts, batch)
-                batch = ppo.score(run, state, batch)
-                batch = ppo.advantage(run, state, batch)
-                ppo.update_models(run, state, batch)
+            state = ppo.begin_step(step, Place())
+            batch = ppo.one_step(run, state, StopRequests(run.config.trainer))
             assert isinstance(batch.scores, torch.Tensor)
             scores.append(float(batch.scores.mean()))
         ppo.export(run, state, Path(export_to))
