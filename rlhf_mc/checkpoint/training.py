@@ -48,6 +48,8 @@ class Save:
         self._config = config
         blocks = [block for role in roles for block in blocks_of(role)]
         self._writing = Writing(blocks, directory.staging_path(root, step), buffers)
+        if buffers is None:
+            self._writing.wait()
 
     def is_written(self) -> bool:
         """Whether all ranks have written their tensors."""

@@ -8,6 +8,7 @@ go of the interpreter, and is gone with its rank.
 
 from __future__ import annotations
 
+import inspect
 import io
 import queue
 import threading
@@ -34,6 +35,13 @@ from rlhf_mc.topology.agreement import gather_objects, raise_together
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 """Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
+_ASK_SECONDS = 1.0
+"""How long a rank that still writes lets the others wait for an answer. Far below any collective's time-out, which a
+slow disk may well exceed."""
+
+
+_write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
+"""Without its decorator, which turns the garbage collector off: right in a process of its own, not in a thread."""
 
 
 class HostBuffers:
@@ -61,7 +69,8 @@ class Writing:
     """The tensors of one checkpoint on their way to the disk."""
 
     def __init__(self, blocks: Sequence[Block], directory: Path, buffers: HostBuffers | None) -> None:
-        """Plans the write and starts it. buffers None: it is done when this returns. Every rank must call it."""
+        """Plans the write and starts it. buffers None: the blocks' own memory is written, and must stay what it is
+        until `wait` returns. Every rank must call it."""
         self._directory = directory
         mine = [block for block in blocks if block.is_mine]
         data = [block.data for block in mine] if buffers is None else buffers.copies(mine)
@@ -73,20 +82,22 @@ class Writing:
         self._results: list[Any] = []
         self._error: UserError | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
-        if buffers is None:
-            self._write()
-        else:
-            self._thread.start()
+        self._thread.start()
 
-    def is_done(self) -> bool:
-        """Whether this rank has written its part, or failed."""
+    def is_done(self, seconds: float = 0.0) -> bool:
+        """Whether this rank has written its part, or failed, now or within so many seconds."""
+        self._thread.join(seconds)
         return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits for all ranks, in collectives that are short however slow a rank's disk is. Every rank must call it."""
+        while not all(gather_objects(self.is_done(_ASK_SECONDS))):
+            pass
 
     def finish(self) -> dict[str, File]:
         """Waits for all ranks, and completes what dist_checkpointing calls a checkpoint. Returns this rank's files.
         UserError, on every rank, where one could not write. Every rank must call it."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        self.wait()
         raise_together(self._error)
         results = gather_objects(self._results)
         on_rank_0(f"{self._directory}: cannot be written", lambda: self._write_metadata(results))
@@ -94,14 +105,13 @@ class Writing:
 
     def _write(self) -> None:
         try:
-            for number, bucket in enumerate(self._writer.write_buckets):
-                file, name, _ = bucket
+            for number, (file, name, (loose, tensors)) in enumerate(self._writer.write_buckets):
+                # One tensor of a GPU at a time comes to the host; what is there already stays where it is.
+                bucket = (file, name, (loose, ((item, tensor.cpu()) for item, tensor in tensors)))
                 outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 pending: queue.Queue[int] = queue.Queue()
                 pending.put(number)
-                FileSystemWriterAsync.write_preloaded_data(
-                    [self._writer.transforms], number, bucket, outcome, pending, use_fsync=True
-                )
+                _write_bucket([self._writer.transforms], number, bucket, outcome, pending, use_fsync=True)
                 _, written = outcome.get()
                 if isinstance(written, Exception):
                     raise written

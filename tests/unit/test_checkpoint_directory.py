@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -10,14 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from rlhf_mc.checkpoint import directory, lock
+from rlhf_mc.checkpoint import directory, lock, writer
+from rlhf_mc.checkpoint.blocks import Block
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 
@@ -131,6 +133,57 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, what: str, monkeypatch: p
     with pytest.raises(UserError, match="not the description of a checkpoint's tensors"):
         check_metadata(tmp_path / "m")
     assert not (tmp_path / "executed").exists()
+
+
+# ---------------------------------------------------------------- tensors
+
+
+class OnDevice(torch.Tensor):
+    """What a GPU's tensor is to the writer: not in the host's memory until it is asked for."""
+
+    is_cpu = False
+    collector_was_on: ClassVar[list[bool]] = []
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.collector_was_on.append(gc.isenabled())
+        return self.as_subclass(torch.Tensor)
+
+
+def blocks_over(data: torch.Tensor) -> list[Block]:
+    """A tensor of twelve elements in two rows, as two blocks."""
+    return [Block("a", (2, 6), ((row, row + 1), (0, 6)), data[row : row + 1], True) for row in range(2)]
+
+
+def test_tensors_of_a_gpu_are_written_without_buffers(tmp_path: Path) -> None:
+    data = torch.arange(12.0).view(2, 6)
+    OnDevice.collector_was_on.clear()
+    writing = writer.Writing(blocks_over(data.as_subclass(OnDevice)), tmp_path, None)
+    files = writing.finish()
+    assert files["__0_0.distcp"].num_bytes >= data.nbytes
+    assert OnDevice.collector_was_on == [True, True]
+    back = torch.zeros(2, 6)
+    writer.read_tensors(blocks_over(back), tmp_path)
+    assert (back == data).all()
+
+
+def test_ranks_ask_again_while_one_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk slower than the collectives' time-out must not keep the others in one of them."""
+    asked, write = [], writer._write_bucket
+
+    def slowly(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.5)
+        write(*args, **kwargs)
+
+    def counted(value: Any) -> list[Any]:
+        asked.append(value)
+        return [value]
+
+    monkeypatch.setattr(writer, "_write_bucket", slowly)
+    monkeypatch.setattr(writer, "_ASK_SECONDS", 0.05)
+    writing = writer.Writing(blocks_over(torch.ones(2, 6)), tmp_path, writer.HostBuffers())
+    monkeypatch.setattr(writer, "gather_objects", counted)
+    writing.wait()
+    assert asked.count(False) >= 3 and asked[-1] is True and writing.is_done()
 
 
 # ---------------------------------------------------------------- the lock
