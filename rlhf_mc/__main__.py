@@ -12,7 +12,7 @@ import warnings
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.observability.failures import ToBeContinuedError, exit_code, leave
+from rlhf_mc.observability.failures import TO_BE_CONTINUED, ToBeContinuedError, exit_code, leave, note_exit_code
 from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.trainer.preemption import StopRequests
 
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> None:
 
     from rlhf_mc.observability.metrics import PhaseTimer
     from rlhf_mc.observability.watchdog import watching
-    from rlhf_mc.topology.groups import init_process_group, shut_down
+    from rlhf_mc.topology.groups import init_process_group, meet, shut_down
     from rlhf_mc.trainer.ppo import fit
     from rlhf_mc.trainer.setup import build_run
 
@@ -48,7 +48,11 @@ def run(argv: list[str]) -> None:
             run = build_run(cfg)
         with timer.phase("fit"):
             is_over = fit(run, place, stop)
-            shut_down()
+            if not is_over:
+                note_exit_code(TO_BE_CONTINUED)
+            meet()
+    # Nobody watches from here on: the ranks part at different times.
+    shut_down()
     if not is_over:
         raise ToBeContinuedError
 

@@ -38,7 +38,8 @@ def start(
     """python ARGUMENTS in a session of its own, as if started from a shell: a program's path or "-m" and a module
     first. env: changes to the environment. largest_file: bytes beyond which the system refuses to write, as a full disk
     does."""
-    process = context().Process(target=_become, args=(arguments, stdout, stderr, env or {}, largest_file))
+    env = {**os.environ, **(env or {})}  # the server's is that of its start
+    process = context().Process(target=_become, args=(arguments, stdout, stderr, env, largest_file))
     process.start()
     return process
 
@@ -57,7 +58,8 @@ def run(arguments: list[str], largest_file: int | None = None) -> subprocess.Com
 
 
 def run_ranks(world: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The program on several ranks: the sum of the exit codes, and what they wrote to the same two files."""
+    """The program on several ranks: an exit code other than 0 if there was one, and what they wrote to the same two
+    files."""
     return _end(arguments, rank_variables(world))
 
 
@@ -73,8 +75,9 @@ def _end(
         late = [process for process in processes if process.is_alive()]
         for process in late:
             process.kill()
+            process.join()
         assert not late, f"{arguments} has not ended after {TIMEOUT_SECONDS} s: {stderr.read_text()}"
-        code = sum(process.exitcode or 0 for process in processes)
+        code = max((process.exitcode or 0 for process in processes), key=abs)
         return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
 

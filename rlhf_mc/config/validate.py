@@ -75,6 +75,7 @@ def validate(cfg: Config, world_size: int) -> None:
     """UserError, in one line that names the key, its value and what would be right, unless the run can start
     on `world_size` processes as far as the settings alone tell."""
     _check_ranges(cfg)
+    _check_paths(cfg)
     _check_optim("actor.optim", cfg.actor.optim, cfg.trainer.total_training_steps)
     _check_optim("critic.optim", cfg.critic.optim, cfg.trainer.total_training_steps)
     _check_layout(cfg, world_size)
@@ -100,6 +101,16 @@ def _check_ranges(cfg: Config) -> None:
     _range(cfg, "actor.clip_ratio_low", lambda value: 0 < value < 1, "above 0 and below 1")
     _range(cfg, "actor.clip_ratio_c", lambda value: value > 1, "above 1")
     _range(cfg, "rollout.gpu_memory_utilization", lambda value: 0 < value <= 1, "above 0, at most 1")
+
+
+def _check_paths(cfg: Config) -> None:
+    for key in ("model.path", "critic.model_path", "reward_model.model_path"):
+        _require(_get(cfg, key) != "", f"{key} is empty; give a directory, or leave it out")
+    _require(
+        cfg.custom_reward_function.path is None or cfg.reward_model.model_path is None or bool(cfg.data.val_files),
+        "custom_reward_function.path and reward_model.model_path are both set and data.val_files is empty; the reward"
+        " model's scores are trained on, so the function would never be called: set one of the two to null",
+    )
 
 
 def _check_optim(key: str, optim: OptimConfig, total_steps: int | None) -> None:

@@ -56,22 +56,29 @@ def leave(code: int) -> NoReturn:
     """Ends this process at once: after an error on one rank, threads of vLLM and gloo would otherwise keep it waiting
     for the others.
 
-    torchrun and srun end with codes of their own. A launcher that wants to know this one names a file for it in
-    RLHF_MC_EXIT_CODE_FILE, and rank 0 writes it there."""
+    Nothing that fails on the way, a full disk or a closed pipe, keeps it alive."""
+    with contextlib.suppress(OSError, ValueError):
+        note_exit_code(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def note_exit_code(code: int) -> None:
+    """torchrun and srun end with codes of their own. A launcher that wants to know the program's names a file for it in
+    RLHF_MC_EXIT_CODE_FILE, and rank 0 writes it there; before the ranks part, where another one that ends first could
+    have this one killed."""
     path = os.environ.get("RLHF_MC_EXIT_CODE_FILE")
     if path and os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(f"{code}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def end_from_a_thread(line: str, code: int = OTHER_ERROR, say: bool = True) -> NoReturn:
     """Ends this process while its loop may be stuck anywhere, so without asking the other ranks who speaks."""
     text = f"rlhf_mc: error on rank {os.environ.get('RANK', '0')}: {line}"
     if say:
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
     _tell_torchrun(text)
     leave(code)
 
@@ -95,8 +102,13 @@ def _lost_contact(error: Exception) -> str | None:
 def _report(text: str, key: str) -> None:
     """Prints the text, once for all ranks that report the same key; its last line is the message."""
     if _is_first_to_say(key):
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
     _tell_torchrun(text.splitlines()[-1])
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr may be full or closed, and the rank must end all the same
+        print(text, file=sys.stderr, flush=True)
 
 
 def _tell_torchrun(line: str) -> None:
@@ -104,7 +116,7 @@ def _tell_torchrun(line: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with open(path, "w", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": line, "extraInfo": info}}, file)
 
 

@@ -87,7 +87,8 @@ def _listen() -> socket.socket:
 
 
 def _say(text: str) -> None:
-    print(f"rlhf_mc: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # no reason to stop watching
+        print(f"rlhf_mc: {text}", file=sys.stderr, flush=True)
 
 
 class _Thread:
@@ -154,7 +155,7 @@ class Teller(_Thread):
         """Who keeps the others waiting, as far as is known; empty where nobody stands out."""
         self._asks = True
         self._wake_up()
-        if self._answered.wait(2.0):
+        if self._answered.wait(2.0) or self._ended.is_set():
             return self._behind
         return f"{self._first} has not answered for {time.monotonic() - self._last_answer:.0f} s"
 
@@ -202,6 +203,8 @@ class Teller(_Thread):
     def _read(self, answer: dict[str, str]) -> None:
         if "verdict" in answer:
             end_from_a_thread(answer["verdict"], say=False)  # rank 0 says it
+        if "unwatched" in answer:
+            self._ended.set()
         self._last_answer, self._cut_since = time.monotonic(), None
         if "behind" in answer:
             self._behind = answer["behind"]
@@ -250,8 +253,16 @@ class Listener(_Thread):
         return self._register.behind(time.monotonic())
 
     def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # whatever it is: silence of this thread must not end a run that is well
+            _say(f"warning: the watchdog has failed ({type(error).__name__}: {error}); no watch is kept")
+            self._tell_all({"unwatched": "yes"})
+
+    def _listen(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        next_judgement = 0.0
         while not self._ended.is_set():
             events = self._selector.select(min(0.5, self._interval))
             now = time.monotonic()
@@ -265,10 +276,16 @@ class Listener(_Thread):
                     self._woken.recv(4096)
                 elif isinstance(key.fileobj, socket.socket):
                     self._hear(key.fileobj, now)
-            self._judge(now)
+            if now >= next_judgement:  # not at each line: there may be thousands of ranks
+                self._judge(now)
+                next_judgement = now + min(0.5, self._interval)
 
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # it has hung up, or there is no descriptor left: it will call again
+            time.sleep(0.1)
+            return
         connection.setblocking(False)
         self._received[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
@@ -292,7 +309,7 @@ class Listener(_Thread):
                     self._register.said_goodbye(beat.rank)
                 answer = {"behind": self._register.behind(now)} if told["asks"] else {}
                 connection.sendall(json.dumps(answer).encode() + b"\n")
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # anybody may have written anything
             self._selector.unregister(connection)
             del self._received[connection]
             connection.close()
@@ -305,8 +322,11 @@ class Listener(_Thread):
         verdict = self._register.verdict(now, self._timeout, GONE_AFTER_SECONDS)
         if not verdict or self._ended.is_set():
             return
-        for connection in self._received:
-            with contextlib.suppress(OSError):
-                connection.sendall(json.dumps({"verdict": verdict}).encode() + b"\n")
+        self._tell_all({"verdict": verdict})
         time.sleep(min(1.0, self._interval))  # the verdict, not the loss of this rank, is to be their reason
         end_from_a_thread(f"{verdict}; this rank was {self._beat(0).where()}")
+
+    def _tell_all(self, message: dict[str, str]) -> None:
+        for connection in self._received:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps(message).encode() + b"\n")

@@ -38,7 +38,8 @@ class PendingScores:
 
     def seconds_until(self, moment: float) -> float:
         """How long, up to that moment of time.perf_counter, workers have been at it while the rank did other work."""
-        return min(self._done, moment) - self._submitted
+        over = all(part.done() for part in self._parts)
+        return (min(self._done, moment) if over else moment) - self._submitted
 
 
 class RewardManager:

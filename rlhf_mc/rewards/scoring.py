@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import numbers
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +28,9 @@ RULES: dict[str, RewardFunction] = {
     "HuggingFaceH4/MATH-500": math_rule.compute_score,
 }
 """data_source -> the rule that scores it."""
+
+LARGEST_FLOAT32 = 3.4028234663852886e38
+"""Scores become tensors of that type."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,13 @@ class Scorer:
     def _number(self, row: Row, key: str, value: Any) -> float:
         if not _is_number(value):
             raise self._error(row, f"returned {key}{_shorten(value)}, expected a number")
-        if not math.isfinite(value):
-            raise self._error(row, f"returned {key}{float(value)}, expected a finite number")
-        return float(value)
+        try:
+            number = float(value)
+        except (OverflowError, ValueError) as error:
+            raise self._error(row, f"returned {key}{_shorten(value)}, expected a number: {error}") from error
+        if not abs(number) <= LARGEST_FLOAT32:
+            raise self._error(row, f"returned {key}{number}, expected a finite number (of 32 bits)")
+        return number
 
     def _error(self, row: Row, what: str) -> UserError:
         return error_at(self._cfg, row, what)

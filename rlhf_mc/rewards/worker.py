@@ -4,12 +4,12 @@ main module, torch included, in each process it starts; this one takes what scor
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 
@@ -22,6 +22,7 @@ _READY = -1
 _ERROR = -2
 """Sent in place of a row's number, with the line of a UserError."""
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Worker:
@@ -36,7 +37,7 @@ class Worker:
             f"from rlhf_mc.rewards.worker import main\nmain({theirs.fileno()}, {os.getpid()})"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
         self._loading = True
@@ -48,7 +49,7 @@ class Worker:
             return
         name = name_of(self._cfg)
         try:
-            if not self._connection.poll(self._timeout):
+            if not self._has_spoken():
                 raise UserError(f"{name}: not imported after {self._timeout:g} s (reward.timeout_seconds)")
             self._receive()
         except (EOFError, OSError):
@@ -67,7 +68,7 @@ class Worker:
         try:
             self._connection.send(list(rows))
             while len(scores) < len(rows):
-                if not self._connection.poll(self._timeout):
+                if not self._has_spoken():
                     raise unscored(f"no score after {self._timeout:g} s (reward.timeout_seconds)")
                 i, score = self._receive()
                 scores[i] = score
@@ -80,6 +81,17 @@ class Worker:
         self._process.kill()
         self._process.wait()
         self._connection.close()
+
+    def _has_spoken(self) -> bool:
+        """Waits for a message; False once the time is over. EOFError where the process is gone, which its end of the
+        pipe alone does not tell: processes that the reward function started may hold that too."""
+        deadline = time.monotonic() + self._timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if self._connection.poll(min(1.0, left)):
+                return True
+            if self._process.poll() is not None and not self._connection.poll():
+                raise EOFError
+        return self._connection.poll()
 
     def _receive(self) -> tuple[int, dict[str, float]]:
         what, content = self._connection.recv()
@@ -98,19 +110,36 @@ class Worker:
 def main(descriptor: int, parent: int) -> None:
     """The worker: scores what comes until the rank is gone."""
     _end_with(parent)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        # Schedulers and shells signal whole process groups. What a signal means is for the rank to decide. A handler,
-        # not SIG_IGN, which the processes that a reward function starts would inherit.
-        signal.signal(getattr(signal, name), lambda number, frame: None)
     connection = Connection(descriptor)
-    with contextlib.suppress(EOFError, OSError):  # the rank is gone
+    # Schedulers and shells signal whole process groups. What a signal means is for the rank to decide.
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, frame: None)
+    # Not so for the processes that a reward function starts, which it may want to end after a time: nothing of this is
+    # theirs, nor what the rank blocks since it waits for it itself. (A program starts without handlers anyway.)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.register_at_fork(after_in_child=lambda: _let_go(connection))
+
+    def send(what: int, content: object) -> None:
         try:
-            scorer = Scorer(connection.recv())
-            connection.send((_READY, None))
-            while True:
-                scorer.score(connection.recv(), lambda i, score: connection.send((i, score)))
-        except UserError as error:
-            connection.send((_ERROR, str(error)))
+            connection.send((what, content))
+        except OSError:  # the rank is gone
+            os._exit(0)
+
+    try:
+        scorer = Scorer(connection.recv())
+        send(_READY, None)
+        while True:
+            scorer.score(connection.recv(), send)
+    except EOFError:  # the rank is gone
+        return
+    except UserError as error:
+        send(_ERROR, str(error))
+
+
+def _let_go(connection: Connection) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    connection.close()
 
 
 def _end_with(parent: int) -> None:

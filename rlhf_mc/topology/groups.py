@@ -138,9 +138,14 @@ def world_of_a_tool(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator
     shut_down()
 
 
+def meet() -> None:
+    """Waits until every rank has come this far."""
+    dist.barrier()
+
+
 def shut_down() -> None:
     """Leaves the world together: no rank is gone while another still waits for it."""
-    dist.barrier()
+    meet()
     dist.destroy_process_group()
 
 

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
+from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.checkpoint.hf import export_hf
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.prompts import prompt_indices, steps_per_epoch
@@ -28,6 +30,9 @@ from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.passes import micro_batch_limit
 from rlhf_mc.trainer.preemption import StopRequested, StopRequests
 from rlhf_mc.trainer.setup import Run, layouts_of
+
+SINKS = "trainer.default_local_dir"
+"""What is to blame where metrics and samples cannot be written."""
 
 
 @dataclass
@@ -59,7 +64,8 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
     cfg = run.config.trainer
     with run.residency.phase(PhaseTimer(place=place), "save_checkpoint"):
         position = checkpoints.resume()
-    sinks = Sinks(cfg, run.total_steps, position.step or None) if run.groups.rank == 0 else None
+    sinks: list[Sinks] = []  # one, on rank 0
+    on_rank_0(SINKS, lambda: sinks.append(Sinks(cfg, run.total_steps, position.step or None)))
     for line in headlines(run):
         say(run, line)
     say(run, run.update.summary)
@@ -87,10 +93,11 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
         checkpoints.advance()
         stop.steps_done += 1
     directory = Path(cfg.default_local_dir)
+    checkpoints.advance(wait=True)
     export(run, StepState(run.total_steps, PhaseTimer(), {}), directory / "hf")
     checkpoints.close()
-    if sinks is not None:
-        sinks.close()
+    if sinks:
+        sinks[0].close()
         if "jsonl" in cfg.logger:
             plot_run(directory / METRICS_FILE, directory / "training.png", title=directory.name)
     why = "the target accuracy is reached" if reached else "all steps are done"
@@ -195,7 +202,10 @@ def rewarded(run: Run, state: StepState, batch: RaggedBatch, pending: PendingSco
         )
         assert run.reward_model is not None
         with run.residency.phase(state.timer, "reward_model"):
-            return batch.with_fields(scores=experience.score_sequences(run.reward_model, batch, limit))
+            scores = experience.score_sequences(run.reward_model, batch, limit)
+        if not scores.isfinite().all():  # the same on every rank
+            raise UserError(f"reward_model.model_path: {cfg.model_path}: a score is not finite in step {state.step}")
+        return batch.with_fields(scores=scores)
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
     with run.residency.phase(state.timer, "reward"):
         rows = experience.collect_scores(pending, batch.num_sequences)
@@ -310,10 +320,8 @@ def validate(run: Run, state: StepState) -> float:
             cfg.trainer.seed,
         )
     state.metrics.update(metrics)
-    if run.groups.rank == 0:
-        evaluate.write_generations(
-            Path(cfg.trainer.default_local_dir), state.step, texts, cfg.trainer.log_val_generations
-        )
+    directory, limit = Path(cfg.trainer.default_local_dir), cfg.trainer.log_val_generations
+    on_rank_0(SINKS, lambda: evaluate.write_generations(directory, state.step, texts, limit))
     return accuracy
 
 
@@ -338,7 +346,6 @@ def export(run: Run, state: StepState, directory: Path) -> None:
         )
 
 
-def log(sinks: Sinks | None, state: StepState) -> None:
-    """Sends the step's metrics and times off."""
-    if sinks is not None:
-        sinks.log(state.step, {**state.metrics, **state.timer.result()})
+def log(sinks: list[Sinks], state: StepState) -> None:
+    """Sends the step's metrics and times off, where there are sinks. Every rank must call it."""
+    on_rank_0(SINKS, lambda: sinks[0].log(state.step, {**state.metrics, **state.timer.result()}))

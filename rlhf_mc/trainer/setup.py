@@ -30,7 +30,7 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
-from rlhf_mc.topology.agreement import ranks_per_node
+from rlhf_mc.topology.agreement import raise_together, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.residency import Residency, check_residency
@@ -79,7 +79,7 @@ def build_run(cfg: Config) -> Run:
         val_prompts = load_prompts(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples)
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
-    rewards = RewardManager(cfg.custom_reward_function, cfg.reward)
+    rewards = _rewards(cfg)
     rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
     starts = _starts(cfg, tokenizer)
@@ -118,6 +118,17 @@ def build_run(cfg: Config) -> Run:
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_in_a_row, Path(cfg.trainer.default_local_dir)),
     )
+
+
+def _rewards(cfg: Config) -> RewardManager:
+    """UserError on every rank where one of them cannot load the user's function: its node may lack the file."""
+    error: UserError | None = None
+    try:
+        rewards = RewardManager(cfg.custom_reward_function, cfg.reward)
+    except UserError as found:
+        error = found
+    raise_together(error)
+    return rewards
 
 
 def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig
 from rlhf_mc.data.balance import Limit
@@ -22,7 +23,6 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
-from rlhf_mc.topology.agreement import raise_together
 from rlhf_mc.trainer.passes import my_micro_batches
 
 
@@ -116,13 +116,7 @@ class SkippedUpdates:
         if not skipped:
             return
         path = self.directory / _SAMPLES.format(step)
-        error: UserError | None = None
-        if dist.get_rank() == 0:
-            try:
-                write_samples(path, name, mini)
-            except OSError as e:
-                error = UserError(f"{path}: cannot be written: {e.strerror}")
-        raise_together(error)
+        on_rank_0(f"{path}: cannot be written", lambda: write_samples(path, name, mini))
         if self.in_a_row[name] >= self.limit:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} updates in a row "

@@ -1,4 +1,4 @@
-"""What the ranks run in test_freeze.py."""
+"""What the ranks run in test_freezing.py."""
 
 from __future__ import annotations
 

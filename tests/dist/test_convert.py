@@ -31,7 +31,7 @@ def run_tool(name: str, largest_file: int | None = None, **options: str | Path) 
 
 
 def on_two_ranks(name: str, **options: str | Path) -> subprocess.CompletedProcess[str]:
-    """As torchrun starts them: what both wrote, and the sum of their exit codes."""
+    """As torchrun starts them: what both wrote, and an exit code other than 0 if there was one."""
     return forked.run_ranks(2, [str(ROOT / "tools" / name), *command_line(options)])
 
 

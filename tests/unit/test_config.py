@@ -451,6 +451,14 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
         ),
         (("trainer.max_skipped_updates_in_a_row=0",), ("max_skipped_updates_in_a_row is 0", "at least 1")),
         (
+            ("critic.model_path=''",),
+            ("critic.model_path is empty", "leave it out"),
+        ),
+        (
+            ("custom_reward_function.path=a.py", "reward_model.model_path=rm", "data.val_files=[]"),
+            ("custom_reward_function.path", "reward_model.model_path", "never be called"),
+        ),
+        (
             ("actor.megatron.param_offload=true",),
             ("actor.megatron.param_offload is true", "reshard.share_weights is true", "set one of them to false"),
         ),
