@@ -14,10 +14,11 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -29,6 +30,8 @@ FORMAT = 1
 """Of the checkpoint as a whole; a program reads its own and older ones."""
 _NAME = re.compile(r"global_step_(\d+)")
 _BLOCK_BYTES = 1 << 20
+_AGAIN_SECONDS = 1.0
+T = TypeVar("T")
 
 
 class Damaged(UserError):
@@ -187,12 +190,12 @@ def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> 
 
 def read_manifest(path: Path) -> dict[str, File]:
     """The files of a checkpoint. UserError where it is none, or of a newer program; Damaged where the manifest is."""
-    if not path.is_dir():
-        raise UserError(f"{path}: no such directory")
-    if not (path / MANIFEST).is_file():
-        raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_what_else(path)}")
     try:
-        content = json.loads((path / MANIFEST).read_text())
+        if not again(path.is_dir):
+            raise UserError(f"{path}: no such directory")
+        if not again((path / MANIFEST).is_file):
+            raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_what_else(path)}")
+        content = json.loads(again((path / MANIFEST).read_text))
         version, checksum = content["format"], content.pop("sha256")
         if isinstance(version, int) and version > FORMAT:
             raise UserError(
@@ -210,6 +213,16 @@ def read_manifest(path: Path) -> dict[str, File]:
     except OSError as error:
         raise Damaged(f"{path / MANIFEST}: cannot be read ({error.strerror})") from error
     return files
+
+
+def again(read: Callable[[], T]) -> T:
+    """What `read` returns, at the second attempt if the first finds no answer: a file server that is just being taken
+    over has damaged nothing."""
+    try:
+        return read()
+    except OSError:
+        time.sleep(_AGAIN_SECONDS)
+        return read()
 
 
 def _what_else(path: Path) -> str:
@@ -249,10 +262,10 @@ def _raise_together(error: UserError | None) -> None:
 
 def _check(path: Path, expected: File) -> None:
     try:
-        size = path.stat().st_size
+        size = again(path.stat).st_size
         if size != expected.num_bytes:
             raise Damaged(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
-        if summed(path).sha256 != expected.sha256:
+        if again(lambda: summed(path)).sha256 != expected.sha256:
             raise Damaged(f"{path}: damaged (its checksum is not that of what was written)")
     except OSError as error:
         raise Damaged(f"{path}: cannot be read ({error.strerror})") from error

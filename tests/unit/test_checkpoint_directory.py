@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -69,6 +70,28 @@ def test_damage_is_found(tmp_path: Path, harm: str) -> None:
         body = {"format": 1, "step": 1, "files": {"../a": manifest["files"]["a"]}}
         (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._sum_of(body)}))
     with pytest.raises(directory.Damaged, match="b" if not harm.startswith("manifest") else directory.MANIFEST):
+        directory.verify(path)
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, 1)
+    refused, summed = [], directory.summed
+
+    def once(file: Path) -> directory.File:
+        if len(refused) < limit:
+            refused.append(file)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return summed(file)
+
+    monkeypatch.setattr(directory, "summed", once)
+    monkeypatch.setattr(directory, "_AGAIN_SECONDS", 0.01)
+    limit = 1
+    directory.verify(path)
+    assert refused
+    limit = 3
+    with pytest.raises(directory.Damaged, match="cannot be read"):
         directory.verify(path)
 
 
