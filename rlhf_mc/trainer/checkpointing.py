@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role
@@ -22,7 +21,7 @@ from rlhf_mc.checkpoint.training import Save, load, stored_config
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.agreement import gather_objects, raise_together
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 _OF_NO_EFFECT = {
@@ -87,11 +86,13 @@ class Checkpoints:
         """Takes the run to where the checkpoint of trainer.resume_mode was written; without one, nothing changes.
         UserError where a checkpoint that was named, or all there are, cannot be used."""
         path = self._find()
-        if path is not None:
+        if path is None:
+            self._skipped_go_on_after(0, {})  # an attempt that was killed before its first checkpoint left samples
+        else:
             loop = load(path, self._roles)
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
-            self._run.skipped.go_on_after(self.position.step, loop["skipped_in_a_row"])
+            self._skipped_go_on_after(self.position.step, loop["skipped_in_a_row"])
             self._say(f"resumed after step {self.position.step} from {path}")
             self._say_what_changed(path)
             if path.parent.resolve() == self._root.resolve():
@@ -101,6 +102,10 @@ class Checkpoints:
                 self.position.best_step = self.position.best_accuracy = None  # that one lies elsewhere
         self._note()
         return self.position
+
+    def _skipped_go_on_after(self, step: int, in_a_row: dict[str, int]) -> None:
+        skipped = self._run.skipped
+        raise_together(directory.disk_error(str(self._root), lambda: skipped.go_on_after(step, in_a_row)))
 
     def _find(self) -> Path | None:
         """The checkpoint to go on from, its checksums found right."""
@@ -121,13 +126,14 @@ class Checkpoints:
         return Path(given)
 
     def _began_at(self, given: str, steps: list[int]) -> bool:
-        """Whether the newest checkpoint is of a run that began at the given one too: the same command, started again
-        by a job's requeue, goes on from there."""
+        """Whether the newest checkpoint whose settings can be read is of a run that began at the given one too: the
+        same command, started again by a job's requeue, goes on from there."""
         mine = None
-        if steps and dist.get_rank() == 0:
-            with contextlib.suppress(OSError, yaml.YAMLError):
-                mine = stored_config(directory.final_path(self._root, steps[-1]))
-        return bool(gather_objects(mine is not None and mine["trainer"].get("resume_from_path") == given)[0])
+        for step in reversed(steps) if dist.get_rank() == 0 else ():
+            with contextlib.suppress(Exception):  # not verified yet, so it may be anything
+                mine = stored_config(directory.final_path(self._root, step))["trainer"]["resume_from_path"]
+                break
+        return gather_objects(mine == given)[0]
 
     def _newest_whole(self, steps: list[int]) -> Path | None:
         for step in reversed(steps):
@@ -190,9 +196,9 @@ class Checkpoints:
             directory.on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
             self._in_flight = Save(self._root, position.step, self._roles, loop, to_dict(self._run.config), buffers)
 
-    def advance(self) -> None:
-        """Commits the checkpoint under way if all ranks have written their part of it."""
-        if self._in_flight is not None and self._in_flight.is_written():
+    def advance(self, wait: bool = False) -> None:
+        """Commits the checkpoint under way if all ranks have written their part of it, or once they have."""
+        if self._in_flight is not None and (wait or self._in_flight.is_written()):
             self._commit()
 
     def save_now(self) -> None:
@@ -220,7 +226,8 @@ class Checkpoints:
             directory.on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
             save.commit()
         self._saved = save.step
-        directory.on_rank_0(str(self._root), self._remove_old)
+        if dist.get_rank() == 0 and (error := directory.disk_error(str(self._root), self._remove_old)) is not None:
+            self._say(f"WARNING: an old checkpoint cannot be deleted: {error}")
 
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import resource
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from cases import a_run
 
+from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -85,9 +88,9 @@ def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]
     return out
 
 
-def save_to_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
-    """Two checkpoints, at once and in the background; before the second the system refuses files beyond `limit` bytes,
-    as a full disk does. Returns what was said of it."""
+def save_where_the_disk_refuses(config_path: str, root: str, limit: int) -> list[str]:
+    """Two checkpoints, at once and in the background, while the system refuses files beyond `limit` bytes, as a full
+    disk does; then one after which the older one cannot be deleted. Returns what was said of each."""
     out = []
     with a_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
         checkpoints = Checkpoints(run)
@@ -106,4 +109,10 @@ def save_to_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
                 out.append(str(error))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        run.config.trainer.max_ckpt_to_keep = 1
+        with mock.patch.object(directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")):
+            checkpoints.step_done(4, None)
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                checkpoints.save_now()
+        out.append(said.getvalue())
     return out

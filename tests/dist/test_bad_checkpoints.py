@@ -50,10 +50,27 @@ def with_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], Non
     def rewrite(path: Path) -> None:
         state = json.loads((path / "state.json").read_text())
         change(state)
-        files = directory.read_manifest(path)
-        path.rename(directory.staging_path(path.parent, 3))
-        files["state.json"] = directory.write_json(directory.staging_path(path.parent, 3) / "state.json", state)
-        directory.commit(path.parent, 3, files)
+        with_file(path, 3, "state.json", json.dumps(state))
+
+    return rewrite
+
+
+def with_file(path: Path, step: int, name: str, text: str) -> None:
+    """The same checkpoint, whole, but for one file's content."""
+    files = directory.read_manifest(path)
+    path.rename(directory.staging_path(path.parent, step))
+    files[name] = directory.write_bytes(directory.staging_path(path.parent, step) / name, text.encode())
+    directory.commit(path.parent, step, files)
+
+
+def begun_at(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], None]:
+    """The checkpoints of a run that began at `start`; of the newest the settings cannot be read (None: are missing)."""
+
+    def rewrite(path: Path) -> None:
+        with_file(path.with_name("global_step_2"), 2, "config.yaml", f"trainer: {{resume_from_path: {start}}}")
+        (path / "config.yaml").unlink()
+        if config_of_step_3 is not None:
+            (path / "config.yaml").write_bytes(config_of_step_3)
 
     return rewrite
 
@@ -106,6 +123,14 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")
     named("fine", good / "global_step_2", "step 2")
+    start = good / "global_step_1"
+    for name, content in {"requeued": None, "not text": b"\xff\xfe", "no mapping": b"hello"}.items():
+        harmed(good, tmp_path / name, begun_at(start, content))
+        named(name, start, "step 2")
+    samples = tmp_path / "run" / "nonfinite_step_1.json"
+    samples.parent.mkdir()
+    samples.write_text("[]")
+    ways.append(([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0"))
     mixed = f"default_local_dir={harmed(good, tmp_path / 'mixed', cut)}"
     ways.append(([mixed, "resume_mode=disable"], "which this one's would be mixed with"))
     # The same directory: later steps are of a run that went on from there before.
@@ -124,16 +149,19 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
         "global_step_3.aside1",
     ]
     assert directory.steps_with_checkpoint(branch) == [1]
+    assert not samples.exists()
     assert not list(tmp_path.glob("*/run.lock"))
 
 
-def test_a_full_disk(pool: Any, config: Path, tmp_path: Path) -> None:
-    said = pool(1).run(
-        resume_cases.save_to_a_full_disk, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20
+def test_a_disk_that_refuses(pool: Any, config: Path, tmp_path: Path) -> None:
+    *full, undeletable = pool(1).run(
+        resume_cases.save_where_the_disk_refuses, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20
     )[0]
-    for text in said:
+    assert len(full) == 2
+    for text in full:
         assert "cannot be written: File too large" in text and "\n" not in text
         assert f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'run' / 'global_step_1'}" in text
-    assert directory.steps_with_checkpoint(tmp_path / "run") == [1]
+    assert "WARNING: an old checkpoint cannot be deleted" in undeletable and "Permission denied (old)" in undeletable
+    assert directory.steps_with_checkpoint(tmp_path / "run") == [1, 4]
     directory.read_manifest(tmp_path / "run" / "global_step_1")
     assert not list((tmp_path / "run").glob("*.tmp"))
