@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -14,11 +15,15 @@ from pathlib import Path
 
 from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.topology.agreement import gather_objects
 
 NAME = "run.lock"
 TOUCH_SECONDS = 10.0
 STALE_SECONDS = 60.0
-"""Six touches missed: on a machine that this one cannot ask, the owner is then taken for dead."""
+"""Six touches missed: an owner that cannot be asked is then taken for dead."""
+_LOOK_SECONDS = 1.0
+_ATTEMPTS = 5
+"""How often a file server is asked, so many seconds apart, before its refusal ends a run."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Owner:
     pid: int
     started: str
     """When the process began, as its machine counts: numbers of processes are used again."""
+    numbered_by: str
+    """The machine's boot and the namespace in which `pid` is a process: containers share host names and numbers."""
     job: str
     """Slurm's number of the job, or empty."""
     restarts: int
@@ -39,15 +46,22 @@ class Owner:
         """The one that asks."""
         job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _start_of(pid) or "", job, int(restarts))
+        return cls(socket.gethostname(), pid, _start_of(pid) or "", _numbered_by(), job, int(restarts))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
 
 
 def check_free(root: Path) -> None:
-    """UserError, on every rank, where another run that lives holds the directory. Every rank must call it."""
-    on_rank_0("trainer.default_local_dir", Lock(root).check)
+    """UserError, on every rank, where another run that lives holds the directory. An owner that cannot be asked is
+    watched until it gives a sign of life, or has given none for long. Every rank must call it."""
+    lock = Lock(root)
+    on_rank_0("trainer.default_local_dir", lock.look)
+    if lock.in_doubt is not None:
+        print(f"rlhf_mc: {lock.in_doubt}; waiting for a sign of life", file=sys.stderr, flush=True)
+    while gather_objects(lock.in_doubt)[0] is not None:
+        time.sleep(_LOOK_SECONDS)
+        on_rank_0("trainer.default_local_dir", lock.look)
 
 
 class Lock:
@@ -57,10 +71,20 @@ class Lock:
         self._path = root / NAME
         self._owner = Owner.this_process()
         self._released = threading.Event()
+        self._seen: tuple[Owner, float] | None = None
+        self.in_doubt: str | None = None
+        """What `look` found of an owner that may be dead or alive."""
 
-    def check(self) -> None:
-        """UserError where another run that lives holds the directory."""
-        self._find_dead_owner()
+    def look(self) -> None:
+        """UserError where another run holds the directory that is known to live, or was touched since the last look."""
+        self.in_doubt = None
+        owner = self._read()
+        if owner is None or self._is_dead(owner, self._age()):
+            return
+        seen, self._seen = self._seen, (owner, self._touched())
+        if self._can_be_asked(owner) or (seen is not None and seen != self._seen):
+            self._find_dead_owner()
+        self.in_doubt = f"{self._path.parent} belongs to another run: {owner}"
 
     def take(self) -> None:
         """UserError where another run that lives holds the directory, or it cannot be written to."""
@@ -83,11 +107,22 @@ class Lock:
                 self._path.unlink()
 
     def check_still_ours(self) -> None:
-        """UserError where another run has taken the directory over, as it may after this one stood still for long."""
-        if (owner := self._read()) != self._owner:
+        """UserError where another run has taken the directory over, as it may after this one stood still for long. A
+        lock that somebody removed is made again. OSError where it cannot be looked at, several times over."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if (owner := self._read()) is None:
+                    self._create()
+                    owner = self._owner
+                break
+            except OSError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_LOOK_SECONDS)
+        if owner != self._owner:
             raise UserError(
-                f"trainer.default_local_dir: {self._path.parent} was taken over by {owner or 'nobody that is known'} "
-                "while this run stood still; nothing more is written there"
+                f"trainer.default_local_dir: {self._path.parent} was taken over by {owner} while "
+                "this run stood still; nothing more is written there"
             )
 
     def _find_dead_owner(self) -> Owner | None:
@@ -98,18 +133,22 @@ class Lock:
         age = self._age()
         if self._is_dead(owner, age):
             return owner
-        known = owner.host == self._owner.host
-        wait = "" if known else f" (it gave a sign of life {age:.0f} s ago; without one it counts as dead after 60 s)"
+        sign = f" (it gave a sign of life {age:.0f} s ago; without one it counts as dead after {STALE_SECONDS:.0f} s)"
+        wait = "" if self._can_be_asked(owner) else sign
         raise UserError(
             f"trainer.default_local_dir: {self._path.parent} belongs to another run: {owner}{wait}; wait for it, or "
             "give another directory"
         )
 
+    def _can_be_asked(self, owner: Owner) -> bool:
+        """Whether this machine's list of processes says if it lives."""
+        return (owner.host, owner.numbered_by) == (self._owner.host, self._owner.numbered_by)
+
     def _is_dead(self, owner: Owner, age: float) -> bool:
         mine = self._owner
         if owner == mine:
             return True
-        if owner.host == mine.host:
+        if self._can_be_asked(owner):
             return _start_of(owner.pid) != owner.started
         if owner.job and owner.job == mine.job and owner.restarts < mine.restarts:
             return True  # Slurm has ended a job before it starts it again
@@ -122,26 +161,46 @@ class Lock:
             return None
         except (ValueError, TypeError):
             # Written in one piece, so this is no lock of ours: nobody's, as old as it is.
-            return Owner("an unknown machine", 0, "", "", 0)
+            return Owner("an unknown machine", 0, "", "", "", 0)
+
+    def _touched(self) -> float:
+        """When the lock was last touched, by the clock of the file system."""
+        try:
+            return self._path.stat().st_mtime
+        except FileNotFoundError:
+            return float("-inf")
 
     def _age(self) -> float:
+        """Seconds since then. The file system's clock may be another machine's: a new file tells what it says now."""
+        probe = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        probe.touch()
         try:
-            return time.time() - self._path.stat().st_mtime
-        except FileNotFoundError:
-            return float("inf")
+            return probe.stat().st_mtime - self._touched()
+        finally:
+            probe.unlink()
 
     def _create(self) -> None:
         """Only one of several that try at once succeeds; the file is never seen half written."""
         mine = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
         mine.write_text(json.dumps(asdict(self._owner)))
         try:
-            os.link(mine, self._path)
+            self._put(mine)
         except FileExistsError:
             raise UserError(
                 f"trainer.default_local_dir: {self._path.parent} was taken by {self._read()} at this moment"
             ) from None
         finally:
             mine.unlink()
+
+    def _put(self, written: Path) -> None:
+        """Makes a file the lock. FileExistsError where there is one."""
+        try:
+            os.link(written, self._path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            with self._path.open("x") as file:
+                file.write(written.read_text())
 
     def _remove(self, dead: Owner) -> None:
         """Moves the dead owner's file away; if it is another's by now, that one keeps the directory."""
@@ -152,7 +211,7 @@ class Lock:
             moved._path = aside
             if moved._read() != dead:
                 with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
+                    self._put(aside)
             aside.unlink()
 
     def _touch(self) -> None:
@@ -160,6 +219,15 @@ class Lock:
             with contextlib.suppress(OSError):
                 if self._read() == self._owner:
                     os.utime(self._path)
+
+
+def _numbered_by() -> str:
+    """By whom this machine's processes are numbered; empty where it does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _start_of(pid: int) -> str | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -253,6 +254,45 @@ def test_on_another_machine_signs_of_life_count(tmp_path: Path) -> None:
     lock.Lock(tmp_path).take()
 
 
+def test_numbers_of_processes_of_another_container_say_nothing(tmp_path: Path) -> None:
+    left_by(tmp_path, owner(numbered_by="another boot pid:[1]", started="1"))
+    with pytest.raises(UserError, match="sign of life"):
+        lock.Lock(tmp_path).take()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_owner_that_cannot_be_asked_is_watched(
+    tmp_path: Path, lives: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if lives and len(waits) == 2:
+            left_by(tmp_path, owner(host="elsewhere"))
+
+    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
+    monkeypatch.setattr(lock.Lock, "_age", lambda self: 20.0 + 15 * len(waits))
+    monkeypatch.setattr(time, "sleep", sleep)
+    if lives:
+        with pytest.raises(UserError, match="belongs to another run"):
+            lock.check_free(tmp_path)
+    else:
+        lock.check_free(tmp_path)
+        lock.Lock(tmp_path).take()
+    assert len(waits) == (2 if lives else 3)
+    assert capfd.readouterr().err.count("waiting for a sign of life") == 1
+
+
+def test_the_clock_is_the_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
+    with pytest.raises(UserError, match=r"sign of life 20 s ago"):
+        lock.Lock(tmp_path).take()
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
 def test_a_requeued_job_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_by(tmp_path, owner(host="elsewhere", job="5", restarts=0))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
@@ -269,6 +309,33 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
         UserError, match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)"
     ):
         lock.Lock(tmp_path / "file" / "run").take()
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    mine = lock.Lock(tmp_path)
+    mine.take()
+    mine.check_still_ours()
+    with pytest.raises(FileExistsError):
+        mine._put(tmp_path / lock.NAME)
+
+
+def test_a_lock_that_is_gone_or_not_seen_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = lock.Lock(tmp_path)
+    mine.take()
+    (tmp_path / lock.NAME).unlink()
+    mine.check_still_ours()
+    assert (tmp_path / lock.NAME).exists()
+    answers = [OSError(errno.ESTALE, "stale"), mine._owner]
+    monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers))
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.01)
+    mine.check_still_ours()
+    monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers[:1] * 9))
+    with pytest.raises(OSError, match="stale"):
+        mine.check_still_ours()
 
 
 def test_a_run_whose_directory_was_taken_over_notices(tmp_path: Path) -> None:
