@@ -1,10 +1,11 @@
 """Does every node of a job see the same? Run by launch/slurm_job.sh before training starts.
 
-    srun ... python -m launch.preflight probe CONFIG.yaml [section.key=value ...] |
-        python -m launch.preflight compare NUM_NODES
+    srun ... python -m launch.preflight probe FOLDER CONFIG.yaml [section.key=value ...]
+    python -m launch.preflight compare FOLDER NUM_NODES
 
-`probe` prints what one node finds: its packages, code, config, models, data, and whether it can write where the run
-writes. `compare` reads the lines of all nodes and ends with 1 after naming the nodes that differ. No torch here.
+`probe` leaves a file with what one node finds: its packages, code, config, models, data, and whether it can write where
+the run writes. `compare` reads the files of all nodes and ends with 1 after naming the nodes that differ. The folder is
+on storage that all nodes share. No torch here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SEEN_WITHIN_SECONDS = 30
 
 def probe(arguments: list[str]) -> dict[str, str]:
     """What this node finds, by subject; values are short texts that are equal where nodes agree."""
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    node = _here()
     found = {"node": node, "Python and packages": _versions(), "code": f"{_digest(_code())} in {ROOT}"}
     try:
         cfg = load_config(arguments[0], arguments[1:])
@@ -46,6 +47,10 @@ def probe(arguments: list[str]) -> dict[str, str]:
     folder = _mark(cfg)
     found[f"trainer.default_local_dir ({cfg.trainer.default_local_dir})"] = _write(folder / node)
     return {**found, "mark": str(folder)}
+
+
+def _here() -> str:
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def _versions() -> str:
@@ -69,6 +74,8 @@ def _inputs(cfg: Config) -> dict[str, str]:
         "model.dist_checkpointing_path": cfg.model.dist_checkpointing_path,
         "model.tokenizer_path": cfg.model.tokenizer_path,
         "critic.model_path": cfg.critic.model_path,
+        "reward_model.model_path": cfg.reward_model.model_path,
+        "trainer.resume_from_path": cfg.trainer.resume_from_path,
         "custom_reward_function.path": cfg.custom_reward_function.path,
     }
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
@@ -109,7 +116,10 @@ def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
     complaints = []
     if len(nodes) < num_nodes:
         names = ", ".join(node["node"] for node in nodes) or "none"
-        complaints.append(f"{num_nodes - len(nodes)} of {num_nodes} nodes did not answer; these did: {names}")
+        complaints.append(
+            f"{num_nodes - len(nodes)} of {num_nodes} nodes did not answer, or do not share the folder of the logs "
+            f"(LOG_ROOT); these did: {names}"
+        )
     for key in dict.fromkeys(key for node in nodes for key in node if key not in ("node", "mark")):
         values = {node["node"]: node[key] for node in nodes if key in node}
         right = [value for value in values.values() if not value.startswith(WRONG)]
@@ -126,7 +136,7 @@ def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
 def _unseen(nodes: list[dict[str, str]]) -> list[str]:
     """Nodes whose file in the run's directory does not show here: their directory is another one."""
     wrote = {node["node"]: Path(node["mark"]) / node["node"] for node in nodes if "mark" in node}
-    here = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    here = _here()
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
     while (missing := [name for name, file in wrote.items() if not file.exists()]) and time.monotonic() < deadline:
         if not any(file.parent.exists() for file in wrote.values()):
@@ -142,13 +152,29 @@ def _unseen(nodes: list[dict[str, str]]) -> list[str]:
     ]
 
 
+def leave(folder: Path, found: dict[str, str]) -> None:
+    """Puts what this node finds into the folder, whole or not at all."""
+    unfinished = folder / f"{found['node']}.unfinished"
+    unfinished.write_text(json.dumps(found))
+    unfinished.rename(folder / f"preflight.{found['node']}.json")
+
+
+def collect(folder: Path, num_nodes: int) -> list[dict[str, str]]:
+    """What the nodes have left there, as many as show in time."""
+    deadline = time.monotonic() + SEEN_WITHIN_SECONDS
+    while len(files := sorted(folder.glob("preflight.*.json"))) < num_nodes and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return [json.loads(file.read_text()) for file in files]
+
+
 def main() -> int:
-    command, *arguments = sys.argv[1:]
+    command, folder, *arguments = sys.argv[1:]
     if command == "probe":
-        print(json.dumps(probe(arguments)), flush=True)
+        leave(Path(folder), probe(arguments))
         return 0
-    nodes = [json.loads(line) for line in sys.stdin if line.startswith("{")]
-    complaints = compare(nodes, int(arguments[0]))
+    num_nodes = int(arguments[0])
+    nodes = collect(Path(folder), num_nodes)
+    complaints = compare(nodes, num_nodes)
     for complaint in complaints:
         print(f"preflight: {complaint}", file=sys.stderr)
     if not complaints:

@@ -12,8 +12,14 @@
 #   LOG_ROOT folder of the ranks' logs, on storage that all nodes share     [runs/slurm]
 #
 # A run that ends with 75 has saved and wants to go on: it was signalled (sbatch --signal, preemption) or its time is
-# almost up (trainer.stop_before_minutes). The job is then queued again, and resumes where it was.
+# almost up (trainer.stop_before_minutes). The job is then queued again, and resumes where it was, unless two attempts
+# in a row brought no new checkpoint.
 set -uo pipefail
+
+# Before anything that takes time. Preemption sends TERM where the site does not send what --signal names; srun passes
+# the signal on.
+stop="" srun_pid=""
+trap 'stop=1; [[ -z "$srun_pid" ]] || kill -USR1 "$srun_pid" 2>/dev/null' USR1 TERM
 
 if [[ $# -lt 1 || -z "${SLURM_JOB_ID:-}" ]]; then
     echo "usage, inside a Slurm job: $0 CONFIG.yaml [section.key=value ...]" >&2
@@ -23,6 +29,8 @@ fi
 cd "$SLURM_SUBMIT_DIR" || exit 2
 # shellcheck source=launch/env.sh
 source launch/env.sh
+# sbatch passes its own environment on; one rank for all tasks is what these would make of it.
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 
 readonly STOPPED_TO_GO_ON=75 # observability/failures.py
 tasks_per_node=${SLURM_NTASKS_PER_NODE:-1}
@@ -41,6 +49,35 @@ export RLHF_MC_EXIT_CODE_FILE="$LOG_DIR/exit_code"
 mkdir -p "$LOG_DIR" || exit 2
 
 say() { echo "slurm_job: $*" >&2; }
+
+# Every node leaves what it finds in a file: what they print could be torn, since srun passes it on in small pieces.
+preflight() {
+    "${step[@]}" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$PYTHON" -m launch.preflight probe "$LOG_DIR" "$@"
+    "$PYTHON" -m launch.preflight compare "$LOG_DIR" "$SLURM_JOB_NUM_NODES"
+}
+
+# The job's state; nothing where Slurm's controller is too busy to say.
+state() {
+    local found=""
+    for _ in {1..5}; do
+        found=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
+        [[ -z "$found" ]] || break
+        sleep 5
+    done
+    echo "$found"
+}
+
+# Whether this attempt and the one before it ended with the checkpoint that there was before them. Each that is to be
+# queued again leaves the name of its newest.
+gets_nowhere() {
+    local attempt=${SLURM_RESTART_COUNT:-0} job=${LOG_DIR%/*} newest before
+    newest=$("$PYTHON" -m launch.progress "$@") || return 1
+    echo "$newest" >"$LOG_DIR/newest_checkpoint"
+    for before in $((attempt - 1)) $((attempt - 2)); do
+        [[ "$(cat "$job/attempt_$before/newest_checkpoint" 2>/dev/null)" == "$newest" ]] || return 1
+    done
+}
+
 say "$SLURM_JOB_NUM_NODES nodes x $NPROC ranks, attempt ${SLURM_RESTART_COUNT:-0}, the first node is $MASTER_ADDR;" \
     "the ranks' logs are in $LOG_DIR"
 
@@ -48,34 +85,52 @@ say "$SLURM_JOB_NUM_NODES nodes x $NPROC ranks, attempt ${SLURM_RESTART_COUNT:-0
 cpus=$((SLURM_CPUS_ON_NODE / tasks_per_node))
 step=(srun --nodes="$SLURM_JOB_NUM_NODES" --cpu-bind=none)
 
-"${step[@]}" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$PYTHON" -m launch.preflight probe "$@" |
-    "$PYTHON" -m launch.preflight compare "$SLURM_JOB_NUM_NODES" || exit 2
+preflight "$@" || [[ -n "$stop" ]] || exit 2
 
 if [[ "$tasks_per_node" -gt 1 ]]; then
     program=(launch/slurm_rank.sh "$@")
 else
     program=(launch/slurm_node.sh "$@")
 fi
-# In the background, since a trap waits for a command in the foreground, but not for `wait`. srun passes the signal on.
-# Preemption sends TERM where the site does not send what --signal names.
-trap 'kill -USR1 "$srun_pid" 2>/dev/null' USR1 TERM
-"${step[@]}" --ntasks=$((SLURM_JOB_NUM_NODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
-    --cpus-per-task="$cpus" --kill-on-bad-exit=1 "${program[@]}" &
-srun_pid=$!
-while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done
-wait "$srun_pid"
-code=$?
-ended_with=$(cat "$RLHF_MC_EXIT_CODE_FILE" 2>/dev/null || true)
+if [[ -n "$stop" ]]; then
+    say "asked to stop before the run began"
+    ended_with=$STOPPED_TO_GO_ON
+else
+    # In the background, since a trap waits for a command in the foreground, but not for `wait`.
+    "${step[@]}" --ntasks=$((SLURM_JOB_NUM_NODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
+        --cpus-per-task="$cpus" --kill-on-bad-exit=1 "${program[@]}" &
+    srun_pid=$!
+    [[ -z "$stop" ]] || kill -USR1 "$srun_pid" # it came between the two
+    while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done
+    wait "$srun_pid"
+    code=$?
+    srun_pid=""
+    ended_with=$(cat "$RLHF_MC_EXIT_CODE_FILE" 2>/dev/null || true)
+    # srun itself died of the signal, before it could pass it on: 138, or -1 where bash was in the trap at that moment.
+    if [[ -n "$stop" && -z "$ended_with" && "$code" =~ ^(138|-1)$ ]]; then ended_with=$STOPPED_TO_GO_ON; fi
+fi
 
 if [[ "$ended_with" == "$STOPPED_TO_GO_ON" ]]; then
     # scancel, and a time limit that has passed, end the ranks with a signal too: such a job is not to come back.
-    if [[ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]]; then
+    now=$(state)
+    if [[ -n "$now" && "$now" != RUNNING ]]; then
         say "the job is being ended, so it is not queued again; submitted anew, it goes on from its checkpoint"
         exit "$STOPPED_TO_GO_ON"
     fi
+    if gets_nowhere "$@"; then
+        say "error: two attempts in a row brought no checkpoint newer than $(cat "$LOG_DIR/newest_checkpoint"), so the" \
+            "job is not queued again; give it more time (sbatch --time), or have it signalled later (sbatch --signal)"
+        exit 2
+    fi
     say "stopped to go on later: the job is queued again"
-    # This ends the script too, so nothing comes after it, unless the job may not be queued again.
-    scontrol requeue "$SLURM_JOB_ID"
+    for _ in {1..5}; do
+        # Granted, it ends scontrol and this script too.
+        scontrol requeue "$SLURM_JOB_ID"
+        code=$?
+        if [[ "$code" -eq 0 || "$code" -gt 128 ]]; then exit "$STOPPED_TO_GO_ON"; fi
+        sleep 5
+    done
+    say "Slurm does not queue the job again; submitted anew, it goes on from its checkpoint"
     exit "$STOPPED_TO_GO_ON"
 fi
 if [[ "$code" -ne 0 ]]; then

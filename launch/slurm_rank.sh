@@ -6,8 +6,8 @@ if [[ -z "${RANK:-}" ]]; then
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$NPROC
 fi
 log=$LOG_DIR/rank_$(printf %04d "$RANK").$SLURMD_NODENAME.log
-# Signals go to every process of a step: to a rank that is still starting USR1 is nothing that it could act on, and the
-# log must stay open to the end.
-trap '' USR1
+# Signals go to every process of a step: a rank that is still starting could not act on one (StopRequests.take_signals
+# is where it begins to), and the log must stay open to the end.
+trap '' USR1 TERM
 exec "$PYTHON" -m rlhf_mc "$@" \
     > >(trap '' TERM INT; exec tee -a "$log") 2> >(trap '' TERM INT; exec tee -a "$log" >&2)

@@ -19,4 +19,6 @@ fi
 # shellcheck source=launch/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-exec torchrun --standalone --nproc-per-node "$NPROC" -m rlhf_mc "$@"
+# SIGUSR1 would kill torchrun alone and leave the ranks behind; so it passes it on, and waits 30 s, as with SIGTERM.
+exec torchrun --standalone --nproc-per-node "$NPROC" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    -m rlhf_mc "$@"

@@ -308,7 +308,7 @@ class TrainerConfig:
     report beside the collectives; one that computes for long is heard all the same."""
     preemption_grace_seconds: int = 300
     """Time that a run asked to stop (SIGTERM, SIGUSR1) has to finish or abandon its step and to save; then it ends all
-    the same, and the last checkpoint is what is kept. Less than the scheduler's own (sbatch --signal)."""
+    the same, and the last checkpoint is what is kept. At least 60; less than the scheduler's own (sbatch --signal)."""
     stop_before_minutes: float | None = None
     """In a Slurm job: stop and save, as after a signal, so many minutes before the job's time limit; null: do not."""
 

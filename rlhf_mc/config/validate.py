@@ -33,7 +33,6 @@ _AT_LEAST_ONE = [
     "trainer.max_ckpt_to_keep",
     "trainer.dist_timeout_seconds",
     "trainer.heartbeat_timeout_seconds",
-    "trainer.preemption_grace_seconds",
 ]
 _AT_LEAST_ONE_OR_MINUS_ONE = [
     "data.train_max_samples",
@@ -100,6 +99,9 @@ def _check_ranges(cfg: Config) -> None:
         _range(cfg, key, lambda value: 0 <= value <= 1, "from 0 to 1")
     _range(cfg, "actor.clip_ratio_low", lambda value: 0 < value < 1, "above 0 and below 1")
     _range(cfg, "actor.clip_ratio_c", lambda value: value > 1, "above 1")
+    # torchrun and Slurm end the ranks that a crashed one leaves by SIGTERM, and kill them 30 s later. One that gives up
+    # before it is killed would say that the run was asked to stop, and have it started again.
+    _range(cfg, "trainer.preemption_grace_seconds", lambda value: value >= 60, "at least 60")
     _range(cfg, "rollout.gpu_memory_utilization", lambda value: 0 < value <= 1, "above 0, at most 1")
 
 

@@ -241,12 +241,19 @@ def test_the_70b_job_starts_64_ranks_as_they_should_be(
 
 
 GIVES_WAY = f"""#!/usr/bin/env bash
-# The program's part in a preemption, without what takes time.
+# The program's part in a preemption, without what takes time. Not in bash, which cannot undo that a signal is ignored.
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
-    trap 'echo 75 >"$RLHF_MC_EXIT_CODE_FILE"; exit 75' USR1 TERM
-    echo "attempt $SLURM_RESTART_COUNT has started"
-    if [[ -z "$SLURM_RESTART_COUNT" ]]; then sleep 60 & wait; fi
-    exit 0
+    exec {sys.executable} -c '
+import os, pathlib, signal, sys, time
+def give_way(*_):
+    pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("75")
+    sys.exit(75)
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, give_way)
+attempt = os.environ.get("SLURM_RESTART_COUNT", "")
+print("attempt", attempt, "has started", flush=True)
+time.sleep(0 if attempt else 60)
+'
 fi
 exec {sys.executable} "$@"
 """

@@ -33,9 +33,9 @@ time.sleep(60)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_after_its_time_the_process_ends_and_its_helpers_did_not_die_of_the_signal(name: str, tmp_path: Path) -> None:
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    # Until now they were ignored, as launch/slurm_rank.sh has it.
+    command = ["bash", "-c", 'trap \'\' USR1 TERM; exec "$0" -c "$1"', sys.executable, PROGRAM]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     helper = int(process.stdout.readline())
     try:
