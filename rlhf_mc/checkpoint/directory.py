@@ -131,18 +131,19 @@ def commit(root: Path, step: int, files: Mapping[str, File]) -> None:
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
     body = {"format": FORMAT, "step": step, "files": listed}
     write_json(path / MANIFEST, {**body, "sha256": _sum_of(body)})
-    _sync_directory(path)
+    sync(path)
     if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
         set_aside(root, step)
     os.rename(path, final_path(root, step))
-    _sync_directory(root)
+    sync(root)
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Sees to it that a file, or a directory's list of names, is on the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

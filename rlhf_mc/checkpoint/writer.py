@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.blocks import Block
-from rlhf_mc.checkpoint.directory import Damaged, File, on_rank_0, summed, write_bytes
+from rlhf_mc.checkpoint.directory import Damaged, File, on_rank_0, summed, sync, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology.agreement import gather_objects, raise_together
@@ -129,6 +129,8 @@ class Writing:
         self._files[COMMON] = write_bytes(self._directory / COMMON, common.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
         for name in (METADATA, BACKEND):
+            # torch syncs the one before it has left Python's buffer, and Megatron-Core never does the other.
+            sync(self._directory / name)
             self._files[name] = summed(self._directory / name)
 
 

@@ -190,6 +190,20 @@ def test_tensors_of_a_gpu_are_written_without_buffers(tmp_path: Path) -> None:
     assert (back == data).all()
 
 
+def test_all_that_is_written_is_on_the_disk_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[str, int] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    files = writer.Writing(blocks_over(torch.ones(2, 6)), tmp_path, None).finish()
+    assert len(files) == 4
+    assert synced.items() >= {name: file.num_bytes for name, file in files.items()}.items()
+
+
 def test_ranks_ask_again_while_one_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk slower than the collectives' time-out must not keep the others in one of them."""
     asked, write = [], writer._write_bucket
