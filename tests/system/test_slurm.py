@@ -113,7 +113,7 @@ def submit(slurm: dict[str, str], quickstart_overrides: list[str]) -> Callable[[
 def uninterrupted(submit: Callable[[Path], Job], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     folder = tmp_path_factory.mktemp("uninterrupted")
     job = submit(folder)
-    assert job.wait(200) == "COMPLETED 0", job.said()
+    assert job.wait(500) == "COMPLETED 0", job.said()
     return job, folder
 
 
