@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.topology.agreement import raise_together
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -60,26 +60,6 @@ def steps_with_checkpoint(root: Path) -> list[int]:
     """Steps whose directory has a manifest, ascending. Whether that is whole has not been looked at."""
     found = ((_NAME.fullmatch(path.name), path) for path in root.glob("global_step_*"))
     return sorted(int(match[1]) for match, path in found if match and (path / MANIFEST).is_file())
-
-
-def on_rank_0(what: str, action: Callable[[], None]) -> None:
-    """Runs the action on rank 0; where the disk refuses, every rank raises a UserError that begins with `what`.
-    Every rank must call it."""
-    error: UserError | None = None
-    if dist.get_rank() == 0:
-        error = disk_error(what, action)
-    raise_together(error)
-
-
-def disk_error(what: str, action: Callable[[], None]) -> UserError | None:
-    """Runs the action; what the disk had against it, or None."""
-    try:
-        action()
-    except OSError as error:
-        return UserError(f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""))
-    except UserError as error:
-        return error
-    return None
 
 
 # ---------------------------------------------------------------- writing
@@ -244,21 +224,14 @@ def verify(path: Path) -> None:
         files = read_manifest(path)
     except UserError as e:
         error = e
-    _raise_together(error)
+    raise_together(error)
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     try:
         for name in by_size[rank::world]:
             _check(path / name, files[name])
     except Damaged as e:
         error = e
-    _raise_together(error)
-
-
-def _raise_together(error: UserError | None) -> None:
-    """As raise_together, keeping apart what is damaged from what never was a checkpoint."""
-    found = [e for e in gather_objects(error) if e is not None]
-    if found:
-        raise found[0]
+    raise_together(error)
 
 
 def _check(path: Path, expected: File) -> None:

@@ -13,9 +13,8 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.agreement import gather_objects, on_rank_0
 
 NAME = "run.lock"
 TOUCH_SECONDS = 10.0

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,7 +19,7 @@ from rlhf_mc.checkpoint.hf import ASSETS
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.topology.agreement import gather_objects, on_rank_0
 
 HF_ASSETS = "hf"
 """Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""
@@ -37,25 +35,14 @@ def save_mcore(model: PackedGPT, directory: str | Path, assets_dir: str | Path) 
     Every rank must call it. The writer starts helper processes: the program needs an `if __name__ == "__main__"`
     guard."""
     directory = Path(directory)
-    _on_rank_0(directory, lambda: _begin(directory))
+    on_rank_0(f"{directory}: cannot be written", lambda: _begin(directory))
     with platform.megatron():
         try:
             dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
         except CheckpointException as error:
             raise UserError(f"{directory}: the weights cannot be written ({_cause(error)})") from error
     # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
-    _on_rank_0(directory, lambda: _copy_assets(directory, Path(assets_dir)))
-
-
-def _on_rank_0(directory: Path, action: Callable[[], None]) -> None:
-    """Runs the action on rank 0; where the disk refuses, every rank raises. Every rank must call it."""
-    error: UserError | None = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as e:
-            error = UserError(f"{directory}: cannot be written ({e.strerror})")
-    raise_together(error)
+    on_rank_0(f"{directory}: cannot be written", lambda: _copy_assets(directory, Path(assets_dir)))
 
 
 def _begin(directory: Path) -> None:

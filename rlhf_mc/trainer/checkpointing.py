@@ -21,7 +21,7 @@ from rlhf_mc.checkpoint.training import Save, load, stored_config
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.topology.agreement import disk_error, gather_objects, on_rank_0, raise_together
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 _OF_NO_EFFECT = {
@@ -74,7 +74,7 @@ class Checkpoints:
         self._lock = Lock(self._root)
         self.position = Position()
         self._loop_state: dict[str, Any] = {}
-        directory.on_rank_0(f"trainer.default_local_dir: {self._root}", self._take)
+        on_rank_0(f"trainer.default_local_dir: {self._root}", self._take)
 
     def _take(self) -> None:
         self._lock.take()
@@ -97,7 +97,7 @@ class Checkpoints:
             self._say_what_changed(path)
             if path.parent.resolve() == self._root.resolve():
                 self._saved = self.position.step
-                directory.on_rank_0(str(self._root), self._set_later_ones_aside)
+                on_rank_0(str(self._root), self._set_later_ones_aside)
             else:
                 self.position.best_step = self.position.best_accuracy = None  # that one lies elsewhere
         self._note()
@@ -105,7 +105,7 @@ class Checkpoints:
 
     def _skipped_go_on_after(self, step: int, in_a_row: dict[str, int]) -> None:
         skipped = self._run.skipped
-        raise_together(directory.disk_error(str(self._root), lambda: skipped.go_on_after(step, in_a_row)))
+        raise_together(disk_error(str(self._root), lambda: skipped.go_on_after(step, in_a_row)))
 
     def _find(self) -> Path | None:
         """The checkpoint to go on from, its checksums found right."""
@@ -193,7 +193,7 @@ class Checkpoints:
         loop = {**self._loop_state, "position": asdict(position)}
         buffers = None if wait else self._buffers
         with self._saying_what_is_kept():
-            directory.on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
+            on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
             self._in_flight = Save(self._root, position.step, self._roles, loop, to_dict(self._run.config), buffers)
 
     def advance(self, wait: bool = False) -> None:
@@ -223,10 +223,10 @@ class Checkpoints:
             return
         save, self._in_flight = self._in_flight, None
         with self._saying_what_is_kept():
-            directory.on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
+            on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
             save.commit()
         self._saved = save.step
-        if dist.get_rank() == 0 and (error := directory.disk_error(str(self._root), self._remove_old)) is not None:
+        if dist.get_rank() == 0 and (error := disk_error(str(self._root), self._remove_old)) is not None:
             self._say(f"WARNING: an old checkpoint cannot be deleted: {error}")
 
     def _remove_old(self) -> None:

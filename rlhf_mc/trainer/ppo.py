@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.checkpoint.hf import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import layouts
@@ -25,6 +24,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
 from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
+from rlhf_mc.topology.agreement import on_rank_0
 from rlhf_mc.trainer import evaluate, experience, update
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.passes import micro_batch_limit

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
-from rlhf_mc.checkpoint.directory import on_rank_0
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig
 from rlhf_mc.data.balance import Limit
@@ -23,6 +22,7 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
+from rlhf_mc.topology.agreement import on_rank_0
 from rlhf_mc.trainer.passes import my_micro_batches
 
 

@@ -38,8 +38,7 @@ def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any
     """The whole loop. Returns its first step, and the state of the models after step `look_at`, where the run came
     through it or began there, and after the last."""
     seen: dict[str, Any] = {"steps": []}
-    # vLLM compiles one small function, which takes longer than the run.
-    with a_run(config_path, overrides) as run, _watching(run, seen, look_at), torch.compiler.set_stance("force_eager"):
+    with a_run(config_path, overrides) as run, _watching(run, seen, look_at):
         ppo.fit(run)
         seen["last"] = blocks(run)
     return seen

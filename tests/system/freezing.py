@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import megatron.core.tensor_parallel.mappings as mappings
-import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from rlhf_mc.trainer import experience, ppo
@@ -64,8 +63,6 @@ def prepare(place: str) -> None:
 
 
 def main() -> None:
-    # vLLM compiles one small function, which takes ten times as long as the run.
-    torch.compiler.set_stance("force_eager")
     if os.environ["STUCK"]:
         prepare(os.environ["STUCK"])
     sys.argv = ["rlhf_mc", *sys.argv[1:]]

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from rlhf_mc.checkpoint import directory, writer
 from rlhf_mc.observability.metrics import PhaseTimer
 
@@ -32,8 +30,6 @@ def telling(function: Callable[..., Any], event: str) -> Callable[..., Any]:
 
 
 def main() -> None:
-    # vLLM compiles one small function, which takes ten times as long as the run.
-    torch.compiler.set_stance("force_eager")
     original = PhaseTimer.phase
 
     @contextlib.contextmanager
