@@ -15,6 +15,7 @@ from rlhf_mc.config.load import load_config
 from rlhf_mc.observability.failures import TO_BE_CONTINUED, ToBeContinuedError, exit_code, leave, note_exit_code
 from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.trainer.preemption import StopRequests
+from rlhf_mc.trainer.preflight import preflight, world_size
 
 
 def run(argv: list[str]) -> None:
@@ -22,6 +23,7 @@ def run(argv: list[str]) -> None:
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("usage: torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]")
     cfg = load_config(argv[0], argv[1:])
+    preflight(cfg, world_size())
     stop = StopRequests(cfg.trainer)
     stop.take_signals()
     rank = int(os.environ.get("RANK", "0"))

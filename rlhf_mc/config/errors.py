@@ -1,9 +1,27 @@
-"""The one exception that means "what the user gave is wrong"."""
+"""The exceptions that mean "what the user gave is wrong"."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 
 class UserError(ValueError):
     """A wrong setting, file or function of the user's. Its message is one clear line:
     which key, row, tensor or rank; what was found; what would be right. The entry point prints
     that line alone, without a stack, and every rank exits with a non-zero code."""
+
+
+class NodeError(UserError):
+    """A UserError about a file on this node: another node may find it in order, so each reports its own."""
+
+
+@contextlib.contextmanager
+def about(key: str) -> Iterator[None]:
+    """Put the setting's key before the message of a UserError that is raised inside and does not begin with it."""
+    try:
+        yield
+    except UserError as error:
+        if not str(error).startswith(key):
+            error.args = (f"{key} {error}",)
+        raise

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, TrainerConfig, layouts
 
 _AT_LEAST_ONE = [
@@ -106,8 +107,7 @@ def _check_ranges(cfg: Config) -> None:
 
 
 def _check_paths(cfg: Config) -> None:
-    for key in ("model.path", "critic.model_path", "reward_model.model_path"):
-        _require(_get(cfg, key) != "", f"{key} is empty; give a directory, or leave it out")
+    check_written(cfg)
     _require(
         cfg.custom_reward_function.path is None or cfg.reward_model.model_path is None or bool(cfg.data.val_files),
         "custom_reward_function.path and reward_model.model_path are both set and data.val_files is empty; the reward"

@@ -4,15 +4,17 @@ What a row means (chat template, tokens, lengths) is prompts.py's subject, not t
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import NodeError
+from rlhf_mc.config.schema import DataConfig
 
 ROW_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
@@ -31,21 +33,43 @@ def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) 
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
 
 
+def columns_of(cfg: DataConfig) -> tuple[str, ...]:
+    """Return the columns that a file of prompts must have."""
+    return cfg.prompt_key, cfg.reward_fn_key, "reward_model"
+
+
+def check_columns(path: str, required: Sequence[str]) -> None:
+    """Raise a UserError unless the file is parquet and has the columns. Only its footer is read."""
+    with _opened(path) as file:
+        _require(file, required)
+
+
 def read_rows(path: str, required: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of one parquet file, with the required columns and those optional ones that it has.
+    """Return the rows of one parquet file, with the required columns and those optional ones that it has.
 
     UserError where the file is missing, not readable as parquet, or lacks a required column.
     """
+    with _opened(path) as file:
+        _require(file, required)
+        columns = [*required, *(name for name in optional if name in file.schema_arrow.names)]
+        rows: list[dict[str, Any]] = file.read(columns=columns).to_pylist()
+    return rows
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[pq.ParquetFile]:
     if not os.path.isfile(path):
-        raise UserError(f"data file {path}: no such file")
+        raise NodeError("no such file")
     try:
         with pq.ParquetFile(path) as file:
-            found = file.schema_arrow.names
-            missing = [name for name in required if name not in found]
-            if missing:
-                raise UserError(f"data file {path}: no column {missing[0]!r}; its columns are {', '.join(found)}")
-            columns = [*required, *(name for name in optional if name in found)]
-            return file.read(columns=columns).to_pylist()
+            yield file
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"data file {path}: not a readable parquet file ({reason})") from error
+        raise NodeError(f"not a readable parquet file ({reason})") from error
+
+
+def _require(file: pq.ParquetFile, columns: Sequence[str]) -> None:
+    found = file.schema_arrow.names
+    missing = [name for name in columns if name not in found]
+    if missing:
+        raise NodeError(f"no column {missing[0]!r}; its columns are {', '.join(found)}")

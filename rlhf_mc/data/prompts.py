@@ -15,10 +15,10 @@ import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.parquet import read_rows
+from rlhf_mc.data.parquet import columns_of, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -29,74 +29,80 @@ _OURS = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
 # ---------------------------------------------------------------- tokenizer
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory: local files only, and no code from the checkpoint is run.
+def load_tokenizer(path: str, key: str = "tokenizer") -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a Hugging Face directory: local files only, and no code from the checkpoint is run.
 
-    UserError where the directory is missing, holds no tokenizer, or its tokenizer has no end-of-sequence token.
+    UserError, beginning with `key` (the setting that names it), where the directory is missing, holds no tokenizer, or
+    its tokenizer has no end-of-sequence token.
     """
     if not os.path.isdir(path):
-        raise UserError(f"tokenizer directory {path}: no such directory")
+        raise UserError(f"{key} {path}: no such directory")
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(os.path.isfile(os.path.join(path, name)) for name in names):
-        raise UserError(f"tokenizer directory {path}: holds no tokenizer (none of {', '.join(names)})")
+        raise UserError(f"{key} {path}: holds no tokenizer (none of {', '.join(names)})")
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        _check_json(os.path.join(path, name))
+        _check_json(key, os.path.join(path, name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"tokenizer directory {path}: cannot be loaded ({' '.join(str(error).split())})") from error
+        raise UserError(f"{key} {path}: cannot be loaded ({' '.join(str(error).split())})") from error
     if tokenizer.eos_token_id is None:
-        raise UserError(f"tokenizer directory {path}: the tokenizer has no end-of-sequence token (eos_token)")
+        raise UserError(f"{key} {path}: the tokenizer has no end-of-sequence token (eos_token)")
     return tokenizer
 
 
-def _check_json(path: str) -> None:
+def _check_json(key: str, path: str) -> None:
     if os.path.isfile(path):
         try:
             with open(path, encoding="utf-8") as file:
                 json.load(file)
         except ValueError as error:
-            raise UserError(f"tokenizer file {path}: not valid JSON ({error})") from error
+            raise UserError(f"{key}: tokenizer file {path}: not valid JSON ({error})") from error
 
 
 # ---------------------------------------------------------------- prompts
 
 
 def load_prompts(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, max_samples: int
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    max_samples: int,
+    key: str = "data.train_files",
 ) -> list[Prompt]:
-    """The prompts of all files, in their order; of the first `max_samples` rows, or of all where that is -1.
+    """Return the prompts of all files, in their order; of the first `max_samples` rows, or of all where that is -1.
 
     Chat messages go through the tokenizer's chat template with the generation prompt added. A plain string is
     one user message where the tokenizer has a chat template, and is encoded as it is where it has none. Prompts
     of more than cfg.max_prompt_length tokens are dropped (their number is logged) or refused, as configured.
-    UserError, naming file and row, for whatever cannot be used.
+    UserError, naming `key` (the setting that lists the files), file and row, for whatever cannot be used.
     """
     _check_template_arguments(cfg)
     prompts: list[Prompt] = []
     num_rows = num_dropped = 0
     for file in files:
-        rows = read_rows(file, (cfg.prompt_key, cfg.reward_fn_key, "reward_model"), ("extra_info",))
+        with about(f"{key} {file}:"):
+            rows = read_rows(file, columns_of(cfg), ("extra_info",))
         if max_samples >= 0:
             rows = rows[: max_samples - num_rows]
         num_rows += len(rows)
         for row_number, row in enumerate(rows):
-            prompt = _to_prompt(row, len(prompts), f"data file {file}, row {row_number}", tokenizer, cfg)
+            prompt = _to_prompt(row, len(prompts), f"{key} {file}, row {row_number}", tokenizer, cfg)
             if len(prompt.token_ids) <= cfg.max_prompt_length:
                 prompts.append(prompt)
             elif cfg.filter_overlong_prompts:
                 num_dropped += 1
             else:
                 raise UserError(
-                    f"data file {file}, row {row_number}: the prompt has {len(prompt.token_ids)} tokens,"
+                    f"{key} {file}, row {row_number}: the prompt has {len(prompt.token_ids)} tokens,"
                     f" more than data.max_prompt_length {cfg.max_prompt_length};"
                     " raise that, or set data.filter_overlong_prompts: true"
                 )
     if num_rows == 0:
-        raise UserError(f"data files {', '.join(files)}: no rows")
+        raise UserError(f"{key} {', '.join(files)}: no rows")
     if not prompts:
         raise UserError(
-            f"data files {', '.join(files)}: all {num_rows} prompts are longer than"
+            f"{key} {', '.join(files)}: all {num_rows} prompts are longer than"
             f" data.max_prompt_length {cfg.max_prompt_length} tokens"
         )
     if num_dropped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import NodeError, UserError
 
 USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED = 2, 1, 75
 """Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and goes on from its
@@ -39,7 +40,8 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
     except ToBeContinuedError:
         return TO_BE_CONTINUED
     except UserError as error:
-        _report(f"{program}: error: {error}", str(error))
+        line = " ".join(str(error).splitlines())
+        _report(f"{program}: error: {line}", line, of_this_node=isinstance(error, NodeError))
         return USER_ERROR
     except Exception as error:  # at the entry point: whatever it is, say it once and end with a code
         where = f"{program}: error on rank {os.environ.get('RANK', '0')}: "
@@ -99,9 +101,9 @@ def _lost_contact(error: Exception) -> str | None:
     return "; ".join([f"lost contact with another rank {notes[0]} ({reason})", *known])
 
 
-def _report(text: str, key: str) -> None:
+def _report(text: str, key: str, of_this_node: bool = False) -> None:
     """Prints the text, once for all ranks that report the same key; its last line is the message."""
-    if _is_first_to_say(key):
+    if _is_first_to_say(key, of_this_node):
         _print(text)
     _tell_torchrun(text.splitlines()[-1])
 
@@ -120,21 +122,55 @@ def _tell_torchrun(line: str) -> None:
             json.dump({"message": {"message": line, "extraInfo": info}}, file)
 
 
-def _is_first_to_say(key: str) -> bool:
+def _is_first_to_say(key: str, of_this_node: bool) -> bool:
     """Whether no other rank has reported under this key. Where the ranks are not connected yet and no agent of
-    torchrun keeps a store for them, all have the same to say, and rank 0 says it."""
+    torchrun is there to ask, all have the same to say, and rank 0 says it; of a node's files, the node's first rank."""
+    if "torch" in sys.modules and (first := _is_first_in_store(key)) is not None:
+        return first
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # Not rank 0 alone: torchrun ends the others as soon as one has failed, so it may never come to it.
+        if os.environ.get("GROUP_WORLD_SIZE") == "1" and (first := _is_first_on_node(key)) is not None:
+            return first
+        return _is_first_at_agent(key)
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+    return os.environ.get("RANK", "0") == "0" or (of_this_node and local_rank == "0")
+
+
+def _is_first_in_store(key: str) -> bool | None:
+    """Ask the store of the process group; None where the ranks are not connected."""
     from torch import distributed as dist
 
-    store: dist.Store
+    if not dist.is_initialized():
+        return None
     try:
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # Not rank 0 alone: torchrun ends the others as soon as one has failed, so it may never come to it.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
-        else:
-            return int(os.environ.get("RANK", "0")) == 0
-        return int(store.add(f"rlhf_mc/error/{key}", 1)) == 1
+        return int(dist.distributed_c10d._get_default_store().add(f"rlhf_mc/error/{key}", 1)) == 1
     except RuntimeError:  # the store went with the rank that held it
+        return True
+
+
+def _is_first_on_node(key: str) -> bool | None:
+    """Ask the file system, for which torch need not be imported: the ranks of one torchrun have their error files in
+    one directory. None where that does not work."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return None
+    name = f"said_{hashlib.sha256(key.encode(errors='replace')).hexdigest()}"
+    try:
+        os.close(os.open(os.path.join(os.path.dirname(os.path.dirname(path)), name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_first_at_agent(key: str) -> bool:
+    """Ask the store of torchrun's agent."""
+    from torch import distributed as dist
+
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=10))
+        return int(store.add(f"rlhf_mc/error/{key}", 1)) == 1
+    except RuntimeError:  # the agent has gone
         return True

@@ -15,7 +15,7 @@ from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLCon
 from rlhf_mc.checkpoint.hf import HFReader, import_hf
 from rlhf_mc.checkpoint.lock import check_free
 from rlhf_mc.checkpoint.save_load import load_mcore
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
 from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.batch import Prompt
@@ -72,11 +72,11 @@ def build_run(cfg: Config) -> Run:
     validate(cfg, world)
     check_free(Path(cfg.trainer.default_local_dir))
     check_residency(cfg.rollout)
-    tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
+    tokenizer = _tokenizer(cfg)
     train_prompts = load_prompts(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
     val_prompts: list[Prompt] = []
     if cfg.data.val_files:
-        val_prompts = load_prompts(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples)
+        val_prompts = load_prompts(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples, "data.val_files")
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
     rewards = _rewards(cfg)
@@ -118,6 +118,12 @@ def build_run(cfg: Config) -> Run:
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_in_a_row, Path(cfg.trainer.default_local_dir)),
     )
+
+
+def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
+    if cfg.model.tokenizer_path is None:
+        return load_tokenizer(cfg.model.path, "model.path")
+    return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path")
 
 
 def _rewards(cfg: Config) -> RewardManager:
@@ -165,8 +171,10 @@ class _Start:
 
 def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start]:
     """The models that this run has, in the order in which they are built. UserError where one of them cannot be."""
-    reader, mcore = HFReader(cfg.model.path), cfg.model.dist_checkpointing_path
-    shape = ModelShape.from_hf_config(reader.config)
+    mcore = cfg.model.dist_checkpointing_path
+    with about("model.path:"):
+        reader = HFReader(cfg.model.path)
+        shape = ModelShape.from_hf_config(reader.config)
     _check_model(cfg, shape, reader, tokenizer)
     starts = {
         "actor": _Start(shape, reader, mcore, cfg.actor.optim, frozen_tensors("actor.freeze", cfg.actor.freeze, shape))
@@ -210,7 +218,8 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
             f"rollout TP {cfg.rollout.tensor_model_parallel_size})"
         ) from None
     if cfg.model.dist_checkpointing_path is None:
-        reader.check(shape)
+        with about("model.path:"):
+            reader.check(shape)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
@@ -230,7 +239,8 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) ->
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
     if start.mcore is not None:
-        load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
+        with about("model.dist_checkpointing_path:"):
+            load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
         import_hf(start.reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)

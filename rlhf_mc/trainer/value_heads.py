@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.checkpoint.hf import HFReader
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import Config, DataConfig
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.reshard.families import ModelShape
@@ -53,28 +53,31 @@ def reward_model_checkpoint(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> 
 def value_checkpoint(key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
     """The checkpoint of the setting `key`, with a value head or without. UserError where it cannot read the actor's
     prompts and responses, or where the head is no value head."""
-    reader = HFReader(path)
+    with about(f"{key}:"):
+        reader = HFReader(path)
     where = f"{key} {path}"
     check_value_head(key, reader)
-    shape = ModelShape.from_hf_config(reader.config, value_head=True)
-    reader.check(shape)
+    with about(f"{key}:"):
+        shape = ModelShape.from_hf_config(reader.config, value_head=True)
+        reader.check(shape)
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:
         raise UserError(
             f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the {longest} tokens of "
             "data.max_prompt_length + data.max_response_length"
         )
-    _check_tokenizer(where, path, shape, tokenizer)
+    _check_tokenizer(key, path, shape, tokenizer)
     return ValueCheckpoint(reader, shape)
 
 
-def _check_tokenizer(where: str, path: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_tokenizer(key: str, path: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
     """It is given the actor's tokens as they are."""
+    where = f"{key} {path}"
     if len(tokenizer) > shape.vocab_size:
         raise UserError(f"{where}: vocab_size is {shape.vocab_size}, the tokenizer has {len(tokenizer)} tokens")
     if not os.path.isfile(os.path.join(path, "tokenizer.json")):
         return
-    own = load_tokenizer(path).get_vocab()
+    own = load_tokenizer(path, key).get_vocab()
     different = next((token for token, i in tokenizer.get_vocab().items() if own.get(token) != i), None)
     if different is not None:
         raise UserError(

@@ -38,7 +38,7 @@ def the_one_line(outcomes: list[tuple[bool, Any]]) -> str:
     """The message that every rank raised as UserError."""
     for rank, (ok, value) in enumerate(outcomes):
         assert not ok, f"rank {rank} found nothing wrong"
-        assert value[0] == "UserError", f"rank {rank}: {value[2]}"
+        assert value[0] in ("UserError", "NodeError"), f"rank {rank}: {value[2]}"
     messages = {value[1] for _, value in outcomes}
     assert len(messages) == 1, messages
     message = messages.pop()
@@ -61,10 +61,16 @@ def layout(tp: int = 1, pp: int = 1) -> dict[str, Any]:
         ({"actor": layout(tp=3)}, ["tensor_model_parallel_size 3", "does not divide", "1, 2"]),
         ({"critic": layout(pp=3)}, ["critic.megatron.pipeline_model_parallel_size 3", "does not divide", "1, 2"]),
         ({"rollout": {"tensor_model_parallel_size": 3}}, ["rollout.tensor_model_parallel_size 3", "1, 2"]),
-        ({"data": {"max_prompt_length": 3}}, ["train.parquet, row 0", "tokens", "data.max_prompt_length 3"]),
+        (
+            {"data": {"max_prompt_length": 3}},
+            ["data.train_files ", "train.parquet, row 0", "tokens", "data.max_prompt_length 3"],
+        ),
         ({"data": {"train_batch_size": 32}}, ["data.train_batch_size is 32", "24"]),
-        ({"model": {"path": "/nowhere/model"}}, ["/nowhere/model", "no such directory"]),
-        ({"model": {"dist_checkpointing_path": "/nowhere/mcore"}}, ["/nowhere/mcore", "not a Megatron checkpoint"]),
+        ({"model": {"path": "/nowhere/model"}}, ["model.path /nowhere/model: no such directory"]),
+        (
+            {"model": {"dist_checkpointing_path": "/nowhere/mcore"}},
+            ["model.dist_checkpointing_path: /nowhere/mcore", "not a Megatron checkpoint"],
+        ),
         ({"custom_reward_function": {"path": "/nowhere/r.py"}}, ["/nowhere/r.py", "no such file"]),
         ({"custom_reward_function": {"name": "score"}}, ["reward.py", "no function 'score'"]),
     ],
@@ -198,12 +204,12 @@ def _more_tokens(workspace: Path) -> None:
 NORM = "model.norm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no parquet": (lambda w: (w / "train.parquet").unlink(), ["train.parquet", "no such file"]),
-    "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["val.parquet", "no such file"]),
+    "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["data.val_files ", "val.parquet: no such file"]),
     "corrupt parquet": (lambda w: _cut_short(w / "train.parquet"), ["train.parquet", "not a readable parquet file"]),
     "no column": (_drop_column, ["train.parquet", "no column 'reward_model'", "data_source, prompt"]),
     "no rows": (_no_rows, ["train.parquet", "no rows"]),
     "another architecture": (_gpt2, ["config.json", "model_type is 'gpt2'", "llama, qwen2"]),
-    "no config": (lambda w: (w / "model" / "config.json").unlink(), ["config.json", "cannot be read"]),
+    "no config": (lambda w: (w / "model" / "config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
     "weights cut short": (
         lambda w: _cut_short(w / "model" / "model.safetensors"),
         ["model.safetensors", "cut short or corrupt"],

@@ -75,8 +75,8 @@ def test_one_line_and_exit_code_2(config: Path, arguments: list[str], words: lis
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor.ppo_epoch=2", ["actor.ppo_epoch", "actor.ppo_epochs"]),
-        ("data.train_files=/nowhere/train.parquet", ["/nowhere/train.parquet", "no such file"]),
+        ("data.train_files=/nowhere/train.parquet", ["data.train_files /nowhere/train.parquet: no such file"]),
+        ("data.max_prompt_length=3", ["data.train_files ", "row 0", "data.max_prompt_length 3"]),
     ],
     ids=["before the ranks are connected", "after"],
 )

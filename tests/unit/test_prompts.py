@@ -166,16 +166,18 @@ def test_overlong_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, ca
 
 def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     missing = str(tmp_path / "nowhere.parquet")
-    assert error_of([missing], tokenizer) == f"data file {missing}: no such file"
+    assert error_of([missing], tokenizer) == f"data.train_files {missing}: no such file"
     good = write_table(tmp_path / "good.parquet", [make_row(str(i) * 50) for i in range(100)])
     broken = tmp_path / "broken.parquet"
     content = Path(good).read_bytes()
     for damage in (b"", b"not parquet at all", content[:-20], content[:4] + b"\xff" * 300 + content[304:]):
         broken.write_bytes(damage)
-        assert error_of([good, str(broken)], tokenizer).startswith(f"data file {broken}: not a readable parquet file")
+        assert error_of([good, str(broken)], tokenizer).startswith(
+            f"data.train_files {broken}: not a readable parquet file"
+        )
     empty = str(tmp_path / "empty.parquet")
     pq.write_table(pq.read_table(good).slice(0, 0), empty)
-    assert error_of([empty], tokenizer) == f"data files {empty}: no rows"
+    assert error_of([empty], tokenizer) == f"data.train_files {empty}: no rows"
 
 
 @pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
@@ -183,7 +185,10 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
     row = make_row()
     del row[column]
     path = write_table(tmp_path / "a.parquet", [row])
-    assert error_of([path], tokenizer) == f"data file {path}: no column {column!r}; its columns are {', '.join(row)}"
+    assert (
+        error_of([path], tokenizer)
+        == f"data.train_files {path}: no column {column!r}; its columns are {', '.join(row)}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +208,7 @@ def test_bad_row_is_named(
 ) -> None:
     path = write_table(tmp_path / "a.parquet", [make_row(), make_row(), {**make_row(), **change}])
     message = error_of([path], tokenizer)
-    assert message.startswith(f"data file {path}, row 2: ")
+    assert message.startswith(f"data.train_files {path}, row 2: ")
     assert words in message
 
 

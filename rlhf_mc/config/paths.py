@@ -1,0 +1,138 @@
+"""The settings that name files and directories: how each must be written, and what must be there. Opening the files is
+the subject of those who read them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_mc.config.errors import NodeError, UserError
+from rlhf_mc.config.schema import Config
+
+INPUT_DIRECTORIES = (
+    "model.path",
+    "model.tokenizer_path",
+    "model.dist_checkpointing_path",
+    "critic.model_path",
+    "reward_model.model_path",
+    "trainer.resume_from_path",
+)
+INPUT_FILES = ("data.train_files", "data.val_files", "custom_reward_function.path")
+OUTPUT = "trainer.default_local_dir"
+_REPLACED = ("hf", "export")
+"""Directories inside OUTPUT that a run writes anew: reading an input from there, it would replace what it reads."""
+_REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
+
+
+def check_written(cfg: Config) -> None:
+    """Raise a UserError for a path that cannot be meant as it is written. No file is looked at."""
+    for key, path in _paths(cfg):
+        if not path.strip():
+            raise UserError(f"{key} is empty; give a path" + (", or leave it out" if _may_be_absent(key) else ""))
+        if path != path.strip() or not path.isprintable():
+            raise UserError(f"{key} is {path!r}; a path has no space at its ends, and no control characters")
+        if found := _REFERENCE.search(path):
+            raise UserError(
+                f"{key} is {path!r}; {found[0]} is not replaced: write the path out, or give it on the command line, "
+                f'where the shell replaces it: {key}="$NAME/..."'
+            )
+        if path.startswith("~"):
+            raise UserError(f"{key} is {path!r}; ~ is not replaced: write the home directory out")
+    _check_output_apart(cfg)
+
+
+def check_present(cfg: Config) -> None:
+    """Raise a NodeError for an input that is not there, or an output directory that cannot be made or written to."""
+    for key, path in _paths(cfg):
+        if key == OUTPUT:
+            _check_output(path)
+        elif key != "trainer.resume_from_path":
+            _check_input(key, path)
+    given = cfg.trainer.resume_from_path
+    if given is not None and not _has_checkpoints(cfg.trainer.default_local_dir):
+        _check_input("trainer.resume_from_path", given)  # with checkpoints of its own a run does not need it any more
+
+
+def _paths(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Each path with its key; those that are null are left out."""
+    for key in (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT):
+        value: Any = cfg
+        for name in key.split("."):
+            value = getattr(value, name)
+        paths = value if isinstance(value, list) else [] if value is None else [value]
+        for path in paths:
+            yield key, path
+
+
+def _may_be_absent(key: str) -> bool:
+    return key not in ("data.train_files", "model.path", OUTPUT)
+
+
+def _check_input(key: str, path: str) -> None:
+    """Raise a NodeError unless the path is of the kind that its key asks for, and can be read."""
+    wants_file = key in INPUT_FILES
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise NodeError(f"{key} {path}: no such {'file' if wants_file else 'directory'}{_here()}") from error
+    except OSError as error:
+        raise NodeError(f"{key} {path}: {error.strerror}{_here()}") from error
+    if wants_file and not stat.S_ISREG(mode):
+        raise NodeError(f"{key} {path}: not a file" + (", but a directory" if stat.S_ISDIR(mode) else ""))
+    if not wants_file and not stat.S_ISDIR(mode):
+        raise NodeError(f"{key} {path}: not a directory")
+    if not os.access(path, os.R_OK if wants_file else os.R_OK | os.X_OK):
+        raise NodeError(f"{key} {path}: no permission to read it{_here()}")
+
+
+def _check_output(path: str) -> None:
+    """Raise a NodeError unless the directory, or the nearest one above it that exists, can be written to."""
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    if not os.path.isdir(nearest):
+        raise NodeError(f"{OUTPUT} {path}: {nearest} is not a directory{_here()}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise NodeError(f"{OUTPUT} {path}: no permission to write to {nearest}{_here()}")
+
+
+def _check_output_apart(cfg: Config) -> None:
+    """Raise a UserError where the run would write into one of its inputs. An input may lie in the output directory,
+    but not where the run writes its exports."""
+    output = os.path.realpath(cfg.trainer.default_local_dir)
+    for key, path in _paths(cfg):
+        if key not in INPUT_DIRECTORIES:
+            continue
+        real = os.path.realpath(path)
+        if _is_inside(output, real):
+            raise UserError(
+                f"{OUTPUT} {cfg.trainer.default_local_dir} is {key}, or lies inside it ({path}); the run would write "
+                "among its inputs: give another directory"
+            )
+        if any(_is_inside(real, os.path.join(output, name)) for name in _REPLACED):
+            raise UserError(
+                f"{key} {path} lies where this run writes its exports ({OUTPUT} {cfg.trainer.default_local_dir}); "
+                f"give another {OUTPUT}"
+            )
+
+
+def _is_inside(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip(os.sep) + os.sep)
+
+
+def _has_checkpoints(directory: str) -> bool:
+    try:
+        return any(name.startswith("global_step_") for name in os.listdir(directory))
+    except OSError:
+        return False
+
+
+def _here() -> str:
+    """Where there are several nodes, the one that says so."""
+    nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or "1"
+    return "" if nodes == "1" else f" on {socket.gethostname()}"

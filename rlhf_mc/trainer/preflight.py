@@ -1,0 +1,71 @@
+"""What can be wrong with a run and is found in about a second: before torch is imported and any rank waits for another.
+Each rank looks for itself. What needs weights, tokenizer, rows or a GPU is checked by setup.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from rlhf_mc.config.errors import NodeError, UserError, about
+from rlhf_mc.config.paths import check_present
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.validate import validate
+from rlhf_mc.data.parquet import check_columns, columns_of
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import check_mcore, check_vllm
+
+
+def world_size() -> int:
+    """Return the number of ranks that torchrun or srun has started; 1 without either."""
+    text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"the environment variable WORLD_SIZE is {text!r}; it must be the number of ranks")
+    return int(text)
+
+
+def preflight(cfg: Config, world: int) -> None:
+    """Raise a UserError where the settings, the files that they name, or a config.json tell that the run cannot start
+    on so many ranks."""
+    validate(cfg, world)
+    check_present(cfg)
+    _check_models(cfg)
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        for file in files:
+            with about(f"{key} {file}:"):
+                check_columns(file, columns_of(cfg.data))
+
+
+def _check_models(cfg: Config) -> None:
+    """Raise a UserError for a config.json of no supported model, or of one that cannot be split as the layouts say."""
+    actor = _shape("model.path", cfg.model.path)
+    critic, value_path = "model.path", cfg.model.path
+    if cfg.critic.model_path is not None:
+        critic, value_path = "critic.model_path", cfg.critic.model_path
+    roles = {"actor": ("model.path", actor), "critic": (critic, _shape(critic, value_path, value_head=True))}
+    if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
+        roles["ref"] = ("model.path", actor)
+    if cfg.reward_model.model_path is not None:
+        key = "reward_model.model_path"
+        roles["reward_model"] = (key, _shape(key, cfg.reward_model.model_path, value_head=True))
+    for role, (key, shape) in roles.items():
+        megatron = layouts(cfg)[role]
+        with about(f"{key}: {role}.megatron:"):
+            check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
+    with about("model.path: rollout:"):
+        check_vllm(actor, cfg.rollout.tensor_model_parallel_size)
+
+
+def _shape(key: str, directory: str, value_head: bool = False) -> ModelShape:
+    path = Path(directory) / "config.json"
+    with about(f"{key}:"):
+        try:
+            content = json.loads(path.read_bytes())
+        except OSError as error:
+            raise NodeError(f"{path} cannot be read ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            raise NodeError(f"{path} is not valid JSON ({error})") from error
+        if not isinstance(content, dict):
+            raise NodeError(f"{path} is not a JSON object")
+        return ModelShape.from_hf_config(content, value_head=value_head)

@@ -1,0 +1,248 @@
+"""What is refused before torch is imported: paths that are not there, layouts that do not fit, files of another kind.
+Each message begins with the key that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mc.config import paths
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import dotted_keys, load_config
+from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.trainer.preflight import preflight
+
+REPO = Path(__file__).resolve().parents[2]
+MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 270,
+    "max_position_embeddings": 128,
+}
+ROW = {
+    "data_source": "arithmetic",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0},
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Everything that is looked at before torch is imported: no weights, no tokenizer."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    for name in ("train", "val"):
+        write_prompts(tmp_path / f"{name}.parquet", [ROW])
+    (tmp_path / "reward.py").write_text("compute_score = len\n")
+    (tmp_path / "config.yaml").write_text(
+        f"data: {{train_files: {tmp_path}/train.parquet, val_files: [{tmp_path}/val.parquet]}}\n"
+        f"model: {{path: {tmp_path}/model}}\n"
+        f"custom_reward_function: {{path: {tmp_path}/reward.py}}\n"
+        f"trainer: {{default_local_dir: {tmp_path}/run}}\n"
+    )
+    return tmp_path
+
+
+def check(directory: Path, *overrides: str, world: int = 2) -> None:
+    preflight(load_config(str(directory / "config.yaml"), overrides), world)
+
+
+def error_of(directory: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check(directory, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_that_can_start(directory: Path) -> None:
+    check(directory)
+    # What the quickstart has: inputs in the directory that the run writes to.
+    check(directory, f"trainer.default_local_dir={directory}")
+    check(directory, "trainer.default_local_dir=not/yet/there")
+
+
+def test_every_path_among_the_settings_is_known() -> None:
+    named = {key for key in dotted_keys() if key.endswith(("path", "_files", "_dir"))}
+    assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT}
+
+
+@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
+def test_a_path_that_is_not_there_is_named_with_its_key(directory: Path, key: str) -> None:
+    more = ["trainer.resume_mode=resume_path"] if key == "trainer.resume_from_path" else []
+    kind = "file" if key in paths.INPUT_FILES else "directory"
+    assert error_of(directory, f"{key}=/nowhere/x", *more) == f"{key} /nowhere/x: no such {kind}"
+
+
+@pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
+def test_a_file_in_place_of_a_directory_and_the_other_way_round(directory: Path, key: str) -> None:
+    more = ["trainer.resume_mode=resume_path"] if key == "trainer.resume_from_path" else []
+    wrong = directory / ("model" if key in paths.INPUT_FILES else "train.parquet")
+    message = error_of(directory, f"{key}={wrong}", *more)
+    assert message.startswith(f"{key} {wrong}: not a ")
+
+
+def test_an_output_directory_that_cannot_be_made(directory: Path) -> None:
+    message = error_of(directory, f"trainer.default_local_dir={directory}/train.parquet/run")
+    assert (
+        message.startswith("trainer.default_local_dir ") and f"{directory}/train.parquet is not a directory" in message
+    )
+    if os.geteuid() != 0:  # root may write anywhere
+        (directory / "closed").mkdir(mode=0o500)
+        assert "no permission to write to" in error_of(directory, f"trainer.default_local_dir={directory}/closed/run")
+
+
+def test_a_checkpoint_to_start_from_may_be_gone_once_the_run_has_its_own(directory: Path) -> None:
+    start = ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_4")
+    assert "/nowhere/global_step_4: no such directory" in error_of(directory, *start)
+    (directory / "run" / "global_step_6").mkdir(parents=True)
+    check(directory, *start)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: (d / "model/config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
+        (lambda d: (d / "model/config.json").write_text("{"), ["model.path: ", "config.json", "not valid JSON"]),
+        (lambda d: (d / "model/config.json").write_text("[" * 100_000), ["model.path: ", "not valid JSON"]),
+        (lambda d: (d / "model/config.json").write_text("[]"), ["model.path: ", "not a JSON object"]),
+        (lambda d: _edit(d, model_type="gpt2"), ["model.path: ", "model_type is 'gpt2'"]),
+        (lambda d: (d / "val.parquet").write_text("x"), ["data.val_files ", "val.parquet: not a readable parquet"]),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_what_they_should_be(
+    directory: Path, damage: Callable[[Path], Any], words: list[str]
+) -> None:
+    damage(directory)
+    message = error_of(directory)
+    assert message.startswith(words[0]) and all(word in message for word in words)
+
+
+def _edit(directory: Path, **changes: Any) -> None:
+    (directory / "model" / "config.json").write_text(json.dumps({**MODEL, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.megatron.tensor_model_parallel_size=3", ["actor.megatron.tensor_model_parallel_size 3", "1, 2"]),
+        ("critic.megatron.expert_model_parallel_size=2", ["critic.megatron", "a qwen2 model has no experts"]),
+        ("data.prompt_key=question", ["data.train_files ", "no column 'question'; its columns are"]),
+        ("rollout.n=0", ["rollout.n is 0"]),
+    ],
+)  # fmt: skip
+def test_settings_that_the_world_or_the_files_refuse(directory: Path, override: str, words: list[str]) -> None:
+    message = error_of(directory, override)
+    assert all(word in message for word in words)
+
+
+def test_heads_that_the_rollout_cannot_split(directory: Path) -> None:
+    _edit(directory, num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
+    message = error_of(directory, "rollout.tensor_model_parallel_size=2")
+    assert message.startswith("model.path: rollout: tensor_model_parallel_size 2 (vLLM)")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("''", "is empty; give a path"),
+        ("'${oc.env:HOME}/run'", "${oc.env:HOME} is not replaced"),
+        ("$HOME/run", "$HOME is not replaced"),
+        ("~/run", "~ is not replaced"),
+        ("'run '", "no space at its ends"),
+        ('"run\\nx"', "no control characters"),
+        ('"run\\0x"', "no control characters"),
+    ],
+)
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "model.path", "data.val_files"])
+def test_paths_that_cannot_be_meant_so(directory: Path, key: str, value: str, words: str) -> None:
+    message = error_of(directory, f"{key}={value}")
+    assert message.startswith(f"{key} is ") and words in message
+    assert not list(directory.glob("$*"))
+
+
+def test_a_run_does_not_write_into_its_inputs(directory: Path) -> None:
+    (directory / "link").symlink_to(directory / "model")
+    for output in ("model", "model/run", "link/deeper/run", "other/../model"):
+        message = error_of(directory, f"trainer.default_local_dir={directory}/{output}")
+        assert "is model.path, or lies inside it" in message
+    (directory / "run/hf").mkdir(parents=True)
+    (directory / "model/config.json").rename(directory / "run/hf/config.json")
+    message = error_of(directory, f"model.path={directory}/run/hf")
+    assert message.startswith("model.path ") and "where this run writes its exports" in message
+
+
+# ---------------------------------------------------------------- the program
+
+
+def ended(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The program where importing torch is an error of its own."""
+    (directory / "no_torch").mkdir(exist_ok=True)
+    (directory / "no_torch" / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}
+    command = [sys.executable, "-m", "rlhf_mc", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=directory)
+
+
+def test_mistakes_are_said_before_torch_is_imported(directory: Path) -> None:
+    config = str(directory / "config.yaml")
+    for arguments in (
+        [],
+        ["/nowhere.yaml"],
+        [config, "rollout.m=1"],
+        [config, "rollout.n=0"],
+        [config, "data.train_files=/nowhere.parquet"],
+        [config, "data.prompt_key=question"],
+        [config, "rollout.tensor_model_parallel_size=2"],
+    ):
+        done = ended(directory, *arguments)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("rlhf_mc: error: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    done = ended(directory, config)
+    assert done.returncode == 1 and "torch was imported" in done.stderr, "nothing is wrong with it so far"
+
+
+def test_ranks_say_a_mistake_once_before_they_are_connected(directory: Path) -> None:
+    """As torchrun starts them on one node, and as srun does."""
+    said = []
+    for rank in ("1", "0"):
+        error_file = directory / "attempt_0" / rank / "error.json"
+        error_file.parent.mkdir(parents=True)
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+        done = ended(directory, str(directory / "config.yaml"), "rollout.n=0", **env, **agent)
+        assert done.returncode == 2 and "rollout.n is 0" in error_file.read_text()
+        said.append(done.stderr)
+    assert [len(text.splitlines()) for text in said] == [1, 0], said
+
+
+@pytest.mark.parametrize(
+    ("override", "speakers"), [("rollout.n=0", ["0"]), ("data.train_files=/nowhere.parquet", ["0", "4"])]
+)
+def test_without_an_agent_rank_0_speaks_and_of_files_each_node(
+    directory: Path, override: str, speakers: list[str]
+) -> None:
+    said = []
+    for rank in ("0", "1", "4", "5"):
+        env = {"RANK": rank, "SLURM_LOCALID": str(int(rank) % 4), "WORLD_SIZE": "8"}
+        done = ended(directory, str(directory / "config.yaml"), override, **env)
+        assert done.returncode == 2
+        said += [rank] if done.stderr else []
+    assert said == speakers
+
+
+def test_a_world_size_that_is_no_number(directory: Path) -> None:
+    done = ended(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="many")
+    assert done.returncode == 2 and "WORLD_SIZE is 'many'" in done.stderr
