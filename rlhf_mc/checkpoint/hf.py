@@ -140,7 +140,7 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
 
     Reads the blocks that `layout` names and no others; logical tensors in `skip` are left as they are.
     """
-    wanted = layout.without(skip)
+    wanted = layout.without(skip)  # single tensors, as in the files
     slices = reader.slices({piece.tensor: None for piece in wanted.pieces})
     source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
     plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)

@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 
 from rlhf_mc.reshard.transfers import Transfer, rows_down
 
+Parts = tuple[int, int]
+"""Into how many ranges a block is cut along its first dimension, and each of these along its second. Only blocks of
+stacked experts are cut along the second, where a single expert is too much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -24,19 +28,25 @@ class Move:
     dst_offset: tuple[int, ...]
     extent: tuple[int, ...]
 
-    def part(self, number: int, parts: int) -> Move | None:
-        """The number-th of `parts` row ranges of nearly equal size; None if it has no rows."""
-        if parts == 1:
+    def part(self, number: int, parts: Parts) -> Move | None:
+        """The number-th of the ranges, nearly equal in size, that `parts` cuts it into; None if it is empty."""
+        if parts == (1, 1):
             return self
-        rows = self.extent[0]
-        start, end = rows * number // parts, rows * (number + 1) // parts
+        outer, inner = divmod(number, parts[1])
+        found = self._range(0, outer, parts[0])
+        return found._range(1, inner, parts[1]) if found and parts[1] > 1 else found
+
+    def _range(self, axis: int, number: int, parts: int) -> Move | None:
+        size = self.extent[axis]
+        start, end = size * number // parts, size * (number + 1) // parts
         if start == end:
             return None
+        left = len(self.extent) - axis
         return replace(
             self,
-            src_offset=rows_down(self.src_offset, start, len(self.extent)),
-            dst_offset=rows_down(self.dst_offset, start, len(self.extent)),
-            extent=(end - start, *self.extent[1:]),
+            src_offset=rows_down(self.src_offset, start, left),
+            dst_offset=rows_down(self.dst_offset, start, left),
+            extent=(*self.extent[:axis], end - start, *self.extent[axis + 1 :]),
         )
 
 
@@ -60,29 +70,56 @@ class Pattern:
         ranks = move.src_rank, move.dst_rank
         return Transfer(*ranks, src, move.src_offset, dst, move.dst_offset, move.extent, relayed=self.relayed)
 
-    def loads(self, number: int, parts: int) -> _Loads:
+    def loads(self, number: int, parts: Parts) -> _Loads:
         """What one part of one tensor loads on each rank."""
         loads: _Loads = defaultdict(int)
+        numels: dict[tuple[int, ...], int] = {}
         for move in self.moves:
-            if cut := move.part(number, parts):
-                numel = math.prod(cut.extent)
+            if move.extent not in numels:
+                numels[move.extent] = _share_of(move.extent, number, parts)
+            if numel := numels[move.extent]:
                 loads[move.src_rank] += numel
                 loads[~move.dst_rank] += numel
         return loads
 
-    def num_parts(self, limit: int) -> int:
-        """Into how many row ranges each move is cut so that one range of every move stays within the limit."""
-        load = max(self.loads(0, 1).values())
+    def num_parts(self, limit: int) -> Parts:
+        """How each move is cut so that one range of every move stays within the limit."""
+        outer = self._num_ranges(0, limit)
+        stacks = len(self.moves[0].extent) == 3
+        single = stacks and all(move.extent[0] <= outer for move in self.moves)
+        return outer, self._num_ranges(1, limit) if single else 1
+
+    def _num_ranges(self, axis: int, limit: int) -> int:
+        """Into how many ranges each move is cut along an axis, before which it has one of everything."""
+        load = self._most(axis)
         if load <= limit:
             return 1
-        one_row: _Loads = defaultdict(int)
+        sizes = max(move.extent[axis] for move in self.moves)
+        # A range holds at most size / ranges, rounded up: one row more of every move than its share.
+        room = limit - self._most(axis + 1)
+        return min(sizes, -(-load // room)) if room > 0 else sizes
+
+    def _most(self, axis: int) -> int:
+        """The most elements that a rank sends or receives of every move's extent from an axis on."""
+        loads: _Loads = defaultdict(int)
         for move in self.moves:
-            one_row[move.src_rank] += math.prod(move.extent[1:])
-            one_row[~move.dst_rank] += math.prod(move.extent[1:])
-        rows = max(move.extent[0] for move in self.moves)
-        # A range holds at most rows / parts, rounded up: one row more of every move than its share.
-        room = limit - max(one_row.values())
-        return min(rows, -(-load // room)) if room > 0 else rows
+            numel = math.prod(move.extent[axis:])
+            loads[move.src_rank] += numel
+            loads[~move.dst_rank] += numel
+        return max(loads.values())
+
+
+def _share_of(extent: tuple[int, ...], number: int, parts: Parts) -> int:
+    """Elements in the number-th range of a block."""
+    if parts == (1, 1):
+        return math.prod(extent)
+    outer, inner = divmod(number, parts[1])
+    numel = _range_size(extent[0], outer, parts[0]) * math.prod(extent[1:])
+    return numel if parts[1] == 1 else numel // extent[1] * _range_size(extent[1], inner, parts[1])
+
+
+def _range_size(size: int, number: int, parts: int) -> int:
+    return size * (number + 1) // parts - size * number // parts
 
 
 _Loads = dict[int, int]
@@ -96,7 +133,7 @@ class Step:
     pattern: int
     tensor: int
     number: int
-    parts: int
+    parts: Parts
 
 
 def fill_buckets(
@@ -104,11 +141,15 @@ def fill_buckets(
 ) -> tuple[tuple[Step, ...], ...]:
     """The tensors (position, pattern, number) as steps in buckets where no rank's load passes `limit` elements."""
     parts = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
-    loads = {(number, part): patterns[number].loads(part, n) for number, n in parts.items() for part in range(n)}
+    loads = {
+        (number, part): patterns[number].loads(part, cut)
+        for number, cut in parts.items()
+        for part in range(math.prod(cut))
+    }
     steps = [
         (position, part, Step(number, tensor, part, parts[number]))
         for position, number, tensor in queue
-        for part in range(parts[number])
+        for part in range(math.prod(parts[number]))
     ]
     # Equal depths of all pipeline stages side by side, so that all stages send at any time.
     steps.sort(key=lambda s: (patterns[s[2].pattern].relayed, s[0], s[1], s[2].pattern, s[2].tensor))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.reshard.layout import STACK, member
 from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 
@@ -43,7 +44,8 @@ def execute(
     for name, view in shared_storage(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} is no longer the memory of its source"
     for transfer in plan.copies:
-        destination(transfer, target).copy_(source_blocks(transfer, source, target))
+        for there, here in zip(destination(transfer, target), source_blocks(transfer, source, target), strict=True):
+            there.copy_(here)
     if not plan.buckets:
         return
     assert group is not None and dist.get_rank(group) == plan.rank
@@ -125,32 +127,51 @@ def pack(
     flat: torch.Tensor, transfers: Sequence[Transfer], source: Mapping[str, Any], target: Mapping[str, torch.Tensor]
 ) -> None:
     """Writes the blocks end to end into a vector of just their size."""
-    for transfer, part in zip(transfers, flat.split([t.numel for t in transfers]), strict=True):
-        part.view(transfer.count, *transfer.extent).copy_(source_blocks(transfer, source, target))
+    blocks = [block for transfer in transfers for block in source_blocks(transfer, source, target)]
+    for block, part in zip(blocks, flat.split([block.numel() for block in blocks]), strict=True):
+        part.view(block.shape).copy_(block)
 
 
 def unpack(flat: torch.Tensor, transfers: Sequence[Transfer], target: Mapping[str, torch.Tensor]) -> None:
     """The reverse of pack, at the receiver."""
-    for transfer, part in zip(transfers, flat.split([t.numel for t in transfers]), strict=True):
-        destination(transfer, target).copy_(part.view(transfer.count, *transfer.extent))
+    blocks = [block for transfer in transfers for block in destination(transfer, target)]
+    for block, part in zip(blocks, flat.split([block.numel() for block in blocks]), strict=True):
+        block.copy_(part.view(block.shape))
 
 
-def destination(transfer: Transfer, target: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The view [count, *extent] of the target tensor that a transfer writes."""
-    return _blocks(target[transfer.dst_local], transfer.dst_offset, transfer.extent, transfer.count, transfer.dst_step)
+def destination(transfer: Transfer, target: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The views [n, rows, ...] of the target's tensors that a transfer writes, in order: one, or one for each expert
+    where it is of stacked experts."""
+    return _blocks(target, transfer.dst_local, transfer.dst_offset, transfer.dst_step, transfer)
 
 
-def source_blocks(transfer: Transfer, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The blocks [count, *extent] that a transfer reads; a view where what it reads is a tensor."""
-    found, offset = (target if transfer.relayed else source)[transfer.src_local], transfer.src_offset
+def source_blocks(
+    transfer: Transfer, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a transfer reads, block by block as `destination` is written; views where what it reads are tensors."""
+    tensors = target if transfer.relayed else source
+    return _blocks(tensors, transfer.src_local, transfer.src_offset, transfer.src_step, transfer)
+
+
+def _blocks(
+    tensors: Mapping[str, Any], local: str, offset: Sequence[int], step: int, transfer: Transfer
+) -> list[torch.Tensor]:
+    extent, count = transfer.extent, transfer.count
+    if len(extent) == 3:
+        first, *within = offset
+        experts = (first + n * step + expert for n in range(count) for expert in range(extent[0]))
+        if STACK in local:
+            return [tensors[member(local, expert)][_slices(within, extent[1:])][None] for expert in experts]
+        return [tensors[local][expert][_slices(within, extent[1:])][None] for expert in experts]
+    found = tensors[local]
     if isinstance(found, torch.Tensor):
-        return _blocks(found, offset, transfer.extent, transfer.count, transfer.src_step)
+        return [_strided(found, offset, extent, count, step)]
     # What only slices, such as a file, is read block by block; it stacks nothing, so offset and extent are as long.
-    starts = [(offset[0] + n * transfer.src_step, *offset[1:]) for n in range(transfer.count)]
-    return torch.stack([found[_slices(start, transfer.extent)] for start in starts])
+    starts = [(offset[0] + n * step, *offset[1:]) for n in range(count)]
+    return [torch.stack([found[_slices(start, extent)] for start in starts])]
 
 
-def _blocks(tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int], count: int, step: int) -> torch.Tensor:
+def _strided(tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int], count: int, step: int) -> torch.Tensor:
     lead = len(offset) - len(extent)
     start = tensor.storage_offset() + sum(at * stride for at, stride in zip(offset, tensor.stride(), strict=True))
     strides = tensor.stride()[lead:]
@@ -173,7 +194,13 @@ def _cut(flat: torch.Tensor, transfers: Mapping[int, Sequence[Transfer]]) -> dic
 
 def _only_dtype(plan: RankPlan, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]) -> torch.dtype:
     """The type of what this rank sends and receives; any, where that is nothing."""
-    sends = {(target if t.relayed else source)[t.src_local].dtype for sends, _ in plan.buckets for t in sends}
-    receives = {target[t.dst_local].dtype for _, receives in plan.buckets for t in receives}
+
+    def dtype(tensors: Mapping[str, Any], local: str, offset: Sequence[int]) -> torch.dtype:
+        return tensors[member(local, offset[0])].dtype
+
+    sends = {
+        dtype(target if t.relayed else source, t.src_local, t.src_offset) for sends, _ in plan.buckets for t in sends
+    }
+    receives = {dtype(target, t.dst_local, t.dst_offset) for _, receives in plan.buckets for t in receives}
     assert len(sends | receives) <= 1, f"tensors of several types {sends | receives}: name the one that is sent"
     return next(iter(sends | receives), torch.uint8)

@@ -7,8 +7,9 @@ from one layout to another is plan.py's.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
@@ -16,6 +17,15 @@ from rlhf_mc.reshard.params import SPLIT_DIMS, Param, params_of
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
+
+
+STACK = "*"
+"""In a name: the number of the expert. Such a name stands for the tensors of several experts, stacked."""
+
+
+def member(name: str, index: int) -> str:
+    """The name of one tensor of a stack."""
+    return name.replace(STACK, str(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +41,73 @@ class Piece:
     offset: tuple[int, ...]
     """Where the block begins in it. Longer than the box where the tensor stacks blocks: fixed indices come first."""
 
+    def indices(self) -> range:
+        """The members of the local stack that it lies in."""
+        (start, end), *_ = self.box
+        return range(self.offset[0], self.offset[0] + end - start)
+
+    def singles(self) -> Iterator[Piece]:
+        """The same of single tensors, one for each expert."""
+        if STACK not in self.tensor:
+            yield self
+            return
+        _, *box = self.box
+        for expert, index in zip(range(*self.box[0]), self.indices(), strict=True):
+            tensor = member(self.tensor, expert)
+            if STACK in self.local:
+                yield Piece(tensor, tuple(box), member(self.local, index), self.offset[1:])
+            else:
+                yield Piece(tensor, tuple(box), self.local, (index, *self.offset[1:]))
+
     def offset_of(self, block: Box) -> tuple[int, ...]:
         """Where a part of the piece's block begins in the local tensor."""
         lead = len(self.offset) - len(self.box)
-        starts = (part[0] - whole[0] for part, whole in zip(block, self.box, strict=True))
-        return (*self.offset[:lead], *(at + start for at, start in zip(self.offset[lead:], starts, strict=True)))
+        places = zip(self.offset[lead:], block, self.box, strict=True)
+        return (*self.offset[:lead], *[at + part[0] - whole[0] for at, part, whole in places])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All that one process holds. Local elements that no piece covers are padding."""
+    """All that one process holds. Local elements that no piece covers are padding.
 
-    shapes: dict[str, tuple[int, ...]]
+    The experts of a layer are planned as one: their tensors stand here as stacks, with "*" in the place of the
+    expert's number and the experts as first dimension. `shapes` and `pieces` have each tensor by its own name."""
+
+    stacked_shapes: dict[str, tuple[int, ...]]
     """Local name -> local shape."""
-    pieces: tuple[Piece, ...]
+    stacked: tuple[Piece, ...]
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of single tensors."""
+        return tuple(single for piece in self.stacked for single in piece.singles())
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Local name -> local shape, of single tensors."""
+        indices: dict[str, set[int]] = {}
+        for piece in self.stacked:
+            if STACK in piece.local:
+                indices.setdefault(piece.local, set()).update(piece.indices())
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, size in self.stacked_shapes.items():
+            if STACK in name:
+                shapes.update((member(name, index), size[1:]) for index in sorted(indices[name]))
+            else:
+                shapes[name] = size
+        return shapes
+
+    @functools.cached_property
+    def by_local(self) -> dict[str, list[Piece]]:
+        """The pieces by the local tensor, or stack, that they lie in."""
+        found: dict[str, list[Piece]] = {}
+        for piece in self.stacked:
+            found.setdefault(piece.local, []).append(piece)
+        return found
 
     def without(self, tensors: Collection[str]) -> Layout:
-        """The same, less the pieces of these logical tensors."""
+        """The same, less the pieces of these logical tensors. It has no stacks, so that what it is planned with must
+        have none either."""
         return Layout(self.shapes, tuple(p for p in self.pieces if p.tensor not in tensors))
 
 
@@ -58,16 +118,44 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
-    for param, layer, expert in _occurrences(params_of(shape), range(shape.num_layers), range(shape.num_experts)):
-        for name, dims in param.hf.items():
-            shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
+    occurrences = _occurrences(params_of(shape), range(shape.num_layers))
+    # All parameters of one expert come before those of the next, as models list them.
+    for (layer, place), group in itertools.groupby(occurrences, lambda found: (found[1], found[0].place)):
+        params = [param for param, _ in group]
+        for expert in range(shape.num_experts if place == "expert" else 1):
+            for param in params:
+                for name, dims in param.hf.items():
+                    shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
     return shapes
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
     """One process that holds every logical tensor, or those of `names`, whole and under its own name."""
-    shapes = {n: s for n, s in logical_shapes(shape).items() if names is None or n in names}
-    return whole_layout(shapes)
+    sizes, held = shape.dims(), None if names is None else frozenset(names)
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: list[Piece] = []
+    for param, layer in _occurrences(params_of(shape), range(shape.num_layers)):
+        for pattern, dims in param.hf.items():
+            name, size = pattern.format(i=layer, e=STACK), tuple(sizes[d] for d in dims)
+            if name in shapes:
+                continue  # Megatron holds a tied embedding twice
+            if param.place == "expert":
+                size = (shape.num_experts, *size)
+                runs = list(_runs([e for e in range(shape.num_experts) if held is None or member(name, e) in held]))
+            else:
+                runs = [(0, size[0])] if held is None or name in held else []
+            if runs:
+                shapes[name] = size
+            rest = tuple((0, length) for length in size[1:])
+            pieces += [Piece(name, (run, *rest), name, (run[0], *(0 for _ in rest))) for run in runs]
+    return Layout(shapes, tuple(pieces))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as runs [start, end) of consecutive ones."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        yield found[0], found[-1] + 1
 
 
 def whole_layout(shapes: dict[str, tuple[int, ...]]) -> Layout:
@@ -107,7 +195,7 @@ def mcore_layout(
     places |= {"last of several"} if last and not first else set()
     params = [p for p in params_of(shape) if p.place in places]
     shapes, pieces = {}, []
-    for param, layer, expert in _occurrences(params, layers, experts):
+    for param, layer in _occurrences(params, layers):
         local = (param.mcore_fused or param.mcore) if fused_norms else param.mcore
         if _is_qkv(param):
             cuts = [(n, tp_rank * groups + g, shape.num_kv_heads) for g in range(groups) for n in param.hf]
@@ -116,8 +204,8 @@ def mcore_layout(
         else:
             cuts = [(n, tp_rank, tp_size) for n in param.hf]
         vocab = padded_vocab_size(shape.vocab_size, tp_size)
-        local = local.format(i=layer - layers.start, e=expert - experts.start)
-        shapes[local], found = _join(param, shape, local, (layer, expert), cuts, vocab)
+        local = local.format(i=layer - layers.start, e=STACK)
+        shapes[local], found = _join(param, shape, local, layer, cuts, vocab, experts)
         pieces += found
     return Layout(shapes, tuple(pieces))
 
@@ -130,17 +218,14 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     kv_cut = tp_size if shape.num_kv_heads >= tp_size else shape.num_kv_heads
     params = [p for p in params_of(shape) if p.vllm]
     shapes, pieces = {}, []
-    for param, layer, expert in _occurrences(params, range(shape.num_layers), range(shape.num_experts)):
+    for param, layer in _occurrences(params, range(shape.num_layers)):
         assert param.vllm is not None
         cuts = [
             (n, tp_rank * kv_cut // tp_size, kv_cut) if "kv" in dims else (n, tp_rank, tp_size)
             for n, dims in param.hf.items()
         ]
         local, vocab = param.vllm.format(i=layer), padded_vocab_size(shape.vocab_size, 1)
-        shapes[local], found = _join(param, shape, local, (layer, expert), cuts, vocab)
-        if param.place == "expert":
-            shapes[local] = (shape.num_experts, *shapes[local])
-            found = [replace(piece, offset=(expert, *piece.offset)) for piece in found]
+        shapes[local], found = _join(param, shape, local, layer, cuts, vocab, range(shape.num_experts))
         pieces += found
     return Layout(shapes, tuple(pieces))
 
@@ -220,30 +305,32 @@ def _is_qkv(param: Param) -> bool:
     return any("kv" in dims for dims in param.hf.values())
 
 
-def _occurrences(params: Sequence[Param], layers: range, experts: range) -> Iterator[tuple[Param, int, int]]:
-    """Each parameter with the global numbers of its layer and of its expert, layer by layer; those outside the layers
-    with the first layer, those of no expert with 0."""
-    yield from ((p, layers.start, 0) for p in params if p.place == "first")
+def _occurrences(params: Sequence[Param], layers: range) -> Iterator[tuple[Param, int]]:
+    """Each parameter with the global number of its layer, layer by layer; those outside the layers with the first
+    layer."""
+    yield from ((p, layers.start) for p in params if p.place == "first")
     for layer in layers:
-        yield from ((p, layer, 0) for p in params if p.place == "layer")
-        yield from ((p, layer, expert) for expert in experts for p in params if p.place == "expert")
-    yield from ((p, layers.start, 0) for p in params if p.place.startswith("last"))
+        yield from ((p, layer) for p in params if p.place == "layer")
+        yield from ((p, layer) for p in params if p.place == "expert")
+    yield from ((p, layers.start) for p in params if p.place.startswith("last"))
 
 
 def _join(
     param: Param,
     shape: ModelShape,
     local: str,
-    layer_and_expert: tuple[int, int],
+    layer: int,
     cuts: Sequence[tuple[str, int, int]],
     padded_vocab: int,
+    experts: range,
 ) -> tuple[tuple[int, ...], list[Piece]]:
     """(local shape, pieces) of a parameter that joins `cuts` in order along the dimension that is split.
 
-    A cut (name, index, count) is the index-th of count equal parts of the named tensor.
+    A cut (name, index, count) is the index-th of count equal parts of the named tensor. A parameter of experts becomes
+    the stack of these experts'.
     """
-    layer, expert = layer_and_expert
     sizes = shape.dims()
+    stacks = param.place == "expert"
     pieces, filled = [], 0
     for name, index, count in cuts:
         dims = param.hf[name]
@@ -257,9 +344,12 @@ def _join(
             box[axis] = (min(start, sizes[dims[axis]]), min(end, sizes[dims[axis]]))
             offset[axis] = filled
             filled += end - start
+        if stacks:
+            box.insert(0, (experts.start, experts.stop))
+            offset.insert(0, 0)
         if all(a < b for a, b in box):
-            pieces.append(Piece(name.format(i=layer, e=expert), tuple(box), local, tuple(offset)))
+            pieces.append(Piece(name.format(i=layer, e=STACK), tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
     if axis is not None:
         local_shape[axis] = filled
-    return tuple(local_shape), pieces
+    return (len(experts), *local_shape) if stacks else tuple(local_shape), pieces

@@ -45,8 +45,8 @@ def _joined(chunks: Sequence[Layout]) -> Layout:
     shapes, pieces = {}, []
     for number, layout in enumerate(chunks):
         prefix = chunk_prefix(number, len(chunks))
-        shapes.update({prefix + name: size for name, size in layout.shapes.items()})
-        pieces += [replace(piece, local=prefix + piece.local) for piece in layout.pieces]
+        shapes.update({prefix + name: size for name, size in layout.stacked_shapes.items()})
+        pieces += [replace(piece, local=prefix + piece.local) for piece in layout.stacked]
     return Layout(shapes, tuple(pieces))
 
 

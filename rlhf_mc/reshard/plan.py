@@ -103,10 +103,11 @@ def make_plan(
         for move in pattern.copies:
             copied[move.src_rank] += times * math.prod(move.extent)
         for move in pattern.moves:
-            sent[move.src_rank] += times * math.prod(move.extent)
-            received[move.dst_rank] += times * math.prod(move.extent)
+            size = times * math.prod(move.extent)
+            sent[move.src_rank] += size
+            received[move.dst_rank] += size
             if move.src_rank // ranks_per_node != move.dst_rank // ranks_per_node:
-                crossing[move.dst_rank] += times * math.prod(move.extent)
+                crossing[move.dst_rank] += size
     return Plan(
         itemsize,
         tuple(shared),
@@ -125,11 +126,14 @@ def _share(
 ) -> tuple[list[dict[str, Shared]], list[Layout]]:
     """(what each rank shares, its target layout without that). Ranks of equal layouts share one object still."""
     known: dict[tuple[int, int], tuple[dict[str, Shared], Layout]] = {}
+    rests: dict[tuple[int, frozenset[str]], Layout] = {}
     for have, want in zip(source, target, strict=True):
         if (id(have), id(want)) not in known:
             found = shared_tensors(have, want, itemsize)
-            rest = Layout(want.shapes, tuple(p for p in want.pieces if p.local not in found))
-            known[id(have), id(want)] = found, rest
+            names = id(want), frozenset(found)
+            if names not in rests:
+                rests[names] = Layout(want.stacked_shapes, tuple(p for p in want.stacked if p.local not in found))
+            known[id(have), id(want)] = found, rests[names]
     both = [known[id(have), id(want)] for have, want in zip(source, target, strict=True)]
     return [found for found, _ in both], [rest for _, rest in both]
 
@@ -148,9 +152,10 @@ class _Side:
         self.position: dict[str, int] = {}
         """Tensor -> how early it comes in a layout."""
         for number, ranks in enumerate(self.ranks):
-            for position, piece in enumerate(layouts[ranks[0]].pieces):
+            for position, piece in enumerate(layouts[ranks[0]].stacked):
                 self.held[piece.tensor].append((number, piece))
-                self.position[piece.tensor] = min(position, self.position.get(piece.tensor, position))
+                if position <= self.position.get(piece.tensor, position):
+                    self.position[piece.tensor] = position
 
 
 def _placement(held: Iterable[tuple[int, Piece]]) -> tuple:
@@ -188,18 +193,40 @@ class _Spread:
         return served
 
     def cuts(self, block: Box, num_senders: int, num_receivers: int, team: int) -> list[Box]:
-        """Row ranges of the block such that every sender sends as many, and every receiver of a team receives as many,
+        """Ranges of the block such that every sender sends as many, and every receiver of a team receives as many,
         where the block is large enough."""
-        (start, end), *rest = block
         size = _volume(block) * self.itemsize
         parts = team * (num_senders // math.gcd(num_senders, num_receivers))
-        parts = max(1, min(parts, end - start, size // MIN_SLICE_BYTES))
+        parts = max(1, min(parts, size // MIN_SLICE_BYTES))
+        # Of stacked experts the experts are dealt out where that is even, else the rows of all of them.
+        axis = 1 if len(block) == 3 and (block[0][1] - block[0][0]) % parts else 0
+        before, (start, end), rest = block[:axis], block[axis], block[axis + 1 :]
+        parts = min(parts, end - start)
         bounds = [start + (end - start) * n // parts for n in range(parts + 1)]
-        return [((bounds[n], bounds[n + 1]), *rest) for n in range(parts)]
+        return [(*before, (bounds[n], bounds[n + 1]), *rest) for n in range(parts)]
 
     def next_sender(self, senders: tuple[int, ...]) -> int:
         self.turn[senders] += 1
         return senders[(self.turn[senders] - 1) % len(senders)]
+
+
+class _Cut:
+    """A block and where it begins in the pieces that hold it, which are numbered."""
+
+    def __init__(self, block: Box, sources: Sequence[tuple[int, Piece]], targets: Sequence[tuple[int, Piece]]) -> None:
+        self.extent = tuple(end - start for start, end in block)
+        self.begin = functools.cache(lambda number: sources[number][1].offset_of(block))
+        self.end = functools.cache(lambda number: targets[number][1].offset_of(block))
+
+    def move(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
+        """From a source's piece (rank, number) to a target's."""
+        (src_rank, src), (dst_rank, dst) = sender, receiver
+        return Move(src_rank, dst_rank, src, self.begin(src), dst, self.end(dst), self.extent)
+
+    def relay(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
+        """From a target's piece to another's."""
+        (src_rank, src), (dst_rank, dst) = sender, receiver
+        return Move(src_rank, dst_rank, src, self.end(src), dst, self.end(dst), self.extent)
 
 
 def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) -> tuple[Pattern, Pattern]:
@@ -211,28 +238,22 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) 
     copies: list[Move] = []
     moves: list[Move] = []
     relays: list[Move] = []
-
-    @functools.cache
-    def place(is_relay: bool, number: int, block: Box) -> tuple[int, ...]:
-        return (targets if is_relay else sources)[number][1].offset_of(block)
-
-    def move(sender: tuple[int, int], receiver: tuple[int, int], block: Box, is_relay: bool = False) -> Move:
-        (src_rank, src_piece), (dst_rank, dst_piece) = sender, receiver
-        extent = tuple(end - start for start, end in block)
-        begin, end = place(is_relay, src_piece, block), place(True, dst_piece, block)
-        return Move(src_rank, dst_rank, src_piece, begin, dst_piece, end, extent)
-
     for (box, block), wanted in _needs(tensors[0], holders, targets, dst.ranks).items():
         have = holders[box]
-        copies += [move((rank, have[rank]), (rank, piece), block) for rank, piece in wanted if rank in have]
+        whole = _Cut(block, sources, targets)
+        copies += [whole.move((rank, have[rank]), (rank, piece)) for rank, piece in wanted if rank in have]
         missing = [(rank, piece) for rank, piece in wanted if rank not in have]
         for senders, teams in spread.nearest(have, missing).items():
             served = sum(map(len, teams))
+            cuts: dict[int, list[_Cut]] = {}
             for team in teams:
-                for number, cut in enumerate(spread.cuts(block, len(senders), served, len(team))):
+                if len(team) not in cuts:
+                    boxes = spread.cuts(block, len(senders), served, len(team))
+                    cuts[len(team)] = [_Cut(cut, sources, targets) for cut in boxes]
+                for number, cut in enumerate(cuts[len(team)]):
                     first, sender = team[number % len(team)], spread.next_sender(senders)
-                    moves.append(move((sender, have[sender]), first, cut))
-                    relays += [move(first, other, cut, is_relay=True) for other in team if other != first]
+                    moves.append(cut.move((sender, have[sender]), first))
+                    relays += [cut.relay(first, other) for other in team if other != first]
     targeted = _locals(tensors, dst)
     return Pattern(_locals(tensors, src), targeted, copies, moves), Pattern(targeted, targeted, [], relays, True)
 
@@ -242,12 +263,13 @@ def _needs(
 ) -> dict[tuple[Box, Box], list[tuple[int, int]]]:
     """(block of the source, its part that is wanted) -> (rank, number of its piece) of all who want it."""
     needs: dict[tuple[Box, Box], list[tuple[int, int]]] = defaultdict(list)
+    blocks_of: dict[Box, list[tuple[Box, Box]]] = {}
     for number, (layout, piece) in enumerate(targets):
-        covered = 0
-        for box in holders:
-            if block := _intersection(box, piece.box):
-                covered += _volume(block)
-                needs[box, block] += [(rank, number) for rank in dst_ranks[layout]]
+        if piece.box not in blocks_of:
+            blocks_of[piece.box] = [(box, block) for box in holders if (block := _intersection(box, piece.box))]
+        for found in blocks_of[piece.box]:
+            needs[found] += [(rank, number) for rank in dst_ranks[layout]]
+        covered = sum(_volume(block) for _, block in blocks_of[piece.box])
         assert covered <= _volume(piece.box), f"{tensor}: blocks of the source overlap"
         if covered < _volume(piece.box):
             raise UserError(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlhf_mc.reshard.layout import Layout, Piece
+from rlhf_mc.reshard.layout import STACK, Layout, Piece
 
 ALIGNMENT = 16
 """Bytes. A tensor that would begin elsewhere in the source's is copied: GPU kernels load 16 bytes at a time."""
@@ -31,19 +31,21 @@ def shared_tensors(source: Layout, target: Layout, itemsize: int) -> dict[str, S
 
     Padding may lie under padding only as far as the source has rows for it; what it contains is nobody's business."""
     held: dict[str, list[Piece]] = {}
-    for piece in source.pieces:
+    for piece in source.stacked:
+        if STACK in piece.local:
+            continue  # experts' tensors have memory of their own each
         held.setdefault(piece.tensor, []).append(piece)
-    wanted: dict[str, list[Piece]] = {}
-    for piece in target.pieces:
-        wanted.setdefault(piece.local, []).append(piece)
     found = {}
-    for local, pieces in wanted.items():
-        places = {_place(piece, held.get(piece.tensor, []), source.shapes, target.shapes[local]) for piece in pieces}
+    shapes = source.stacked_shapes
+    for local, pieces in target.by_local.items():
+        if any(piece.tensor not in held for piece in pieces):
+            continue
+        size = target.stacked_shapes[local]
+        places = {_place(piece, held[piece.tensor], shapes, size) for piece in pieces}
         if len(places) != 1 or (place := places.pop()) is None:
             continue
         src_local, row = place
-        size = target.shapes[local]
-        in_bounds = row >= 0 and row + size[0] <= source.shapes[src_local][0]
+        in_bounds = row >= 0 and row + size[0] <= shapes[src_local][0]
         if in_bounds and row * math.prod(size[1:]) * itemsize % ALIGNMENT == 0:
             numel = sum(math.prod(end - start for start, end in piece.box) for piece in pieces)
             found[local] = Shared(local, src_local, row, size[0], numel)

@@ -16,7 +16,8 @@ class Transfer:
     """`count` blocks of `extent` elements, from src_offset of a local tensor of src_rank to dst_offset of one of
     dst_rank; each next block lies src_step and dst_step rows further (along the first dimension of extent).
 
-    An offset longer than extent begins with fixed indices (the expert, in a tensor that stacks experts)."""
+    Of stacked experts the first dimension counts these; a local name with "*" then stands for one tensor each. An
+    offset longer than extent begins with fixed indices (the expert, in a tensor that stacks experts)."""
 
     src_rank: int
     dst_rank: int

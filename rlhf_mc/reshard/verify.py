@@ -5,6 +5,7 @@ Run after execute.py with the same arguments; nothing here writes to weights.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -76,11 +77,12 @@ def _checksums_of_senders(
     return torch.stack([next(rows[t.src_rank]) for t in received]) if received else torch.empty(0, 2)
 
 
-def checksum(blocks: torch.Tensor) -> torch.Tensor:
-    """Two sums over the elements' bits, taken eight bytes at a time as an integer, the second weighted by position,
-    modulo 2^64: [2] int64, on the CPU. Elements that are lost, changed or in another order show in one of them."""
-    total = torch.zeros(2, dtype=torch.int64, device=blocks.device)
-    weights = torch.arange(1, 1 + CHUNK // 8, device=blocks.device)
+def checksum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return two sums over the bits of the elements of all blocks [n, rows, ...], taken eight bytes at a time as an
+    integer, the second weighted by position, modulo 2^64: [2] int64, on the CPU. Elements that are lost, changed or in
+    another order show in one of them."""
+    total = torch.zeros(2, dtype=torch.int64, device=blocks[0].device)
+    weights = torch.arange(1, 1 + CHUNK // 8, device=blocks[0].device)
     start = 0
     for words in _words(blocks):
         first = words.sum()
@@ -90,10 +92,10 @@ def checksum(blocks: torch.Tensor) -> torch.Tensor:
     return total.cpu()
 
 
-def _words(blocks: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of the elements [count, rows, ...] in order, as vectors of int64 of CHUNK bytes at most."""
-    row_bytes = max(1, blocks[0, 0].numel() * blocks.element_size())
-    for block in blocks:
+def _words(blocks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of the elements in order, as vectors of int64 of CHUNK bytes at most."""
+    row_bytes = max(1, blocks[0][0, 0].numel() * blocks[0].element_size())
+    for block in itertools.chain.from_iterable(blocks):
         for rows in block.split(max(1, CHUNK // row_bytes)):
             for part in rows.reshape(-1).view(torch.uint8).split(CHUNK):
                 if len(part) % 8 or part.data_ptr() % 8:

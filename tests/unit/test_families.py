@@ -30,7 +30,7 @@ from rlhf_mc.reshard.layout import (
     mcore_layout,
     vllm_layout,
 )
-from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.rollout.experts import fused_moe
 
 SIZES: dict[str, Any] = {
@@ -198,13 +198,42 @@ def test_experts_move_between_all_layouts(data: st.DataObject) -> None:
     rollout = data.draw(st.sampled_from([1, 2]))
     ranks = data.draw(st.permutations([r % rollout for r in range(len(places))]))
     target = [vllm_layout(shape, r, rollout) for r in ranks]
-    bucket = data.draw(st.sampled_from([100, 1 << 20]))
+    bucket, nodes = data.draw(st.sampled_from([100, 1000, 1 << 20])), data.draw(st.sampled_from([1, 2, 8]))
     want = [expected_vllm(shape, r, rollout) for r in ranks]
-    check_movement(make_plan(source, target, 8, bucket), have, want, target, bucket)
+    check_movement(make_plan(source, target, 8, bucket, nodes), have, want, target, bucket)
     file = [hf_layout(shape)] + [EMPTY] * (len(places) - 1)
     content = [numbered(shape)] + [{}] * (len(places) - 1)
     check_movement(make_plan(source, file, 8, bucket), have, content, file, bucket)
     check_movement(make_plan(file, source, 8, bucket), content, have, source, bucket)
+
+
+def plan_of_experts(num_experts: int, bucket: int) -> Plan:
+    """Four ranks, TP 2 and EP 2, to engines of four; nodes of two ranks."""
+    shape = shape_of("qwen3_moe", num_experts=num_experts, num_key_value_heads=4, moe_intermediate_size=64)
+    source = [whole(shape, t, 2, ep_rank=e, ep_size=2) for e in range(2) for t in range(2)]
+    return make_plan(source, [vllm_layout(shape, r, 4) for r in range(4)], 4, bucket, 2)
+
+
+def test_planning_does_not_grow_with_the_number_of_experts() -> None:
+    def size(plan: Plan) -> tuple[int, ...]:
+        transfers = sum(len(sends) + len(receives) for sends, receives in plan.for_rank(1).buckets)
+        moves = sum(len(pattern.moves) + len(pattern.copies) for pattern in plan.patterns)
+        return len(plan.patterns), moves, transfers + len(plan.for_rank(1).copies)
+
+    few, many = plan_of_experts(8, 1 << 20), plan_of_experts(64, 1 << 20)
+    assert size(few) == size(many)
+    assert sum(many.received_bytes) > 6 * sum(few.received_bytes) > 0
+
+
+def test_stacked_experts_fit_into_buckets() -> None:
+    """Buckets are filled with as many experts as fit; an expert larger than a bucket comes in parts."""
+    expert = 2 * 16 * 6 * 4  # bytes of a rank's gate and up
+    roomy, narrow = plan_of_experts(16, 4 * expert), plan_of_experts(16, expert // 4)
+    for plan, limit in ((roomy, 4 * expert), (narrow, expert // 4)):
+        sizes = [sum(t.numel for t in got) * 4 for r in range(4) for _, got in plan.for_rank(r).buckets]
+        assert max(sizes) <= limit
+    assert max(t.extent[0] for _, got in roomy.for_rank(1).buckets for t in got if len(t.extent) == 3) > 1
+    assert all(t.extent[0] == 1 for _, got in narrow.for_rank(1).buckets for t in got if len(t.extent) == 3)
 
 
 def test_norms_of_transformer_engine_layers() -> None:

@@ -241,7 +241,8 @@ def check_movement(plan: Plan, have: list[dict], want: list[dict], target: list[
             assert transfer.src_rank != rank
         for sends, receives in part.buckets:
             for transfers in (sends, receives):
-                one_row = sum(t.count * math.prod(t.extent[1:]) for t in transfers)
+                # Of stacked experts a row is one of one expert.
+                one_row = sum(t.count * math.prod(t.extent[max(1, len(t.extent) - 1) :]) for t in transfers)
                 size = sum(t.numel for t in transfers)
                 assert size * plan.itemsize <= bucket_bytes or size == one_row
 

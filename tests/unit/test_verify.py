@@ -21,16 +21,17 @@ SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
 def test_checksum_sees_every_change(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "CHUNK", chunk)
     blocks = torch.randn(3, 4, 5).to(dtype)
-    wanted = checksum(blocks)
-    assert torch.equal(checksum(blocks.transpose(0, 1).contiguous().transpose(0, 1)), wanted), "strides matter"
+    wanted = checksum([blocks])
+    assert torch.equal(checksum([blocks.transpose(0, 1).contiguous().transpose(0, 1)]), wanted), "strides matter"
+    assert torch.equal(checksum([block[None] for block in blocks]), wanted), "the experts of a stack, one by one"
     for index in [(0, 0, 0), (2, 3, 4), (1, 2, 3)]:
         other = blocks.clone()
         other[index] = -other[index]
-        assert not torch.equal(checksum(other), wanted)
+        assert not torch.equal(checksum([other]), wanted)
     swapped = blocks.clone()
     swapped[0], swapped[2] = blocks[2], blocks[0]
-    assert not torch.equal(checksum(swapped), wanted), "blocks in another order"
-    assert not torch.equal(checksum(torch.zeros_like(blocks)), wanted)
+    assert not torch.equal(checksum([swapped]), wanted), "blocks in another order"
+    assert not torch.equal(checksum([torch.zeros_like(blocks)]), wanted)
 
 
 def test_stacked_experts_are_filled_and_named() -> None:

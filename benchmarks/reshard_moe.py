@@ -1,0 +1,217 @@
+"""Planning the weight update of mixture-of-experts models on many ranks: time, memory, transfers, and the bytes that
+ranks receive against the least they can, which is computed here by interval arithmetic and not by the planner.
+
+python benchmarks/reshard_moe.py [--models 30B 235B] [--ranks 64 512]
+
+No weights and no processes beside one for each plan, so that its memory is its own: the plans are those that a run of
+that size would execute. Sizes are those of Qwen3-30B-A3B and Qwen3-235B-A22B, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
+
+_QWEN3 = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "30B": _QWEN3
+    | {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+    },
+    "235B": _QWEN3
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+    },
+}
+LAYOUTS = {
+    ("30B", 64): [(2, 1, 8, 2), (4, 2, 8, 4)],
+    ("30B", 512): [(2, 1, 8, 2), (4, 2, 8, 4), (4, 4, 8, 8)],
+    ("235B", 64): [(4, 2, 8, 8), (4, 4, 4, 16)],
+    ("235B", 512): [(4, 4, 8, 8), (4, 4, 8, 4), (4, 8, 8, 16)],
+}
+"""(model, ranks) -> (t, p, e, t_g): training tensor, pipeline and expert parallel, rollout tensor parallel."""
+BF16, GB, MB, NODE = 2, 1e9, 1e6, 8
+BUCKET = 256 << 20
+
+
+def mesh_of(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
+    """The mesh; where stages cannot be equal, the last one has fewer layers."""
+    last = shape.num_layers - (p - 1) * -(-shape.num_layers // p)
+    return Mesh(ranks, t, p, ep, last_stage_layers=last if shape.num_layers % p else None)
+
+
+class Bound:
+    """The least that ranks can receive: what their rollout shard needs and their training shard lacks."""
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, rollout_tp: int) -> None:
+        self.shape = shape
+        self.mesh = mesh
+        self.g = rollout_tp
+        self._layer = functools.cache(self._count_layer)
+
+    def received(self) -> list[int]:
+        """Bytes, by rank."""
+        place = {r: i for group in rollout_groups(self.mesh, self.g) for i, r in enumerate(group)}
+        return [BF16 * self._missing(rank, place[rank]) for rank in range(self.mesh.world)]
+
+    def _missing(self, rank: int, g: int) -> int:
+        shape, mesh, at = self.shape, self.mesh, self.mesh.coordinate(rank)
+        here = len(mesh.stage_layers(shape.num_layers, at.pp))
+        elsewhere = shape.num_layers - here
+        wanted = self._layer(g, None)
+        total = elsewhere * wanted + here * (wanted - self._layer(g, at.tp))
+        vocab = self._vocab(g, None)
+        total += vocab if at.pp else vocab - self._vocab(g, at.tp)
+        last = at.pp == mesh.pp - 1
+        return total + (vocab - self._vocab(g, at.tp) if last else vocab + shape.hidden_size)
+
+    def _count_layer(self, g: int, t: int | None) -> int:
+        """Elements of a layer that rollout rank g needs; of them, those that a training rank with shard t has."""
+        shape, tp = self.shape, self.mesh.tp
+        norms = 2 * shape.hidden_size + 2 * shape.head_dim
+        router = shape.num_experts * shape.hidden_size
+        wide = shape.num_heads * shape.head_dim
+        o_proj = _common(_part(g, self.g, wide), None if t is None else _part(t, tp, wide))
+        experts = shape.num_experts if t is None else shape.num_experts // self.mesh.ep
+        ffn = shape.expert_ffn_hidden_size
+        rows = 3 * experts * _common(_part(g, self.g, ffn), None if t is None else _part(t, tp, ffn))
+        return norms + router + shape.hidden_size * (o_proj + rows + self._qkv(g, t))
+
+    def _qkv(self, g: int, t: int | None) -> int:
+        """Rows of q, k and v. In training they lie [q of a group; its k; its v], group by group, and are cut evenly."""
+        shape = self.shape
+        per_group, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+        heads = range(*_part(g, self.g, shape.num_heads))
+        kv_heads = sorted({head // per_group for head in heads})
+        starts = [head // per_group * (per_group + 2) + head % per_group for head in heads]
+        starts += [kv * (per_group + 2) + per_group + which for kv in kv_heads for which in (0, 1)]
+        held = None if t is None else _part(t, self.mesh.tp, (shape.num_heads + 2 * shape.num_kv_heads) * size)
+        return sum(_common((start * size, (start + 1) * size), held) for start in starts)
+
+    def _vocab(self, g: int, t: int | None) -> int:
+        shape = self.shape
+        logical = (0, shape.vocab_size)
+        start, end = _part(g, self.g, padded_vocab_size(shape.vocab_size, 1))
+        want = (min(start, shape.vocab_size), min(end, shape.vocab_size))
+        held = logical if t is None else _part(t, self.mesh.tp, padded_vocab_size(shape.vocab_size, self.mesh.tp))
+        return shape.hidden_size * _common(want, held)
+
+
+def _part(index: int, count: int, size: int) -> tuple[int, int]:
+    return size * index // count, size * (index + 1) // count
+
+
+def _common(wanted: tuple[int, int], held: tuple[int, int] | None) -> int:
+    (a, b), (c, d) = wanted, held or wanted
+    return max(0, min(b, d) - max(a, c))
+
+
+def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[str, Any]:
+    """Plans one update as a rank would. To be called once in a process: memory is the process's peak."""
+    shape = ModelShape.from_hf_config(MODELS[model])
+    before = _peak()
+    begin, cpu = time.perf_counter(), time.process_time()
+    mesh = mesh_of(shape, ranks, t, p, ep)
+    groups = rollout_groups(mesh, t_g)
+    plan = make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups), BF16, BUCKET, NODE, share=True)
+    part = plan.for_rank(ranks // 2)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    memory = _peak() - before
+    bound = Bound(shape, mesh, t_g).received()
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "memory": memory,
+        "transfers": len(part.copies) + sum(len(sends) + len(receives) for sends, receives in part.buckets),
+        "received": sum(plan.received_bytes) / ranks / GB,
+        "most": max(plan.received_bytes) / GB,
+        "bound": sum(bound) / ranks / GB,
+        "exact": list(plan.received_bytes) == bound,
+        "imbalance": plan.sender_imbalance,
+    }
+
+
+def _peak() -> float:
+    """The most memory that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+
+
+COLUMNS = (
+    "model",
+    "ranks",
+    "t, p, e → t_g",
+    "received, GB: mean (max)",
+    "lower bound, mean",
+    "each rank receives its bound",
+    "busiest sender / mean",
+    "transfers of a rank",
+    "planning, s (CPU)",
+    "planning, MB",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*json.loads(args.one))))
+        return
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|" + " ---: |" * len(COLUMNS))
+    for model in args.models:
+        for ranks in args.ranks:
+            for layout in LAYOUTS[model, ranks]:
+                one = json.dumps([model, ranks, *layout])
+                child = subprocess.run([sys.executable, __file__, "--one", one], check=True, stdout=subprocess.PIPE)
+                found = json.loads(child.stdout)
+                t, p, ep, t_g = layout
+                cells = (
+                    model,
+                    str(ranks),
+                    f"{t}, {p}, {ep} → {t_g}",
+                    f"{found['received']:.2f} ({found['most']:.2f})",
+                    f"{found['bound']:.2f}",
+                    "yes" if found["exact"] else "NO",
+                    f"{found['imbalance']:.3f}",
+                    str(found["transfers"]),
+                    f"{found['seconds']:.2f} ({found['cpu']:.2f})",
+                    f"{math.ceil(found['memory'])}",
+                )
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
