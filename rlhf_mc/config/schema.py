@@ -177,7 +177,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: int = 8192
-    """Tokens that one engine step may process."""
+    """Tokens that one engine step may process. Chunked prefill cuts a prompt that exceeds the rest of a step."""
     log_prob_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch of the old-log-prob pass."""
     log_prob_micro_batch_size_per_gpu: int | None = None

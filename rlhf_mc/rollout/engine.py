@@ -1,5 +1,5 @@
 """The in-process vLLM engine: builds it over given rank groups, hands out its parameters to be written in place,
-and generates. The only file that imports vllm; it knows nothing of rewards or training.
+and generates. It knows nothing of rewards or training. Beside vllm_patches.py, the only file that imports vllm.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ from unittest import mock
 
 import torch.distributed as dist
 import vllm
-import vllm._custom_ops
 import vllm.distributed.parallel_state as vllm_state
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -45,7 +42,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_vllm
-from rlhf_mc.rollout.experts import fused_moe
+from rlhf_mc.rollout.vllm_patches import patch_cpu
 from rlhf_mc.topology.agreement import gather_objects
 
 
@@ -143,13 +140,7 @@ class RolloutEngine:
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
-            # Otherwise the CPU backend repacks the weights of linear layers and of experts, and what is written into
-            # the parameters afterwards does not reach its kernels.
-            vllm._custom_ops._supports_onednn = False
-            cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-            cpu_moe.cpu_fused_moe = fused_moe
-            # vLLM's own collectives in shared memory spin for ever where a rank has died; gloo's raise.
-            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+            patch_cpu()
         _give_memory(storage or {})
         with _groups_as_given(groups):
             self._llm = vllm.LLM(

@@ -1,0 +1,141 @@
+"""Chunked prefill: where an engine step has fewer tokens than its prompts, vLLM cuts prompts, and the responses must
+be those of whole prompts. Real GSM8K prompts reach that at default rollout settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollout_cases
+import torch
+import yaml
+from tiny import make_checkpoint
+
+from rlhf_mc.config.schema import RolloutConfig
+
+MAX_MODEL_LEN = 72
+WHOLE = 8192
+CUTS = (72, 75, 88, 131)
+"""Values of max_num_batched_tokens that cut the prompts in different places, up to several of one step's."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("rollout")))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(4, 260) for _ in range(rng.randrange(3, MAX_MODEL_LEN - 8))] for _ in range(24)]
+
+
+@pytest.mark.parametrize(("world", "rollout_tp"), [(1, 1), (2, 2)])
+def test_chunked_prefill_draws_the_same_responses(
+    pool: Any, checkpoint: str, prompts: list[list[int]], world: int, rollout_tp: int
+) -> None:
+    whole, *chunked = pool(world).run(
+        rollout_cases.generate,
+        checkpoint=checkpoint,
+        rollout_tp=rollout_tp,
+        max_model_len=MAX_MODEL_LEN,
+        prompts=prompts,
+        temperature=1.0,
+        budgets=(WHOLE, *CUTS),
+    )[0]
+    assert len({tuple(r.token_ids) for r in whole}) == len(prompts)  # sampled, each with a seed of its own
+    for responses in chunked:
+        assert [r.token_ids for r in responses] == [r.token_ids for r in whole]
+        for mine, reference in zip(responses, whole, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(mine.log_probs), torch.tensor(reference.log_probs), atol=1e-5, rtol=0
+            )
+
+
+@pytest.mark.parametrize("world", [1])
+def test_vllm_still_needs_the_patch_of_chunked_prefill(
+    pool: Any, checkpoint: str, prompts: list[list[int]], world: int
+) -> None:
+    (error,) = pool(world).run(
+        rollout_cases.generate_unpatched,
+        checkpoint=checkpoint,
+        max_model_len=MAX_MODEL_LEN,
+        prompts=prompts,
+        budget=CUTS[0],
+    )
+    assert "does not use offset" in error
+
+
+ROOT = Path(__file__).parents[2]
+REAL_DATA = Path(os.environ.get("RLHF_MC_DATA", ROOT.parent / "shared/data")) / "gsm8k_train.jsonl"
+SOURCE = "real" if REAL_DATA.is_file() else "generated"
+NUM_PROMPTS, NUM_VAL = 64, 64
+
+
+def gsm8k_lines() -> list[str]:
+    """The first rows of GSM8K's training set; without its file, rows with random questions of the same lengths (mean
+    235 characters, standard deviation 94)."""
+    if SOURCE == "real":
+        return REAL_DATA.read_text(encoding="utf-8").splitlines()[: NUM_PROMPTS + NUM_VAL]
+    rng = random.Random(3)
+    lines = []
+    for _ in range(NUM_PROMPTS + NUM_VAL):
+        length = max(42, round(rng.gauss(235, 94)))
+        question = "".join(rng.choice("abcdefghij klmnopqrs tuvwxyz 0123456789") for _ in range(length))
+        lines.append(json.dumps({"question": question, "answer": f"#### {rng.randrange(100)}"}))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of two steps at default rollout settings over GSM8K's prompts."""
+    directory = tmp_path_factory.mktemp("gsm8k")
+    make_checkpoint(directory / "model", max_position_embeddings=1024)
+    (directory / "all.jsonl").write_text("\n".join(gsm8k_lines()), encoding="utf-8")
+    command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
+    command += ["--output", str(directory), "--val-rows", str(NUM_VAL)]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=120)
+    tree = {
+        "data": {
+            "train_files": f"{directory}/train.parquet",
+            "val_files": f"{directory}/val.parquet",
+            "train_batch_size": NUM_PROMPTS,
+            "max_prompt_length": 1000,
+            "max_response_length": 16,
+        },
+        "model": {"path": f"{directory}/model"},
+        "actor": {"ppo_mini_batch_size": NUM_PROMPTS, "megatron": {"dtype": "float32"}},
+        "rollout": {"val_kwargs": {"temperature": 1.0}},
+        "trainer": {"default_local_dir": f"{directory}/run", "total_training_steps": 2},
+    }
+    (directory / "config.yaml").write_text(yaml.safe_dump(tree))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: Any, gsm8k: Path) -> dict[str, Any]:
+    return pool(1).run(rollout_cases.gsm8k_steps, config_path=str(gsm8k / "config.yaml"))[0]
+
+
+@pytest.mark.parametrize("source", [SOURCE])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gsm8k_at_default_rollout_settings(
+    pool: Any, gsm8k: Path, one_process: dict[str, Any], world: int, source: str
+) -> None:
+    """Every engine has more prompt tokens than max_num_batched_tokens. Two processes draw what one draws."""
+    config = str(gsm8k / "config.yaml")
+    results = [one_process] if world == 1 else pool(world).run(rollout_cases.gsm8k_steps, config_path=config)
+    for result in results:
+        assert min(result["prompt_tokens"]) > RolloutConfig().max_num_batched_tokens
+        for metrics in result["steps"]:
+            assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
+        assert result["samples"].count("[response]") == 8
+        # The second step's actor has been through an update: its tokens agree where no draw is a near tie.
+        assert result["digests"] == one_process["digests"]
+        assert result["samples"] == one_process["samples"]
