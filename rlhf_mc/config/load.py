@@ -6,37 +6,22 @@ What the settings are and mean is in schema.py; which values go together is in v
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
-import yaml
-
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
+from rlhf_mc.config.unknown import explain
 from rlhf_mc.config.validate import validate as validate
+from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
-_RENAMED = {
-    "reward_model.enable": "reward_model.model_path (null: no reward model)",
-    "reward_model.model.path": "reward_model.model_path",
-    "actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
-    **dict.fromkeys(
-        ("critic.use_dynamic_bsz", "ref.log_prob_use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz"),
-        "actor.use_dynamic_bsz (one switch for all passes)",
-    ),
-}
-"""verl's keys that have no single counterpart of the same name, and what takes their place."""
-
-_NOT_SUPPORTED = {
-    "context_parallel_size": "context parallelism is not supported: attention takes whole sequences. For long ones use "
-    "tensor_model_parallel_size with sequence_parallel, and recompute_granularity",
-}
-"""verl's keys, by their last name, for what this program does not do; and what there is instead."""
+_DEEPEST_BASE = 20
+_DEEPEST_KEY = 16
 
 
 class _Setting(NamedTuple):
@@ -51,9 +36,12 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     Later wins: bases in their order, the file itself, the overrides in their order.
     UserError, in one line, for anything wrong.
     """
-    settings = _read_file(Path(path), ())
+    reading = _Reading()
+    settings = reading.file(Path(path), ())
     for override in overrides:
-        _merge(settings, _read_override(override))
+        _merge(settings, reading.override(override))
+    if reading.unknown:
+        raise UserError(explain(reading.unknown, dotted_keys()))
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
     for role in layouts(config).keys() - {"actor"}:
@@ -74,85 +62,98 @@ def dotted_keys() -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but 1e-6 is a number (as in YAML 1.2) and a key given twice is an error."""
+class _Reading:
+    """The files and overrides of one config, and the unknown keys in them, to be told of all at once."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key.value!r} given twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+    def __init__(self) -> None:
+        self.unknown: list[tuple[str, str]] = []
+        """(file or override, key)."""
+        self._files: dict[Path, dict[str, _Setting]] = {}
+        """Those read so far, with their bases: several may have one base."""
+
+    def file(self, path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
+        """Return the file's settings on top of those of its bases; `parents` are the files that led here."""
+        by = f" (base of {parents[-1]})" if parents else ""
+        real = _resolved(path)
+        if real in map(_resolved, parents):
+            raise UserError(f"{path}: base: goes in a circle: {' -> '.join(str(p) for p in (*parents, path))}")
+        if len(parents) > _DEEPEST_BASE:
+            raise UserError(f"{path}: base: more than {_DEEPEST_BASE} files deep")
+        if real not in self._files:
+            tree = _read_tree(path, by)
+            bases = tree.pop("base", [])
+            bases = [bases] if isinstance(bases, str) else bases
+            if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+                raise UserError(f"{path}: base: expected a file name or a list of them, found {_show(bases)}")
+            settings: dict[str, _Setting] = {}
+            for base in bases:
+                _merge(settings, self.file(path.parent / base, (*parents, path)))
+            _merge(settings, self._flatten(tree, Config, "", str(path)))
+            self._files[real] = settings
+        return dict(self._files[real])
+
+    def override(self, override: str) -> dict[str, _Setting]:
+        """Return what `section.key=value` sets."""
+        key, equals, text = override.partition("=")
+        origin = f"override {_shortened(repr(override))}"
+        if not equals or not key.strip():
+            raise UserError(f"{origin}: expected section.key=value")
+        parts = key.strip().split(".")
+        if len(parts) > _DEEPEST_KEY:
+            raise UserError(f"{origin}: a key of {len(parts)} parts; no setting has more than {_DEEPEST_KEY}")
+        value = parse_yaml(text, origin)
+        for part in reversed(parts):
+            value = {part: value}
+        return self._flatten(value, Config, "", origin)
+
+    def _flatten(self, tree: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> dict[str, _Setting]:
+        """A tree of sections as {dotted key: setting}; notes keys that schema.py does not have."""
+        hints = typing.get_type_hints(cls)
+        settings: dict[str, _Setting] = {}
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            hint = hints.get(name)
+            if hint is None:
+                self.unknown += [(origin, leaf) for leaf in _leaves(key, value)]
+            elif not dataclasses.is_dataclass(hint):
+                settings[key] = _Setting(value, origin)
+            elif isinstance(value, dict) or value is None:  # None: a section header with nothing under it
+                settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin))
+            else:
+                raise UserError(f"{origin}: {key}: a section of settings, found {_show(value)}")
+        return settings
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _parse_yaml(text: str | bytes, origin: str) -> Any:
+def _resolved(path: Path) -> Path:
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
-        raise UserError(f"{origin}: not valid YAML: {where}{reason}") from error
+        return path.resolve()
+    except (OSError, ValueError, RuntimeError):  # too long, a null character, a circle of links
+        return path
 
 
-def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
-    """The file's settings on top of those of its bases; `parents` are the files that led here."""
-    by = f" (base of {parents[-1]})" if parents else ""
-    if path.resolve() in [parent.resolve() for parent in parents]:
-        raise UserError(f"{path}: base: goes in a circle: {' -> '.join(str(p) for p in (*parents, path))}")
-    if not path.is_file():
-        raise UserError(f"config file {path}: no such file{by}")
-    tree = _parse_yaml(path.read_bytes(), str(path))
+def _read_tree(path: Path, by: str) -> dict[Any, Any]:
+    """The top level of a file; `by` says which file asks for it."""
+    try:
+        if not path.is_file():
+            raise UserError(f"config file {path}: no such file{by}" + _hint(str(path)))
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"config file {path}: cannot be read ({error.strerror}){by}") from error
+    if len(text) > MOST_BYTES:
+        raise UserError(f"config file {path}: more than {MOST_BYTES >> 10} KiB; is it a config?")
+    tree = parse_yaml(text, str(path))
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections (data:, model:, ...) at the top level, found {_show(tree)}")
-    bases = tree.pop("base", [])
-    bases = [bases] if isinstance(bases, str) else bases
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{path}: base: expected a file name or a list of them, found {_show(bases)}")
-    settings: dict[str, _Setting] = {}
-    for base in bases:
-        _merge(settings, _read_file(path.parent / base, (*parents, path)))
-    _merge(settings, _flatten(tree, Config, "", str(path)))
-    return settings
+    return tree
 
 
-def _read_override(override: str) -> dict[str, _Setting]:
-    key, equals, text = override.partition("=")
-    origin = f"override {override!r}"
-    if not equals or not key.strip():
-        raise UserError(f"{origin}: expected section.key=value")
-    value = _parse_yaml(text, origin)
-    for part in reversed(key.strip().split(".")):
-        value = {part: value}
-    return _flatten(value, Config, "", origin)
-
-
-def _flatten(tree: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> dict[str, _Setting]:
-    """A tree of sections as {dotted key: setting}; every key must be one of schema.py's."""
-    hints = typing.get_type_hints(cls)
-    settings: dict[str, _Setting] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        hint = hints.get(name)
-        if hint is None:
-            raise UserError(f"{origin}: {_unknown_key(_first_leaf(key, value))}")
-        if not dataclasses.is_dataclass(hint):
-            settings[key] = _Setting(value, origin)
-        elif isinstance(value, dict) or value is None:  # None: a section header with nothing under it
-            settings.update(_flatten(value or {}, typing.cast(type, hint), f"{key}.", origin))
-        else:
-            raise UserError(f"{origin}: {key}: a section of settings, found {_show(value)}")
-    return settings
+def _leaves(key: str, value: Any) -> list[str]:
+    """The dotted keys below an unknown one, or that one."""
+    if not isinstance(value, dict) or not value:
+        return [key]
+    return [leaf for name, inside in value.items() for leaf in _leaves(f"{key}.{name}", inside)]
 
 
 def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
@@ -162,37 +163,6 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
         if older is not None and isinstance(older.value, dict) and isinstance(setting.value, dict):
             setting = _Setting({**older.value, **setting.value}, setting.origin)
         settings[key] = setting
-
-
-# ---------------------------------------------------------------- unknown keys
-
-
-def _first_leaf(key: str, value: Any) -> str:
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return key
-
-
-def _unknown_key(key: str) -> str:
-    parts = key.lstrip("+").split(".")
-    suffixes = [".".join(parts[i:]) for i in range(len(parts))]
-    for suffix in suffixes:
-        if suffix in _RENAMED:
-            return f"unknown key {key!r}; use {_RENAMED[suffix]}"
-    if suffixes[-1] in _NOT_SUPPORTED:
-        return f"unknown key {key!r}; {_NOT_SUPPORTED[suffixes[-1]]}"
-    return f"unknown key {key!r}; the nearest known key is {_nearest(suffixes)!r}"
-
-
-def _nearest(suffixes: Sequence[str]) -> str:
-    """The known key that ends a longer path (verl's), else one of the same last name, else of the closest spelling."""
-    known = dotted_keys()
-    for suffix in suffixes:
-        if suffix in known:
-            return suffix
-    same_name = [key for key in known if key.rsplit(".", 1)[-1] == suffixes[-1]]
-    return difflib.get_close_matches(suffixes[0], same_name or known, n=1, cutoff=0.0)[0]
 
 
 # ---------------------------------------------------------------- types
@@ -251,7 +221,10 @@ def _convert_setting(key: str, setting: _Setting, hint: Any) -> Any:
     try:
         return _convert(setting.value, hint)
     except TypeError as error:
-        raise UserError(f"{setting.origin}: {key}: found {_show(setting.value)}, expected {_describe(hint)}") from error
+        raise UserError(
+            f"{setting.origin}: {key}: found {_show(setting.value)}, expected {_describe(hint)}"
+            + _hint(setting.value, hint)
+        ) from error
 
 
 def _convert(value: Any, hint: Any) -> Any:
@@ -270,7 +243,7 @@ def _convert(value: Any, hint: Any) -> Any:
             raise TypeError
         return tuple(_convert(item, arg) for item, arg in zip(value, args, strict=True))
     elif origin is dict:
-        ok = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+        ok = isinstance(value, dict) and _is_json(value)
     elif hint is float:
         ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         value = float(value) if ok else value
@@ -280,6 +253,28 @@ def _convert(value: Any, hint: Any) -> Any:
     if not ok:
         raise TypeError
     return value
+
+
+def _is_json(value: Any) -> bool:
+    """Whether the value is of what JSON has too: no dates, bytes or sets, and mappings of strings."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def _hint(value: Any, hint: Any = str) -> str:
+    """What a user who wrote so may not know, to be added to the message; or nothing."""
+    wants = _describe(hint)
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(item, str) and re.search(r"\$\{|\$[A-Za-z_]", item) for item in values):
+        return "; references ($NAME, ${...}) are not replaced: write the value"
+    if any(isinstance(item, bool) for item in values) and "a string" in wants:
+        return "; yes, no, on, off, true and false are booleans in YAML: put it in quotes"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?0\d+", value) and ("integer" in wants or "number" in wants):
+        return "; a number does not begin with 0 (YAML 1.1 would read it as octal)"
+    return ""
 
 
 def _expect(value: Any, cls: type) -> Any:
@@ -307,8 +302,11 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     kind = next((name for cls, name in ((str, "string"), (dict, "mapping"), (list, "list")) if type(value) is cls), "")
-    text = repr(value)
-    return (f"the {kind} " if kind else "") + (text if len(text) <= 80 else text[:77] + "...")
+    return (f"the {kind} " if kind else "") + _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _plain(value: Any) -> Any:

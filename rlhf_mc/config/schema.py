@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
 
 Names follow verl's where the meaning is the same. No torch here, and no reading of files
-(see load.py); ranges, and what must go together, are checked by `validate` in validate.py.
+(see load.py); ranges are in ranges.py, what must go together is checked by `validate` in validate.py.
 """
 
 from __future__ import annotations

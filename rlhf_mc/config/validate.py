@@ -1,4 +1,5 @@
-"""Checks of values: the range of each setting, and settings that must go together.
+"""Checks of values: settings that must go together. The range of each is in ranges.py, how paths must be written in
+paths.py.
 
 Types, unknown keys and required keys are load.py's subject; what needs the model or the data
 (heads divisible by tp, columns of a file) is checked where those are read.
@@ -6,76 +7,21 @@ Types, unknown keys and required keys are load.py's subject; what needs the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.paths import check_written
+from rlhf_mc.config.ranges import check_range
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, TrainerConfig, layouts
-
-_AT_LEAST_ONE = [
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "data.train_batch_size",
-    "actor.ppo_mini_batch_size",
-    "actor.ppo_epochs",
-    "critic.ppo_mini_batch_size",
-    "critic.ppo_epochs",
-    "rollout.tensor_model_parallel_size",
-    "rollout.n",
-    "rollout.max_num_seqs",
-    "rollout.max_num_batched_tokens",
-    "rollout.val_kwargs.n",
-    "reshard.bucket_megabytes",
-    "algorithm.kl_ctrl.horizon",
-    "trainer.total_epochs",
-    "trainer.total_training_steps",
-    "trainer.max_skipped_updates_in_a_row",
-    "trainer.max_ckpt_to_keep",
-    "trainer.dist_timeout_seconds",
-    "trainer.heartbeat_timeout_seconds",
-]
-_AT_LEAST_ONE_OR_MINUS_ONE = [
-    "data.train_max_samples",
-    "data.val_max_samples",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "trainer.export_freq",
-]
-_AT_LEAST_ONE_IN_A_LAYOUT = [
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-]
-"""Of the megatron section of each role."""
-_ABOVE_ZERO = [
-    "actor.clip_ratio_high",
-    "critic.cliprange_value",
-    "actor.optim.eps",
-    "critic.optim.eps",
-    "rollout.temperature",
-    "rollout.cpu_kvcache_space_gb",
-    "reward.timeout_seconds",
-    "trainer.stop_before_minutes",
-]
-_NOT_NEGATIVE = [
-    "actor.kl_loss_coef",
-    "algorithm.kl_ctrl.kl_coef",
-    "rollout.val_kwargs.temperature",
-    "trainer.seed",
-    "trainer.critic_warmup",
-    "trainer.log_val_generations",
-    "reward.num_workers",
-]
 
 
 def validate(cfg: Config, world_size: int) -> None:
     """UserError, in one line that names the key, its value and what would be right, unless the run can start
     on `world_size` processes as far as the settings alone tell."""
-    _check_ranges(cfg)
     _check_paths(cfg)
+    _check_ranges(cfg)
     _check_optim("actor.optim", cfg.actor.optim, cfg.trainer.total_training_steps)
     _check_optim("critic.optim", cfg.critic.optim, cfg.trainer.total_training_steps)
     _check_layout(cfg, world_size)
@@ -88,22 +34,24 @@ def validate(cfg: Config, world_size: int) -> None:
 
 
 def _check_ranges(cfg: Config) -> None:
-    for key in _AT_LEAST_ONE:
-        _range(cfg, key, lambda value: value >= 1, "at least 1")
-    for key in _AT_LEAST_ONE_OR_MINUS_ONE:
-        _range(cfg, key, lambda value: value == -1 or value >= 1, "-1 or at least 1")
-    for key in _ABOVE_ZERO:
-        _range(cfg, key, lambda value: value > 0, "above 0")
-    for key in _NOT_NEGATIVE:
-        _range(cfg, key, lambda value: value >= 0, "0 or more")
-    for key in ("algorithm.gamma", "algorithm.lam"):
-        _range(cfg, key, lambda value: 0 <= value <= 1, "from 0 to 1")
-    _range(cfg, "actor.clip_ratio_low", lambda value: 0 < value < 1, "above 0 and below 1")
-    _range(cfg, "actor.clip_ratio_c", lambda value: value > 1, "above 1")
-    # torchrun and Slurm end the ranks that a crashed one leaves by SIGTERM, and kill them 30 s later. One that gives up
-    # before it is killed would say that the run was asked to stop, and have it started again.
-    _range(cfg, "trainer.preemption_grace_seconds", lambda value: value >= 60, "at least 60")
-    _range(cfg, "rollout.gpu_memory_utilization", lambda value: 0 < value <= 1, "above 0, at most 1")
+    for key, value in _leaves(cfg, ""):
+        check_range(key, value)
+        texts = value if isinstance(value, list) else [value]
+        for text in texts:
+            _require(
+                not (isinstance(text, str) and "${" in text),
+                f"{key} is {text!r}; references (${{...}}) are not replaced: write the value",
+            )
+
+
+def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Each setting with its key."""
+    for field in fields(section):
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def _check_paths(cfg: Config) -> None:
@@ -116,9 +64,6 @@ def _check_paths(cfg: Config) -> None:
 
 
 def _check_optim(key: str, optim: OptimConfig, total_steps: int | None) -> None:
-    for name in ("lr", "min_lr", "lr_warmup_steps", "weight_decay", "clip_grad"):
-        value = getattr(optim, name)
-        _require(value >= 0, f"{key}.{name} is {value}; it must be 0 or more")
     _require(optim.min_lr <= optim.lr, f"{key}.min_lr is {optim.min_lr}; it must be at most {key}.lr, {optim.lr}")
     for beta in optim.betas:
         _require(0 <= beta < 1, f"{key}.betas has {beta}; each must be at least 0 and below 1")
@@ -143,9 +88,6 @@ def _check_layout(cfg: Config, world_size: int) -> None:
 
 
 def _check_role(section: str, megatron: MegatronConfig, world_size: int, divisors: list[int], works: str) -> None:
-    for name in _AT_LEAST_ONE_IN_A_LAYOUT:
-        value = getattr(megatron, name)
-        _require(value is None or value >= 1, f"{section}.{name} is {value}; it must be at least 1")
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     _require(
         tp * pp in divisors,
@@ -239,7 +181,6 @@ _TOKEN_BUDGETS = {
 def _check_micro_batches(cfg: Config) -> None:
     dynamic = cfg.actor.use_dynamic_bsz
     for size in _TOKEN_BUDGETS.values():
-        _range(cfg, size, lambda value: value >= 1, "at least 1")
         _require(
             _get(cfg, size) is None or not dynamic,
             f"{size} is {_get(cfg, size)}; that needs actor.use_dynamic_bsz: false",

@@ -4,6 +4,7 @@ tensors are moved is in models/offload.py, how vLLM's memory is given back in ro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -57,6 +58,14 @@ def check_residency(rollout: RolloutConfig) -> None:
             "rollout.free_cache_engine is true; vLLM can give its memory back on a GPU only, and this run is on a CPU: "
             "set it to false"
         )
+    if not platform.use_cuda():
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+        if rollout.cpu_kvcache_space_gb * ranks > memory_gb:
+            raise UserError(
+                f"rollout.cpu_kvcache_space_gb is {rollout.cpu_kvcache_space_gb}, for each of {ranks} ranks of this "
+                f"machine, which has {memory_gb} GiB of memory"
+            )
 
 
 class Residency:

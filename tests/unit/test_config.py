@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rlhf_mc.config import model_schema, schema
+from rlhf_mc.config import model_schema, ranges, schema, unknown
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
+from rlhf_mc.config.load import _leaf_hints, dotted_keys, load_config, to_dict, validate
 from rlhf_mc.config.schema import Config
 
 REPO = Path(__file__).resolve().parents[2]
@@ -213,6 +215,62 @@ def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, wor
     assert f"unknown key {key!r}; " in message and words in message and "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        # Where nothing is near, nothing is suggested.
+        ("rollout.frobnicate", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
+        ("trainer.name", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
+        ("quux", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
+        # The same section goes before others.
+        ("critic.lr", "the nearest known key is 'critic.optim.lr'"),
+        ("critic.tensor_model_parallel_size", "the nearest known key is 'critic.megatron.tensor_model_parallel_size'"),
+        ("ref.megatron.tensor_paralel_size", "the nearest known key is 'ref.megatron.tensor_model_parallel_size'"),
+        ("critic.modelpath", "the nearest known key is 'critic.model_path'"),
+        # verl's.
+        ("actor_rollout_ref.rollout.name", "vLLM generates: leave it out"),
+        ("rollout.name", "vLLM generates: leave it out"),
+        ("critic.model.path", "use critic.model_path"),
+        ("actor_rollout_ref.model.path", "the nearest known key is 'model.path'"),
+        ("trainer.nnodes", "torchrun or srun says how many processes there are: leave it out"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "use optim.lr_warmup_steps, a number of PPO steps"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload",
+         "models are trained by Megatron-Core, not FSDP: see the megatron section"),
+        ("ray_init.num_cpus", "there is no Ray: leave it out"),
+        ("+actor.ppo_epochs", "write it without '+': actor.ppo_epochs"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_an_unknown_key(config_file: Path, key: str, answer: str) -> None:
+    assert error_of(config_file, f"{key}=1") == f"override '{key}=1': unknown key '{key}'; {answer}"
+
+
+def test_keys_that_are_named_in_answers_exist() -> None:
+    """Each section.key in what takes the place of verl's keys."""
+    answers = [*unknown._INSTEAD.values(), *unknown._LAST_NAMES.values(), *unknown._SECTIONS.values()]
+    known = dotted_keys()
+    for answer in answers:
+        for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", answer):
+            assert any(key == word or key.endswith(f".{word}") for key in known), answer
+    for key in [*unknown._INSTEAD, *unknown._LAST_NAMES]:
+        assert key not in known
+
+
+def test_all_unknown_keys_are_told_at_once(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "actor: {ppo_epoch: 1, ppo_epochs: 2}\nactor.shuffle: true\n")
+    message = error_of(config_file, "rollout.m=1", "rollout.n=2", "trainer.nnodes=1")
+    assert message.startswith("4 unknown keys: ")
+    for words in (
+        f"'actor.ppo_epoch' ({config_file}): the nearest known key is 'actor.ppo_epochs'",
+        f"'actor.shuffle' ({config_file}): a key with dots is for the command line; in a file sections are nested",
+        "'rollout.m' (override 'rollout.m=1'): nothing near it",
+        "'trainer.nnodes' (override 'trainer.nnodes=1'): torchrun",
+    ):
+        assert words in message
+    config_file.write_text(MINIMAL + "other: {" + ", ".join(f"k{i}: 1" for i in range(300)) + "}\n")
+    message = error_of(config_file)
+    assert message.startswith("300 unknown keys: ") and message.endswith("; and 290 more") and len(message) < 3000
+
+
 @pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
 def test_clip_ratio_names_both_of_its_successors(config_file: Path, prefix: str) -> None:
     message = error_of(config_file, f"{prefix}actor.clip_ratio=0.2")
@@ -300,6 +358,90 @@ def test_broken_yaml_names_the_line(config_file: Path, text: str, line: str, rea
 def test_a_file_that_is_not_text_is_refused(config_file: Path) -> None:
     config_file.write_bytes(b"PAR1\x15\x04\xff\x00")
     assert error_of(config_file).startswith(f"{config_file}: not valid YAML: ")
+
+
+ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: &a {train_files: *a}\n", "an anchor contains itself"),
+        ("actor: &a\n  <<: *a\n", "an anchor contains itself"),
+        ("data: {train_files: &a [*a, *a]}\n", "an anchor contains itself"),
+        (ALIAS_BOMB, "more than 20000 values"),
+        ("[" * 5000, "nested too deeply"),
+        ("data: " + "[" * 100 + "]" * 100, "nested too deeply"),
+        ("actor: !!int x\n", "not valid YAML"),
+        ("actor: !!timestamp x\n", "not valid YAML"),
+        ("# " + "x" * (1 << 19), "more than 256 KiB"),
+    ],
+)
+def test_hostile_yaml_is_refused_at_once(config_file: Path, text: str, words: str) -> None:
+    config_file.write_text(text)
+    start = time.monotonic()
+    assert words in error_of(config_file)
+    assert time.monotonic() - start < 20, "without bounds it takes minutes, or all memory"
+
+
+def test_anchors_may_be_used(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "actor: {optim: &o {lr: 1e-4}}\ncritic: {optim: {<<: *o, clip_grad: 2}}\n")
+    assert (load(config_file).critic.optim.lr, load(config_file).critic.optim.clip_grad) == (1e-4, 2.0)
+
+
+def test_bases_that_double_at_each_level(tmp_path: Path) -> None:
+    (tmp_path / "b0.yaml").write_text(MINIMAL)
+    for i in range(1, 20):
+        (tmp_path / f"b{i}.yaml").write_text(f"base: [b{i - 1}.yaml, b{i - 1}.yaml]\n")
+    assert load(tmp_path / "b19.yaml").rollout.n == 1
+    for i in range(20, 30):
+        (tmp_path / f"b{i}.yaml").write_text(f"base: b{i - 1}.yaml\n")
+    assert "more than 20 files deep" in error_of(tmp_path / "b29.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.n=020", "found the string '020', expected an integer; a number does not begin with 0"),
+        ("rollout.n=1:30", "found the string '1:30', expected an integer"),
+        ("trainer.seed=" + "9" * 400, "trainer.seed: found the string '999"),
+        ("actor.optim.lr=" + "9" * 400, "actor.optim.lr: found the string '999"),
+        ("actor.optim.lr=" + "9" * 400 + ".0", "actor.optim.lr: found inf, expected a finite number"),
+        ("actor.optim.lr=" + "9" * 5000, "actor.optim.lr: found the string '999"),
+        ("data.prompt_key=on", "in quotes"),
+        ("data.val_files=[no]", "in quotes"),
+        ("rollout.n=${data.max_prompt_length}", "references ($NAME, ${...}) are not replaced: write the value"),
+        ("data.apply_chat_template_kwargs={a: !!set {b}}", "expected a mapping"),
+        ("data.apply_chat_template_kwargs.a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q=1", "no setting has more than 16"),
+    ],
+)
+def test_values_that_yaml_would_read_as_something_else(config_file: Path, override: str, words: str) -> None:
+    message = error_of(config_file, override)
+    assert words in message and len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("data.prompt_key=020", "data", "prompt_key", "020"),
+        ("data.prompt_key=2024-01-01", "data", "prompt_key", "2024-01-01"),
+        ("data.prompt_key='on'", "data", "prompt_key", "on"),
+        ("data.prompt_key==", "data", "prompt_key", "="),
+        ("rollout.n=1_000", "rollout", "n", 1000),
+        ("rollout.n=0x10", "rollout", "n", 16),
+        ("actor.shuffle=yes", "actor", "shuffle", True),
+        ("actor.optim.lr=1.5e-6", "actor.optim", "lr", 1.5e-6),
+        ("actor.optim.lr=1E-6", "actor.optim", "lr", 1e-6),
+        ("actor.optim.lr=.5", "actor.optim", "lr", 0.5),
+        ("critic.model_path=~", "critic", "model_path", None),
+        ("critic.model_path=", "critic", "model_path", None),
+        ("data.apply_chat_template_kwargs={think: no}", "data", "apply_chat_template_kwargs", {"think": False}),
+    ],
+)
+def test_values_are_read_as_they_are_meant(
+    config_file: Path, override: str, section: str, name: str, value: Any
+) -> None:
+    test_override(config_file, override, section, name, value)
 
 
 def test_bases_in_a_circle(tmp_path: Path) -> None:
@@ -515,7 +657,7 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
         (("actor.clip_ratio_c=1",), ("actor.clip_ratio_c is 1.0", "above 1")),
         (("algorithm.gamma=1.01",), ("algorithm.gamma is 1.01",)),
         (("algorithm.lam=-0.1",), ("algorithm.lam is -0.1",)),
-        (("rollout.temperature=0",), ("rollout.temperature is 0.0", "above 0")),
+        (("rollout.temperature=0",), ("rollout.temperature is 0.0", "at least 0.01")),
         (("rollout.gpu_memory_utilization=1.5",), ("rollout.gpu_memory_utilization is 1.5",)),
         (("rollout.val_kwargs.n=4",), ("rollout.val_kwargs.n is 4", "temperature")),
         (("actor.optim.lr=-1e-6",), ("actor.optim.lr is -1e-06",)),
@@ -540,6 +682,25 @@ def test_invalid(config_file: Path, overrides: tuple[str, ...], words: tuple[str
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def numeric_keys() -> list[str]:
+    return [
+        key
+        for key, hint in _leaf_hints().items()
+        if re.search(r"\b(int|float)\b", str(hint)) and "Literal" not in str(hint)
+    ]
+
+
+@pytest.mark.parametrize("key", numeric_keys())
+def test_every_number_has_a_range(config_file: Path, key: str) -> None:
+    bounds = ranges.range_of(key)
+    assert bounds is not ranges._ANY, f"{key} needs an entry in config/ranges.py"
+    for value in (10**40, -(10**40), 1e308, -1e308, bounds.high * 1.01 + 1, bounds.low * 1.01 - 2):
+        with pytest.raises(UserError):
+            list_or_number = f"[{value}, {value}]" if key.endswith("betas") else value
+            validated(config_file, f"{key}={list_or_number}")
+    assert bounds.complaint(bounds.high if not bounds.open else bounds.high / 2) is None
 
 
 # ---------------------------------------------------------------- the schema and the shipped files

@@ -1,0 +1,136 @@
+"""The range of every numeric setting. Bounds above are such that no library fails on what is inside, and that nothing
+meant seriously is outside. Settings that must go together are checked by validate.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Range:
+    """From `low` to `high`, both inside unless `open`; and `also`, a value with a meaning of its own."""
+
+    low: float
+    high: float
+    open: bool = False
+    also: int | None = None
+
+    def complaint(self, value: float) -> str | None:
+        """Return what the value must be, or None where it is so."""
+        if value == self.also:
+            return None
+        or_also = "" if self.also is None else f"{self.also} or "
+        if value < self.low or (self.open and value == self.low):
+            if self.low == 0 and self.also is None:
+                return "above 0" if self.open else "0 or more"
+            return f"{or_also}{'above' if self.open else 'at least'} {self.low:.15g}"
+        if value > self.high or (self.open and value == self.high):
+            return f"{or_also}{'below' if self.open else 'at most'} {self.high:.15g}"
+        return None
+
+
+_SECONDS = 1e6
+"""11 days. Libraries count milliseconds in 32 bits: 24 days."""
+_COUNT = Range(1, 1_000_000_000)
+_FREQUENCY = Range(1, 1_000_000_000, also=-1)
+_TOKENS = Range(1, 100_000_000)
+_SEQUENCES = Range(1, 1_000_000)
+_RANKS = Range(1, 1_000_000)
+_LAYERS = Range(1, 100_000)
+_COEFFICIENT = Range(0, 1e6)
+_POSITIVE = Range(0, 1e6, open=True)
+_FRACTION = Range(0, 1)
+
+_OF_EACH_MODEL = {
+    "optim.lr": Range(0, 1e6),
+    "optim.min_lr": Range(0, 1e6),
+    "optim.lr_warmup_steps": Range(0, 1_000_000_000),
+    "optim.weight_decay": _COEFFICIENT,
+    "optim.betas": Range(0, 1),
+    "optim.eps": Range(1e-30, 1e6),  # float32 has nothing much smaller
+    "optim.clip_grad": Range(0, 1e30),
+    "megatron.tensor_model_parallel_size": _RANKS,
+    "megatron.pipeline_model_parallel_size": _RANKS,
+    "megatron.virtual_pipeline_model_parallel_size": _LAYERS,
+    "megatron.num_layers_in_first_pipeline_stage": _LAYERS,
+    "megatron.num_layers_in_last_pipeline_stage": _LAYERS,
+    "megatron.expert_model_parallel_size": _RANKS,
+    "ppo_mini_batch_size": _SEQUENCES,
+    "ppo_epochs": Range(1, 10_000),
+    "ppo_max_token_len_per_gpu": _TOKENS,
+    "ppo_micro_batch_size_per_gpu": _SEQUENCES,
+    "log_prob_max_token_len_per_gpu": _TOKENS,
+    "log_prob_micro_batch_size_per_gpu": _SEQUENCES,
+    "forward_max_token_len_per_gpu": _TOKENS,
+    "forward_micro_batch_size_per_gpu": _SEQUENCES,
+}
+"""By what follows the section's name."""
+
+RANGES = {
+    "data.train_max_samples": _FREQUENCY,
+    "data.val_max_samples": _FREQUENCY,
+    "data.max_prompt_length": Range(1, 10_000_000),
+    "data.max_response_length": Range(1, 10_000_000),
+    "data.train_batch_size": _SEQUENCES,
+    "actor.clip_ratio_low": Range(0, 1, open=True),
+    "actor.clip_ratio_high": _POSITIVE,
+    "actor.clip_ratio_c": Range(1, 1e6, open=True),
+    "actor.entropy_coeff": Range(-1e6, 1e6),
+    "actor.kl_loss_coef": _COEFFICIENT,
+    "critic.cliprange_value": Range(0, 1e30, open=True),
+    "rollout.tensor_model_parallel_size": _RANKS,
+    "rollout.n": Range(1, 10_000),
+    "rollout.temperature": Range(0.01, 1e3),  # vLLM samples at 0.01 where it is given less
+    "rollout.gpu_memory_utilization": Range(0.01, 1),
+    "rollout.cpu_kvcache_space_gb": Range(1, 65_536),
+    "rollout.max_num_seqs": Range(1, 65_536),
+    "rollout.max_num_batched_tokens": Range(1, 16_777_216),
+    "rollout.val_kwargs.temperature": Range(0.01, 1e3, also=0),
+    "rollout.val_kwargs.n": Range(1, 10_000),
+    "algorithm.gamma": _FRACTION,
+    "algorithm.lam": _FRACTION,
+    "algorithm.kl_ctrl.kl_coef": _COEFFICIENT,
+    "algorithm.kl_ctrl.target_kl": _COEFFICIENT,
+    "algorithm.kl_ctrl.horizon": _COUNT,
+    "reward.num_workers": Range(0, 1_024),
+    "reward.timeout_seconds": Range(0, _SECONDS, open=True),
+    "reshard.bucket_megabytes": Range(1, 65_536),
+    "trainer.total_epochs": _COUNT,
+    "trainer.total_training_steps": _COUNT,
+    "trainer.test_freq": _FREQUENCY,
+    "trainer.save_freq": _FREQUENCY,
+    "trainer.export_freq": _FREQUENCY,
+    "trainer.max_ckpt_to_keep": _COUNT,
+    "trainer.log_val_generations": Range(0, 1_000_000_000),
+    "trainer.target_val_acc": Range(-1e6, 1e6),
+    "trainer.critic_warmup": Range(0, 1_000_000_000),
+    "trainer.seed": Range(0, 2**32 - 1),  # numpy takes 32 bits, which vLLM seeds too
+    "trainer.max_skipped_updates_in_a_row": _COUNT,
+    "trainer.dist_timeout_seconds": Range(1, _SECONDS),
+    "trainer.heartbeat_timeout_seconds": Range(1, _SECONDS),
+    # torchrun and Slurm end the ranks that a crashed one leaves by SIGTERM, and kill them 30 s later. One that gives up
+    # before it is killed would say that the run was asked to stop, and have it started again.
+    "trainer.preemption_grace_seconds": Range(60, _SECONDS),
+    "trainer.stop_before_minutes": Range(0, _SECONDS / 60, open=True),
+}
+_ANY = Range(-(2**31), 2**31)
+"""Of a number that has no range of its own."""
+
+
+def range_of(key: str) -> Range:
+    """Return the range of a numeric setting."""
+    return RANGES.get(key) or _OF_EACH_MODEL.get(key.partition(".")[2], _ANY)
+
+
+def check_range(key: str, value: Any) -> None:
+    """Raise a UserError unless the number, or each number of a list, is in the range of its setting."""
+    for number in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            complaint = range_of(key).complaint(number)
+            if complaint:
+                verb = "has" if isinstance(value, (list, tuple)) else "is"
+                raise UserError(f"{key} {verb} {number}; it must be {complaint}")

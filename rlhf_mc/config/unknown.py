@@ -1,0 +1,141 @@
+"""What is said of a key that schema.py does not have: what takes its place, where it is verl's; the key that was
+probably meant, where one is near; otherwise that there is none.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+_MOST_NAMED = 10
+_NEAR = 0.75
+"""Smallest similarity (difflib's ratio) of a name to one that it may be a misspelling of."""
+_COMMON_NAMES = {"name", "path", "n", "type", "shuffle", "temperature", "dtype", "freeze"}
+"""Last names that say too little: the same one in another section is another thing."""
+_WRAPPERS = ("actor_rollout_ref", "reward", "config")
+"""Sections of verl's around ours."""
+
+_INSTEAD = {
+    "reward_model.enable": "use reward_model.model_path (null: no reward model)",
+    "reward_model.model.path": "use reward_model.model_path",
+    "critic.model.path": "use critic.model_path",
+    "critic.model.tokenizer_path": "the critic reads the actor's tokens: model.tokenizer_path",
+    "ref.model.path": "the reference starts from model.path",
+    "actor.clip_ratio": "use actor.clip_ratio_low and actor.clip_ratio_high",
+    **dict.fromkeys(
+        ("critic.use_dynamic_bsz", "ref.log_prob_use_dynamic_bsz", "rollout.log_prob_use_dynamic_bsz"),
+        "use actor.use_dynamic_bsz (one switch for all passes)",
+    ),
+    "actor.grad_clip": "use actor.optim.clip_grad",
+    "critic.grad_clip": "use critic.optim.clip_grad",
+    "actor.strategy": "models are trained by Megatron-Core: leave it out",
+    "critic.strategy": "models are trained by Megatron-Core: leave it out",
+    "ref.strategy": "models are run by Megatron-Core: leave it out",
+    "reward_model.strategy": "models are run by Megatron-Core: leave it out",
+    "rollout.name": "vLLM generates: leave it out",
+    "rollout.mode": "vLLM generates in the training processes: leave it out",
+    "rollout.dtype": "vLLM's is that of the actor: actor.megatron.dtype",
+    "rollout.top_k": "responses are sampled from the full distribution: leave it out",
+    "rollout.top_p": "responses are sampled from the full distribution: leave it out",
+    "rollout.do_sample": "use rollout.temperature, and rollout.val_kwargs.temperature (0: greedy)",
+    "val_kwargs.do_sample": "use rollout.val_kwargs.temperature (0: greedy)",
+    "rollout.prompt_length": "use data.max_prompt_length",
+    "rollout.response_length": "use data.max_response_length",
+    "rollout.load_format": "vLLM's weights come from the actor: leave it out",
+    "trainer.nnodes": "torchrun or srun says how many processes there are: leave it out",
+    "trainer.n_gpus_per_node": "torchrun or srun says how many processes there are: leave it out",
+    "trainer.project_name": "what a run writes goes to trainer.default_local_dir: leave it out",
+    "trainer.experiment_name": "what a run writes goes to trainer.default_local_dir: leave it out",
+    "trainer.default_hdfs_dir": "what a run writes goes to trainer.default_local_dir: leave it out",
+    "trainer.max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep (actor and critic are one checkpoint)",
+    "trainer.max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep (actor and critic are one checkpoint)",
+    "trainer.balance_batch": "batches are always balanced: leave it out",
+    "data.truncation": "an overlong prompt is an error, or dropped: data.filter_overlong_prompts",
+    "data.val_batch_size": "all validation prompts are generated at once: leave it out",
+    "data.tokenizer": "use model.tokenizer_path",
+    "model.use_remove_padding": "sequences are always packed: leave it out",
+    "model.enable_gradient_checkpointing": "use actor.megatron.recompute_granularity",
+}
+"""What takes the place of verl's keys, or why they are not needed. Without verl's section actor_rollout_ref."""
+
+_LAST_NAMES = {
+    "context_parallel_size": "context parallelism is not supported: attention takes whole sequences. For long ones use "
+    "tensor_model_parallel_size with sequence_parallel, and recompute_granularity",
+    "ulysses_sequence_parallel_size": "it is not supported: attention takes whole sequences. For long ones use "
+    "megatron.tensor_model_parallel_size with sequence_parallel",
+    "lora_rank": "LoRA is not supported",
+    "trust_remote_code": "code of a checkpoint is never run: leave it out",
+    "lr_warmup_steps_ratio": "use optim.lr_warmup_steps, a number of PPO steps",
+    "warmup_style": "use optim.lr_decay_style",
+    "min_lr_ratio": "use optim.min_lr",
+}
+"""The same, for keys that several sections of verl's have."""
+
+_SECTIONS = {
+    "fsdp_config": "models are trained by Megatron-Core, not FSDP: see the megatron section",
+    "ray_init": "there is no Ray: leave it out",
+    "ray_kwargs": "there is no Ray: leave it out",
+    "hybrid_engine": "training and generation always share their processes: leave it out",
+}
+
+
+def explain(unknown: Sequence[tuple[str, str]], known: Sequence[str]) -> str:
+    """Return one line on all unknown keys, each given with the file or override that it is from."""
+    if len(unknown) == 1:
+        origin, key = unknown[0]
+        return f"{origin}: unknown key {key!r}; {_what_instead(key, known)}"
+    listed = [f"{key!r} ({origin}): {_what_instead(key, known)}" for origin, key in unknown[:_MOST_NAMED]]
+    more = [f"and {len(unknown) - _MOST_NAMED} more"] if len(unknown) > _MOST_NAMED else []
+    return f"{len(unknown)} unknown keys: {'; '.join([*listed, *more])}"
+
+
+def _what_instead(key: str, known: Sequence[str]) -> str:
+    parts = key.lstrip("+~").split(".")
+    name = ".".join(parts)
+    if name in known:
+        return (
+            "a key with dots is for the command line; in a file sections are nested"
+            if name == key
+            else f"write it without {key[: -len(name)]!r}: {name}"
+        )
+    wrapped = len(parts) > 1 and parts[0] in _WRAPPERS
+    inner = parts[1:] if wrapped else parts
+    for start in range(len(inner)):
+        if (found := _INSTEAD.get(".".join(inner[start:]))) is not None:
+            return found
+    section = next((part for part in parts if part in _SECTIONS), None)
+    if section is not None:
+        return _SECTIONS[section]
+    if parts[-1] in _LAST_NAMES:
+        return _LAST_NAMES[parts[-1]]
+    near = _nearest(parts, known) or (_nearest(inner, known) if wrapped else None)
+    return (
+        f"the nearest known key is {near!r}" if near else "nothing near it is known (rlhf_mc/config/schema.py has all)"
+    )
+
+
+def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
+    """Return the key that was probably meant, or None: one of the same section first; then one of a section of which
+    this one is a misspelling; then the only one of that last name, if the name says what it is."""
+    name = ".".join(parts)
+    if name in known:
+        return name
+    sections = list(dict.fromkeys(key.split(".")[0] for key in known))
+    section = parts[0] if parts[0] in sections else _closest(parts[0], sections)
+    if section is not None:
+        rest = {key.split(".", 1)[1]: key for key in known if key.startswith(f"{section}.")}
+        same_name = [inside for inside in rest if inside.rsplit(".", 1)[-1] == parts[-1]]
+        if len(same_name) == 1:
+            return rest[same_name[0]]
+        flat = {inside.replace(".", "_"): key for inside, key in rest.items()}
+        last = {inside.rsplit(".", 1)[-1]: key for inside, key in rest.items()}
+        if close := _closest("_".join(parts[1:]), list(flat)):
+            return flat[close]
+        if close := _closest(parts[-1], list(last)):
+            return last[close]
+    elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == parts[-1]]
+    return elsewhere[0] if len(elsewhere) == 1 and parts[-1] not in _COMMON_NAMES else None
+
+
+def _closest(word: str, words: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(word[:100], words, n=1, cutoff=_NEAR)), None)

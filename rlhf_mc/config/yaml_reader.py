@@ -1,0 +1,106 @@
+"""YAML as a user means it: PyYAML's safe loader without YAML 1.1's surprises, and within bounds of size.
+
+1e-6 is a number; 020 and 1:30 are strings, not 16 and 90; a date is a string; a key given twice is an error. Aliases
+that contain themselves, or that expand to more than a config can hold, are errors too. What settings there are is
+load.py's subject.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from rlhf_mc.config.errors import UserError
+
+MOST_BYTES = 1 << 18
+"""Of one file: far more than all settings with comments, and read in seconds."""
+_MOST_NODES = 20_000
+_DEEPEST = 32
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    """None of PyYAML's own; those below."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value!r} given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"(yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)\Z", "yYnNtTfFoO"),
+    ("null", r"(~|null|Null|NULL|)\Z", "~nN\0"),
+    # Longer ones are no numbers that anything here could be set to, and Python takes quadratic time for them.
+    ("int", r"[-+]?(0|[1-9][0-9_]{0,40}|0x[0-9a-fA-F]{1,16}|0b[01]{1,64})\Z", "-+0123456789"),
+    (
+        "float",
+        r"([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
+        "-+.0123456789",
+    ),
+    ("merge", r"<<\Z", "<"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), ["" if c == "\0" else c for c in _first]
+    )
+
+
+def parse_yaml(text: str | bytes, origin: str) -> Any:
+    """Return the value of one YAML document. UserError, naming `origin` and the line, where it is none."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
+        raise UserError(f"{origin}: not valid YAML: {where}{reason}") from error
+    except RecursionError as error:
+        raise UserError(f"{origin}: not valid YAML: nested too deeply") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # an explicit tag on a value of another kind
+        raise UserError(f"{origin}: not valid YAML: {' '.join(str(error).split())[:100]}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raise a YAMLError where aliases make the tree contain itself, or grow beyond all settings."""
+    sizes: dict[int, int] = {}
+    above: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        """Of the tree below the node, each alias counted as what it stands for."""
+        if depth > _DEEPEST:
+            raise yaml.constructor.ConstructorError(None, None, "nested too deeply", node.start_mark)
+        if id(node) in above:
+            raise yaml.constructor.ConstructorError(None, None, "an anchor contains itself", node.start_mark)
+        if id(node) not in sizes:
+            above.add(id(node))
+            count = 1
+            for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+                count += sum(size(part, depth + 1) for part in (child if isinstance(child, tuple) else (child,)))
+            above.discard(id(node))
+            sizes[id(node)] = count
+        if sizes[id(node)] > _MOST_NODES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"more than {_MOST_NODES} values, aliases written out", node.start_mark
+            )
+        return sizes[id(node)]
+
+    size(root, 0)
