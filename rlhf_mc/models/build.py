@@ -29,6 +29,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding
 from rlhf_mc.models.heads import ValueHead
+from rlhf_mc.models.linear import multiply_as_matrices
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import check_mcore
@@ -314,6 +315,7 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chu
         if shape.scaled_embeddings and first:
             scale_embeddings(model, shape.hidden_size)
         _mark_tensor_parallel(model)
+        multiply_as_matrices(model)
         _set_rope(model, shape)
         model.to(platform.device(), DTYPES[megatron.dtype])
         with torch.no_grad():

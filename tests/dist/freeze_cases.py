@@ -6,12 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from model_cases import Role, _my_micro_batches, _objective, logical_tensors, make_engine, mesh_groups
+from model_cases import TEMPERATURE, Role, _my_micro_batches, _objective, logical_tensors, make_engine, mesh_groups
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.trainer.experience import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
+
+Product = tuple[str, tuple[torch.Size, ...]]
+"""An operator and the sizes of its tensors."""
+
+
+class Products(TorchDispatchMode):
+    """Records every matrix product, and every tensor expanded for a batched one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Product] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"):
+            self.seen.append((name, tuple(x.shape for x in args if isinstance(x, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
 
 
 def frozen_step(
@@ -49,3 +68,26 @@ def frozen_step(
             "trains_here": sum(param.requires_grad for param in engine.named_parameters().values()),
             "gradients_after": logical_tensors(engine, local),
         }
+
+
+def matrix_products(
+    checkpoint: str, tp: int, batch: RaggedBatch, patterns: Sequence[str], **megatron: Any
+) -> dict[str, list[Product]]:
+    """The products of the log-prob pass of a frozen and of a trainable model, and those of a backward pass with these
+    tensors frozen. Each pass is one micro-batch."""
+    out = {}
+    every = [list(range(batch.num_sequences))]
+    with mesh_groups(tp, 1) as groups:
+        for kind in ("frozen", "trainable", "partly frozen"):
+            engine = make_engine(checkpoint, "actor", groups, **megatron)
+            if kind != "frozen":
+                tensors = frozen_tensors("actor.freeze", patterns, engine.shape) if kind == "partly frozen" else ()
+                frozen = frozen_parameters(tensors, layouts_of(engine)[groups.rank])
+                engine.make_trainable(OptimConfig(), total_steps=1, frozen=frozen)
+            with Products() as products:
+                if kind == "partly frozen":
+                    engine.backward(batch, every, _objective(engine, batch, "token-mean"))
+                else:
+                    score_tokens(engine, batch, log_prob_head(engine.shape.vocab_size, TEMPERATURE), 1 << 20)
+            out[kind] = products.seen
+    return out

@@ -79,3 +79,27 @@ def test_what_is_frozen_stays(
             assert error < 1e-4, f"rank {rank}, {name}: off by {error:.1e} of the largest"
     if pp == 2:
         assert [result["trains_here"] == 0 for result in results] == [True, False]
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"sequence_parallel": True}])
+def test_no_frozen_weight_is_copied_once_per_token(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, settings: dict[str, Any]
+) -> None:
+    """torch.matmul makes a batched product of [T, 1, hidden] and a frozen weight where the strides look as if dimensions
+    had been transposed, as they do behind a tensor-parallel embedding."""
+    patterns = ("model.embed_tokens.*", "model.layers.[02].*")
+    for rank, products in enumerate(
+        pool(world).run(
+            freeze_cases.matrix_products,
+            checkpoint=checkpoints["qwen2_tied"],
+            tp=2,
+            batch=batch,
+            patterns=patterns,
+            **settings,
+        )
+    ):
+        assert len(products["frozen"]) > 4 * 4, f"rank {rank}: {products['frozen']}"  # four in each layer, and the head
+        assert products["frozen"] == products["trainable"], f"rank {rank}"
+        batched = [product for seen in products.values() for product in seen if "bmm" in product[0]]
+        assert not batched, f"rank {rank}: {batched}"

@@ -1,0 +1,105 @@
+"""The log-prob pass of a frozen model (a reference) against that of the same model with an optimizer (an actor): time,
+and the largest memory beyond what was there before, on each tensor-parallel rank. On the CPU, both ways in turn:
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/frozen_pass.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from log_probs import peak_bytes
+from train_step import make_batch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.config.schema import MegatronConfig, OptimConfig
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.topology.groups import build_groups, init_process_group
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.experience import log_prob_head, score_tokens
+from rlhf_mc.trainer.setup import layouts_of
+
+WAYS = ("trainable", "frozen")
+
+
+def make_engines(directory: str, dtype: str) -> dict[str, ModelEngine]:
+    """The checkpoint's model twice, over all ranks by tensor parallelism."""
+    reader, world = HFReader(directory), dist.get_world_size()
+    groups = build_groups(Mesh(world, world, 1))
+    engines = {}
+    for way in WAYS:
+        config = MegatronConfig(tensor_model_parallel_size=world, dtype=dtype, use_distributed_optimizer=False)
+        engine = ModelEngine(way, ModelShape.from_hf_config(reader.config), config, groups)
+        import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
+        engines[way] = engine
+    engines["trainable"].make_trainable(OptimConfig(), total_steps=1)
+    return engines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=16_384)
+    parser.add_argument("--sequences", type=int, default=6, help="of 128 tokens, one micro-batch")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    init_process_group(600)
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    config = Qwen2Config(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        tie_word_embeddings=False,
+    )
+    batch = make_batch([128] * args.sequences, args.vocab)
+    with tempfile.TemporaryDirectory() as directory:
+        if rank == 0:
+            model = Qwen2ForCausalLM(config).float()
+            model.save_pretrained(directory)
+            size = sum(p.numel() for p in model.parameters())
+            print(
+                f"{size / 1e6:.1f} M parameters, tensor parallel {dist.get_world_size()}, {int(batch.seq_lens.sum())} "
+                f"tokens, {torch.get_num_threads()} threads; medians of {args.rounds} rounds on rank 0"
+            )
+        shared = [directory]
+        dist.broadcast_object_list(shared)
+        for dtype in ("bfloat16", "float32"):
+            engines = make_engines(shared[0], dtype)
+            found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+            scores: dict[str, torch.Tensor] = {}
+            for number in range(args.rounds + 1):  # the first is a warm-up
+                for way, engine in engines.items():
+
+                    def run(way: str = way, engine: ModelEngine = engine) -> None:
+                        scores[way] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
+
+                    dist.barrier()
+                    start = time.perf_counter()
+                    peak = peak_bytes(run)
+                    if number:
+                        found[way].append((time.perf_counter() - start, peak))
+            torch.testing.assert_close(scores["frozen"], scores["trainable"], rtol=0, atol=0.1)
+            medians = {way: [statistics.median(column) for column in zip(*found[way], strict=True)] for way in WAYS}
+            if rank == 0:
+                for way, (seconds, peak) in medians.items():
+                    print(f"{dtype:>9} {way:>10}: {seconds:6.2f} s {peak / 2**20:8.0f} MiB")
+                time_ratio, memory_ratio = (a / b for a, b in zip(medians["frozen"], medians["trainable"], strict=True))
+                print(f"{dtype:>9} frozen / trainable: {time_ratio:.2f} in time, {memory_ratio:.2f} in memory")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
