@@ -17,6 +17,9 @@ from rlhf_mc.config.schema import KLEstimator
 LOG_RATIO_BOUND = 20.0
 """Log ratios are clamped to +-20 before they are exponentiated: e^20 = 4.9e8 is still harmless in float32."""
 
+LOW_VAR_KL_BOUND = 10.0
+"""Largest low_var_kl of a token, in nats; verl's constant."""
+
 _MAX_RELATIVE_ERROR = 0.2
 
 
@@ -25,8 +28,10 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLEs
 
     log_probs, ref_log_probs: any one shape, which is the result's. With d = ref - log_prob, clamped to +-20:
     k1 = -d (unbiased, high variance), k2 = d^2 / 2 (biased, low variance), k3 = e^d - d - 1 (unbiased,
-    never negative). Source: J. Schulman, "Approximating KL Divergence", 2020. Differentiable in both
-    arguments; as a loss, k1's gradient is zero on average, so there use k2 or k3.
+    never negative), low_var_kl = min(k3, 10), as in verl: a token beyond the bound has no gradient. Source:
+    J. Schulman, "Approximating KL Divergence", 2020. Differentiable in both arguments; as a loss, k1's
+    gradient is zero on average, so there use one of the others. docs/algorithms.md compares them with verl's,
+    TRL's and OpenRLHF's.
     """
     d = (ref_log_probs - log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     match kind:
@@ -36,6 +41,8 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLEs
             return 0.5 * d.square()
         case "k3":
             return torch.expm1(d) - d
+        case "low_var_kl":
+            return (torch.expm1(d) - d).clamp(max=LOW_VAR_KL_BOUND)
         case _:
             assert_never(kind)
 

@@ -33,8 +33,11 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the elements where mask is True; 0 elsewhere. [S, L] -> [S, L].
 
     The variance is the unbiased one, as in verl and TRL. Give it the whole global batch, which every
-    rank holds: the result then does not depend on the number of ranks and needs no communication. One
-    element (or several equal ones) whitens to 0.
+    rank holds: the result then does not depend on the number of ranks and needs no communication.
+    Computed in float64, where sums of equal float32 numbers are exact: equal elements whiten to exactly 0.
+    In float32 they would leave the rounding error of their mean, divided by sqrt(1e-8), and Adam, which
+    is indifferent to the scale of a gradient, would make a full step of it.
     """
-    whitened = (x - masked_mean(x, mask)) * torch.rsqrt(masked_var(x, mask) + WHITEN_EPS)
-    return torch.where(mask, whitened, torch.zeros_like(x))
+    wide = x.double()
+    whitened = (wide - masked_mean(wide, mask)) * torch.rsqrt(masked_var(wide, mask) + WHITEN_EPS)
+    return torch.where(mask, whitened, torch.zeros_like(wide)).to(x.dtype)

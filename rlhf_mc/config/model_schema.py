@@ -13,11 +13,11 @@ class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate that the decay reaches after the last step: with 0 the last step still has one above it."""
     lr_warmup_steps: int = 0
-    """PPO steps of linear warm-up from 0."""
+    """PPO steps of linear warm-up: step s of W has lr * s / W."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape from lr to min_lr between warm-up and the last training step."""
+    """Shape of the decay from lr, after the warm-up, to min_lr, after the last step."""
     weight_decay: float = 0.01
     """Decoupled weight decay (not on biases and norms)."""
     betas: tuple[float, float] = (0.9, 0.999)

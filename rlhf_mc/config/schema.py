@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
 @dataclass
@@ -89,7 +89,7 @@ class ActorConfig:
     kl_loss_coef: float = 0.001
     """Weight of that KL term."""
     kl_loss_type: KLEstimator = "k3"
-    """Its estimator."""
+    """Its estimator (docs/algorithms.md). verl's k3 and low_var_kl are both low_var_kl here: k3, at most 10."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names as in the Hugging Face checkpoint, or patterns of them
     ("model.embed_tokens.*", "model.layers.0.*")."""
@@ -213,7 +213,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(actor, reference) from each token's reward."""
     kl_penalty: KLEstimator = "k1"
-    """Its estimator."""
+    """Its estimator, as in actor.kl_loss_type; k1 is verl's kl."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Its coefficient."""
 

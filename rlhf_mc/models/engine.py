@@ -12,7 +12,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -25,6 +24,7 @@ from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, run_stage, state
 from rlhf_mc.models.freeze import let_gradients_through
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
+from rlhf_mc.models.schedule import learning_rate_schedule
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.agreement import gather_objects, sum_over_ranks
@@ -119,22 +119,7 @@ class ModelEngine:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
-        self._scheduler = OptimizerParamScheduler(
-            self._optimizer,
-            init_lr=0.0,
-            max_lr=optim.lr,
-            min_lr=optim.min_lr,
-            lr_warmup_steps=optim.lr_warmup_steps,
-            lr_decay_steps=max(total_steps, optim.lr_warmup_steps + 1),
-            lr_decay_style=optim.lr_decay_style,
-            start_wd=optim.weight_decay,
-            end_wd=optim.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-        # Schedule position 0 is learning rate 0 under a warm-up: a first PPO step that changes nothing.
-        if optim.lr_warmup_steps > 0:
-            self._scheduler.step(increment=1)
+        self._scheduler = learning_rate_schedule(self._optimizer, optim, total_steps)
 
     @property
     def lr(self) -> float:

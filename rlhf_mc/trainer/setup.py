@@ -93,7 +93,9 @@ def build_run(cfg: Config) -> Run:
         models[role] = _load(role, start, layouts(cfg)[role], groups[role])
         if start.optim is not None:
             frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
-            models[role].make_trainable(start.optim, total_steps, frozen)
+            # The actor's schedule counts the steps in which it is updated.
+            waits = cfg.trainer.critic_warmup if role == "actor" else 0
+            models[role].make_trainable(start.optim, max(1, total_steps - waits), frozen)
         residency.add(role, models[role])
     update, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:

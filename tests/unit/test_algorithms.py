@@ -66,6 +66,17 @@ def test_whitening_of_nothing_or_of_one_element_is_zero(count: int) -> None:
     assert torch.equal(masked_whiten(x, mask), torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7371, -12.34, 1e-3, 300_000.7])
+def test_equal_elements_whiten_to_exactly_zero(value: float) -> None:
+    """In float32 their mean is off by a rounding error, which 1 / sqrt(1e-8) makes up to 0.01 and more."""
+    for num_tokens in (3, 1000, 54_321):
+        x = torch.full((3, num_tokens), value)
+        mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+        whitened = masked_whiten(x, mask)
+        assert whitened.dtype == torch.float32
+        assert torch.equal(whitened, torch.zeros_like(x)), f"{num_tokens} tokens: {whitened.abs().max()}"
+
+
 # kl.py
 
 
@@ -83,9 +94,19 @@ def test_kl_estimates_stay_finite_at_extreme_log_ratios() -> None:
     assert kl_estimate(log_probs, ref, "k2").tolist() == [200.0, 200.0]
     # e^-20 + 20 - 1 = 19, e^20 - 21 = 485165174.4
     assert kl_estimate(log_probs, ref, "k3").tolist() == pytest.approx([19.0, 485165174.4], rel=1e-6)
+    assert kl_estimate(log_probs, ref, "low_var_kl").tolist() == [10.0, 10.0]
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_low_var_kl_is_k3_up_to_10_and_has_no_gradient_beyond() -> None:
+    ref = torch.tensor([0.5, -3.0, 2.5, 2.6])  # k3 is 0.1487, 2.0498, 8.6825, 9.8637 and, of 2.7, 11.18
+    assert torch.equal(kl_estimate(torch.zeros(4), ref, "low_var_kl"), kl_estimate(torch.zeros(4), ref, "k3"))
+    log_probs = torch.zeros(2, requires_grad=True)
+    kl_estimate(log_probs, torch.tensor([2.7, 2.6]), "low_var_kl").sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad[0] == 0 and log_probs.grad[1] == pytest.approx(1 - math.exp(2.6), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_kl_estimate_gradient(kind: str) -> None:
     g = torch.Generator().manual_seed(0)
     log_probs = torch.randn(6, generator=g, dtype=torch.float64, requires_grad=True)

@@ -299,7 +299,7 @@ def test_unknown_key_in_a_file_names_the_file(config_file: Path) -> None:
         ("actor.shuffle=1", "1", "true or false"),
         ("model.path=3", "3", "a string"),
         ("model.tokenizer_path=3", "3", "a string or null"),
-        ("actor.kl_loss_type=k4", "the string 'k4'", "one of k1, k2, k3"),
+        ("actor.kl_loss_type=k4", "the string 'k4'", "one of k1, k2, k3, low_var_kl"),
         ("trainer.logger=[console,wandb]", "the list ['console', 'wandb']",
          "a list, each entry one of console, jsonl, tensorboard"),
         ("data.val_files=[1]", "the list [1]", "a list, each entry a string"),

@@ -218,7 +218,7 @@ def test_a_coefficient_without_its_input_is_refused(coefficient: str) -> None:
         actor_loss(inputs, num_tokens=NUM_TOKENS, **CLIP, **{coefficient: 0.1})
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_loss_gradients_against_finite_differences(kind: str) -> None:
     t = random_tokens(seed=4)
     weights = aggregation_weights(LENS, "token-mean").double()

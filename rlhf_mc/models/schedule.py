@@ -1,0 +1,35 @@
+"""The learning-rate schedule of an optimizer, in Megatron-Core's scheduler. It counts PPO steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rlhf_mc.config.schema import OptimConfig
+
+
+def learning_rate_schedule(optimizer: Any, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Return the schedule of `optim` for total_steps PPO steps, at the first of them.
+
+    Without a warm-up the first step has learning rate lr. With one of W steps, step s of the first W has lr * s / W.
+    The decay goes from there to min_lr, which it reaches after the last step, as in Megatron-LM and transformers: with
+    min_lr 0 every step still moves the weights.
+    """
+    # Megatron-Core's position 0 is learning rate 0 under a warm-up: a first PPO step that changes nothing.
+    first = 1 if optim.lr_warmup_steps > 0 else 0
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=first + max(total_steps, optim.lr_warmup_steps, 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    schedule.step(increment=first)
+    return schedule
