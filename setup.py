@@ -16,6 +16,7 @@ setup(
         "numpy",
         "pyarrow",
         "PyYAML",
+        "math-verify[antlr4-13-2]==0.9.0",  # scores MATH; other versions have other verdicts
         "tensorboard",
         "matplotlib",
     ],

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,12 +79,12 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             engines = make_engines(shared[0], dtype)
             found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
-            scores: dict[str, torch.Tensor] = {}
+            scores: dict[str, Any] = {}
             for number in range(args.rounds + 1):  # the first is a warm-up
                 for way, engine in engines.items():
 
-                    def run(way: str = way, engine: ModelEngine = engine) -> None:
-                        scores[way] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
+                    def run(way: str = way, engine: ModelEngine = engine, out: dict[str, Any] = scores) -> None:
+                        out[way] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
 
                     dist.barrier()
                     start = time.perf_counter()

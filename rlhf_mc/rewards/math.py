@@ -1,48 +1,62 @@
-r"""The rule for competition mathematics (MATH): the last \boxed{...} of the response must say the same as the
-reference answer after light normalisation of its LaTeX. No computer algebra: 2x and x+x are different here.
+r"""The rule for competition mathematics (MATH): the last \boxed{...} of the response must be equivalent to the
+reference answer: the same after light normalisation of its LaTeX, or else by computer algebra (equivalence.py). Every
+step here takes time in proportion to the response's length, whatever the response is.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+from rlhf_mc.rewards.equivalence import Comparison, Undecided
 
+MAX_ANSWER_CHARS = 1000
+"""A longer answer is compared character for character, and neither normalised nor parsed."""
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _DROPPED = re.compile(
     r"""\\[!,;:>]            # LaTeX's small spaces
     | \\(?:left|right)(?![a-zA-Z])
     | \\\$ | \$              # dollars, of money and of math mode
     | \\% | %
-    | \^\s*\{?\\circ\}?      # degrees
+    | \^\s*\{?\\circ\}? | °  # degrees
     | \\(?:displaystyle|quad|qquad)(?![a-zA-Z])
     """,
     re.VERBOSE,
 )
-_TRAILING_UNIT = re.compile(r"(?<=\S)\s*\\(?:text|mbox|mathrm)\s*\{\s*[^{}]*\}(?:\^\{?[23]\}?)?\s*$")
+_TRAILING_UNIT = re.compile(r"(?<=\S)\s?\\(?:text|mbox|mathrm)\s*\{\s*[^{}]*\}(?:\^\{?[23]\}?)?\s*$")
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9a-zA-Z]))\s*(?:\{([^{}]*)\}|([0-9a-zA-Z]))")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 _SLASH_FRACTION = re.compile(r"(-?)(\d+)/(\d+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?:\\!)?(?=\d{3}(?!\d))")
-_NUMBER = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
+_MIXED_NUMBER = re.compile(r"(-?\d+) (\d+)/(\d+)")
+_NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)")
 _NAME_OF_RESULT = re.compile(r"^\s*[a-zA-Z](?:\([a-zA-Z]\))?\s*=\s*(?=[^=]+$)")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} of `text`, inner braces included; None where none is closed."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0:
-                return text[match.end() : end]
-    return None
+    r"""What stands in the last \boxed{...} of `text` that is closed, inner braces included; None where none is. An
+    escaped brace is a character like any other."""
+    open_braces: list[tuple[int, int]] = []  # where it is, and where the box's content begins; 0: no box
+    start, end, last = 0, 0, -1
+    for match in _BRACES.finditer(text):
+        kind = match[0]
+        if kind == "}" and open_braces:
+            place, content = open_braces.pop()
+            if content and place > last:
+                start, end, last = content, match.start(), place
+        elif kind == "{":
+            open_braces.append((match.start(), 0))
+        elif kind[-1] == "{" and len(kind) > 2:
+            open_braces.append((match.start(), match.end()))
+    return None if last < 0 else text[start:end]
 
 
 def normalise(answer: str) -> str:
     """One spelling for what is written in several ways: spaces, units, fractions, roots, trailing zeros."""
-    text = answer.strip().rstrip(".").replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
+    text = " ".join(answer.split()).rstrip(".").replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
     text = _THOUSANDS.sub("", text)
     text = _DROPPED.sub("", text)
     text = _TRAILING_UNIT.sub("", text)
@@ -50,12 +64,19 @@ def normalise(answer: str) -> str:
     text = _NAME_OF_RESULT.sub("", text)
     text = _SHORT_FRACTION.sub(lambda m: f"\\frac{{{m[1] or m[2] or ''}}}{{{m[3] or m[4] or ''}}}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    text = re.sub(r"\s+", "", text)
+    text = text.replace("\\varnothing", "\\emptyset")
+    text = _mixed_number(text).replace(" ", "")
     if slash := _SLASH_FRACTION.fullmatch(text):
         text = f"{slash[1]}\\frac{{{slash[2]}}}{{{slash[3]}}}"
     if _NUMBER.fullmatch(text):
         text = _plain_number(text)
     return text
+
+
+def _mixed_number(text: str) -> str:
+    """3 1/2 as 3\\frac{1}{2}: without its space it would be 31/2."""
+    mixed = _MIXED_NUMBER.fullmatch(text.strip())
+    return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}" if mixed else text
 
 
 def _plain_number(text: str) -> str:
@@ -67,11 +88,53 @@ def _plain_number(text: str) -> str:
     return number if number == "0" else sign + number
 
 
+_comparison = Comparison()
+_undecided = 0
+_NAMED_UNDECIDED = 5
+"""So many undecided answers are named, by each process; after them every hundredth."""
+
+
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    r"""1.0 where the last \boxed{...} of the response says the same as the ground truth (itself boxed or bare)."""
+    r"""1.0 where the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or bare), else
+    0.0; also where that could not be decided within equivalence.LIMIT_SECONDS of processor time."""
     answer = last_boxed(solution_str)
     if answer is None:
         return 0.0
     truth = str(ground_truth)
     boxed_truth = last_boxed(truth)
-    return float(normalise(answer) == normalise(truth if boxed_truth is None else boxed_truth))
+    return float(equivalent(answer.strip(), (truth if boxed_truth is None else boxed_truth).strip()))
+
+
+def equivalent(answer: str, truth: str) -> bool:
+    """Whether two answers, in LaTeX, say the same."""
+    if answer == truth:
+        return True
+    if not 0 < len(answer) <= MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
+        return False
+    if normalise(answer) == normalise(truth):
+        return True
+    if _NUMBER.fullmatch(answer) and _NUMBER.fullmatch(truth):
+        return False  # two plain numbers: most wrong answers need no computer algebra
+    try:
+        return _comparison.same(_parsable(answer), _parsable(truth))
+    except Undecided as why:
+        _report_undecided(answer, truth, str(why))
+        return False
+
+
+def _parsable(text: str) -> str:
+    """What math-verify misreads, in a spelling that it reads."""
+    return _mixed_number(
+        " ".join(text.split()).rstrip(".").replace("°", "^\\circ").replace("\\varnothing", "\\emptyset")
+    )
+
+
+def _report_undecided(answer: str, truth: str, why: str) -> None:
+    global _undecided
+    _undecided += 1
+    if _undecided <= _NAMED_UNDECIDED or _undecided % 100 == 0:
+        print(
+            f"rlhf_mc: warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is {truth[:80]!r} was"
+            f" not decided: {why} ({_undecided} such answers so far in this process)",
+            file=sys.stderr,
+        )

@@ -86,8 +86,8 @@ def test_what_is_frozen_stays(
 def test_no_frozen_weight_is_copied_once_per_token(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, settings: dict[str, Any]
 ) -> None:
-    """torch.matmul makes a batched product of [T, 1, hidden] and a frozen weight where the strides look as if dimensions
-    had been transposed, as they do behind a tensor-parallel embedding."""
+    """torch.matmul makes a batched product of [T, 1, hidden] and a frozen weight where the strides look transposed, as
+    they do behind a tensor-parallel embedding."""
     patterns = ("model.embed_tokens.*", "model.layers.[02].*")
     for rank, products in enumerate(
         pool(world).run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from math_answers import DIFFERENT, EQUAL, MISSED, TAKEN_AS_EQUAL
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards import arithmetic, gsm8k
+from rlhf_mc.rewards import arithmetic, equivalence, gsm8k
 from rlhf_mc.rewards import math as math_rule
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.scoring import RULES
@@ -81,62 +83,96 @@ def test_arithmetic(response: str, score: float) -> None:
         (r"\fbox{7}", "7"),
         ("no box", None),
         (r"\boxed{never closed", None),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.} or so", r"\left\{ x \right."),  # an escaped brace closes nothing
+        (r"} \boxed{3} }", "3"),
+        (r"\boxed {4}", "4"),
     ],
 )
 def test_last_boxed(text: str, inside: str | None) -> None:
     assert math_rule.last_boxed(text) == inside
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        ("5", "5"),
-        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-        (r"\frac12", r"\frac{1}{2}"),
-        (r"\frac1{2}", r"\frac{1}{2}"),
-        ("1/2", r"\frac{1}{2}"),
-        ("-3/4", r"-\frac{3}{4}"),
-        (r"\sqrt2", r"\sqrt{2}"),
-        ("1,000,000", "1000000"),
-        (r"10,\!000", "10000"),
-        ("0.50", ".5"),
-        ("5.0", "5"),
-        ("-0", "0"),
-        (r"50\%", "50"),
-        (r"90^\circ", "90"),
-        (r"90^{\circ}", "90"),
-        (r"\$18", "18"),
-        (r"12 \text{ cm}^2", "12"),
-        (r"\text{Evelyn}", "Evelyn"),
-        (r"\left( 1, 2 \right)", "(1,2)"),
-        ("x = 7", "7"),
-        ("7.", "7"),
-        ("5", r"The answer is $\boxed{5}$."),
-        (r"x^2 + 2x", "x^2+2x"),
-    ],
-)
-def test_math_same(answer: str, truth: str) -> None:
-    assert math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth) == 1.0
+def test_math_answers() -> None:
+    """The rule's verdict on a table of pairs, with its known mistakes."""
+
+    def scored(pairs: list[tuple[str, str]], score: float) -> list[tuple[str, str]]:
+        return [
+            (answer, truth)
+            for answer, truth in pairs
+            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth) == score
+        ]
+
+    assert scored(EQUAL, 0.0) == []
+    assert scored(DIFFERENT, 1.0) == []
+    assert scored(MISSED, 0.0) == MISSED, "now found: move them to EQUAL"
+    assert scored(TAKEN_AS_EQUAL, 1.0) == TAKEN_AS_EQUAL, "now told apart: move them to DIFFERENT"
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        ("5", "6"),
-        ("-5", "5"),
-        (r"\frac{1}{2}", r"\frac{2}{1}"),
-        ("10", "1"),
-        ("100", "1"),
-        ("(1,2)", "(2,1)"),
-        ("(1,200)", "(12,00)"),
-        ("0.05", "0.5"),
-        ("x=7", "y=8"),
-        (r"\text{cm}", "5"),
-        ("1,2", "12"),
-    ],
-)
-def test_math_different(answer: str, truth: str) -> None:
-    assert math_rule.compute_score("lighteval/MATH", rf"\boxed{{{answer}}}", truth) == 0.0
+ENDLESS = {
+    "boxes": lambda n: "\\boxed{" * n,
+    "boxes, then one that is closed": lambda n: "\\boxed{" * n + "5}",
+    "closed boxes": lambda n: "\\boxed{1}" * n,
+    "box without its brace": lambda n: "\\boxed" + " " * n + "\\boxed" * n,
+    "braces": lambda n: "{" * n,
+    "closing braces": lambda n: "\\boxed{" + "}" * n,
+    "nested braces": lambda n: "\\boxed{" + "{" * n + "}" * n + "}",
+    "digits": lambda n: "1" * n + "x",
+    "digits and commas": lambda n: "1,234" * n + "x",
+    "commas": lambda n: "," * n + "x",
+    "marks": lambda n: "#### " * n,
+    "mark and digits": lambda n: "#### " + "1" * n,
+    "spaces": lambda n: "x" + " \t" * n + "x",
+    "equals and spaces": lambda n: "x=" + " \t" * n + "=",
+    "carets": lambda n: "^ " * n,
+    "fractions": lambda n: "\\frac{1" * n,
+    "texts": lambda n: "5\\text{" * n,
+    "unclosed text": lambda n: "\\text{" + "a" * n,
+    "backslashes": lambda n: "\\" * n,
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_response_without_end_is_scored_in_linear_time(kind: str) -> None:
+    """In four times the time for four times the length, here with a wide margin; a quadratic rule takes sixteen times.
+    As a whole response, and inside a box."""
+
+    def seconds(length: int) -> float:
+        text = ENDLESS[kind](length)
+        best = math.inf
+        for _ in range(3):
+            start = time.process_time()
+            gsm8k.compute_score("openai/gsm8k", text, "5")
+            math_rule.compute_score("lighteval/MATH", text, "5")
+            math_rule.compute_score("lighteval/MATH", f"\\boxed{{{text}}}", "5")
+            math_rule.normalise(text)
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert seconds(4 * 30_000) < 10 * seconds(30_000) + 0.05
+
+
+def test_a_comparison_without_end_costs_its_own_time_limit(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Also where no Python runs in which a signal could be handled, as in the power of an integer."""
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
+    prompts = [make_prompt(i, "lighteval/MATH", "x+x") for i in range(4)]
+    responses = [r"\boxed{2x}", r"\boxed{9^{9^{9^9}}}", r"\boxed{x^2}", r"\boxed{x \cdot 2}"]
+    try:
+        assert [row["score"] for row in score(manager, prompts, responses)] == [1.0, 0.0, 0.0, 1.0]
+    finally:
+        manager.close()
+    [line] = capfd.readouterr().err.splitlines()
+    for word in ("reward rule for MATH", "9^{9^{9^9}}", "scores 0", "'x+x'", "more than 3 s of processor time"):
+        assert word in line
+
+
+def test_math_verify_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(UserError, match=r"rule for MATH cannot use the package math-verify.*ImportError: not here"):
+        equivalence.Comparison().same("x", "y")
 
 
 def test_math_without_a_box_scores_nothing() -> None:

@@ -1,0 +1,128 @@
+"""Whether two answers in LaTeX mean the same, by math-verify (on SymPy) in a process of its own.
+
+Computer algebra may take forever, or stay inside one operation of C, where no signal handler of Python runs. So the
+kernel ends the process once it has used up its processor time for a row, and the next row starts another. It is
+processor time, not time on the clock: a busy machine changes no score. The process starts with the first row that needs
+it, since importing SymPy takes about two seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection, Pipe
+
+from rlhf_mc.config.errors import UserError
+
+LIMIT_SECONDS = 3.0
+"""Processor time for one row. Answers that people give take a few hundredths."""
+LIMIT_BYTES = 4 << 30
+"""Address space of the process: 9^{9^{9^9}} has more digits than any memory holds."""
+
+
+class Undecided(Exception):
+    """A comparison that did not come to an end; its text says why."""
+
+
+class Comparison:
+    """Compares answers, one at a time. Holds the process, which ends with this one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def same(self, answer: str, truth: str) -> bool:
+        """Return whether they are equivalent. Undecided where that took too long; UserError without math-verify."""
+        connection = self._connection or self._start()
+        try:
+            connection.send((answer, truth))
+            return bool(connection.recv())
+        except (EOFError, OSError):
+            raise Undecided(self._end()) from None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._end()
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"from rlhf_mc.rewards.equivalence import main\nmain({theirs.fileno()})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # parsers print what they think of an answer
+            stderr=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._connection = ours
+        try:
+            problem = ours.recv()
+        except (EOFError, OSError):
+            problem = self._end()
+        if problem is not None:
+            self.close()
+            raise UserError(f"the rule for MATH cannot use the package math-verify, which it needs: {problem}")
+        return ours
+
+    def _end(self) -> str:
+        """Wait for the process, which is ending. Return how it ended."""
+        assert self._process is not None and self._connection is not None
+        code = self._process.wait()
+        self._connection.close()
+        self._process = self._connection = None
+        if code == -signal.SIGPROF:
+            return f"more than {LIMIT_SECONDS:g} s of processor time"
+        return f"its process ended by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
+
+
+def main(descriptor: int) -> None:
+    """Compare what comes until the other end is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # sent to whole process groups; the rank decides
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    connection = Connection(descriptor)
+    try:
+        same = _load()
+    except Exception as error:  # whatever an import may raise
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    connection.send(None)
+    while True:
+        try:
+            answer, truth = connection.recv()
+            # Its signal is left to the kernel, which ends the process, whatever the process is doing.
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
+            result = same(answer, truth)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.send(result)
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _load():  # type: ignore[no-untyped-def]
+    import logging
+
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.disable(logging.CRITICAL)
+    kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+    def same(answer: str, truth: str) -> bool:
+        gold, given = (
+            parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False) for text in (truth, answer)
+        )
+        return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
+
+    same(r"\frac{1}{2}", "0.5")  # the parser's tables are made by its first use
+    return same
