@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -19,6 +18,7 @@ from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.parquet import columns_of, read_rows
+from rlhf_mc.data.template import render
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def load_prompts(
     _check_template_arguments(cfg)
     prompts: list[Prompt] = []
     num_rows = num_dropped = 0
+    most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
     for file in files:
         with about(f"{key} {file}:"):
             rows = read_rows(file, columns_of(cfg), ("extra_info",))
@@ -87,17 +88,16 @@ def load_prompts(
             rows = rows[: max_samples - num_rows]
         num_rows += len(rows)
         for row_number, row in enumerate(rows):
-            prompt = _to_prompt(row, len(prompts), f"{key} {file}, row {row_number}", tokenizer, cfg)
-            if len(prompt.token_ids) <= cfg.max_prompt_length:
-                prompts.append(prompt)
-            elif cfg.filter_overlong_prompts:
+            where = f"{key} {file}, row {row_number}"
+            try:
+                prompts.append(_to_prompt(row, len(prompts), where, tokenizer, cfg, most_characters))
+            except _TooLong as too_long:
+                if not cfg.filter_overlong_prompts:
+                    raise UserError(
+                        f"{where}: the prompt has {too_long} data.max_prompt_length"
+                        f" {cfg.max_prompt_length}; raise that, or set data.filter_overlong_prompts: true"
+                    ) from None
                 num_dropped += 1
-            else:
-                raise UserError(
-                    f"{key} {file}, row {row_number}: the prompt has {len(prompt.token_ids)} tokens,"
-                    f" more than data.max_prompt_length {cfg.max_prompt_length};"
-                    " raise that, or set data.filter_overlong_prompts: true"
-                )
     if num_rows == 0:
         raise UserError(f"{key} {', '.join(files)}: no rows")
     if not prompts:
@@ -110,6 +110,18 @@ def load_prompts(
     return prompts
 
 
+class _TooLong(Exception):
+    """A prompt of more than data.max_prompt_length tokens; the message says how many."""
+
+
+def _most_characters_of_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many characters a token of a prompt may stand for, on average: four times the longest entry of the
+    vocabulary. Tokenizers of the supported families fall back on bytes, so a token stands for at most as many
+    characters as its entry is long; the rest is for normalisation that composes accents, and for special tokens that
+    swallow spaces."""
+    return 4 * max(16, max(map(len, tokenizer.get_vocab())))
+
+
 def _check_template_arguments(cfg: DataConfig) -> None:
     for name in cfg.apply_chat_template_kwargs:
         if name in _OURS:
@@ -117,8 +129,15 @@ def _check_template_arguments(cfg: DataConfig) -> None:
 
 
 def _to_prompt(
-    row: dict[str, Any], index: int, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig
+    row: dict[str, Any],
+    index: int,
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    most_characters: int,
 ) -> Prompt:
+    """Return the row's prompt. _TooLong where it has too many tokens; a text of more than `most_characters` has, and is
+    not tokenised to count them."""
     data_source = row[cfg.reward_fn_key]
     if not isinstance(data_source, str):
         raise UserError(f"{where}: column {cfg.reward_fn_key!r} is {data_source!r}, expected a string")
@@ -128,7 +147,14 @@ def _to_prompt(
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         raise UserError(f"{where}: column 'extra_info' is not a struct but {type(extra_info).__name__}")
-    text, token_ids = _encode(row[cfg.prompt_key], where, tokenizer, cfg)
+    text, add_special_tokens = _text(row[cfg.prompt_key], where, tokenizer, cfg)
+    if len(text) > most_characters:
+        raise _TooLong(f"{len(text)} characters, too many for")
+    token_ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    if not token_ids:
+        raise UserError(f"{where}: the prompt has no tokens")
+    if len(token_ids) > cfg.max_prompt_length:
+        raise _TooLong(f"{len(token_ids)} tokens, more than")
     return Prompt(
         index=index,
         token_ids=token_ids,
@@ -139,32 +165,17 @@ def _to_prompt(
     )
 
 
-def _encode(prompt: Any, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> tuple[str, list[int]]:
-    """Text and tokens. The template's text is encoded without adding special tokens: it holds them already."""
+def _text(prompt: Any, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> tuple[str, bool]:
+    """Return the text, and whether special tokens are added when it is encoded: the template's holds them already."""
     if isinstance(prompt, str) and prompt and tokenizer.chat_template is None:
-        return prompt, _token_ids(tokenizer, prompt, True, where)
+        return prompt, True
     messages = _messages(prompt, where, cfg.prompt_key)
     if tokenizer.chat_template is None:
         raise UserError(
             f"{where}: the prompt is chat messages, but the tokenizer of {tokenizer.name_or_path} has no chat template;"
             " give plain strings, or a tokenizer with a template"
         )
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **cfg.apply_chat_template_kwargs
-        )
-    except jinja2.TemplateError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where}: the tokenizer's chat template refuses the prompt ({reason})") from error
-    assert isinstance(text, str)
-    return text, _token_ids(tokenizer, text, False, where)
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool, where: str) -> list[int]:
-    token_ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-    if not token_ids:
-        raise UserError(f"{where}: the prompt has no tokens")
-    return token_ids
+    return render(tokenizer, messages, cfg.apply_chat_template_kwargs, where), False
 
 
 def _messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
+from rlhf_mc.data import template
 from rlhf_mc.data.parquet import read_rows, write_prompts
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, prompt_indices, steps_per_epoch
+from rlhf_mc.trainer.preemption import SIGNALS
 
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATE = (
@@ -159,6 +163,69 @@ def test_overlong_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, ca
     assert [p.index for p in prompts] == [0, 1, 2], "counted after filtering"
     assert "1 of 4 prompts dropped" in caplog.text
     assert "all 4 prompts are longer" in error_of([path], tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+
+
+def test_a_text_that_is_too_long_by_far_is_not_tokenised(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The longest entry, <assistant>, has 11 characters; counted as 16, and four times as many may be one token."""
+    texts = ["1" * (4 * 16 * 9 + 1), "<assistant>" * 8, "1" * 8, "1" * 9]
+    path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": text} for text in texts])
+    message = error_of([path], plain_tokenizer, max_prompt_length=9)
+    assert "row 0: the prompt has 577 characters, too many for data.max_prompt_length 9; raise that" in message
+    with caplog.at_level(logging.WARNING):
+        settings = data_config(max_prompt_length=9, filter_overlong_prompts=True)
+        prompts = load_prompts([path], plain_tokenizer, settings, -1)
+    assert [p.text for p in prompts] == texts[1:3], "nine tokens each, the first in 88 characters"
+    assert "2 of 4 prompts dropped" in caplog.text
+
+
+LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LOOP,
+        "{{ 7 ** (9 ** (messages | length + 8)) }}",
+        "{% macro f() %}{% for i in range(99999) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Beside the signals that preemption.py blocks, and a thread that could be sent others."""
+    monkeypatch.setattr(template, "LIMIT_SECONDS", 0.5)
+    tokenizer = load_tokenizer(
+        str(save_tokenizer(tmp_path / "endless", "{% if messages[0].content == 'go' %}" + body + "{% endif %}x"))
+    )
+    path = write_table(tmp_path / "a.parquet", [make_row("1"), make_row("go")])
+    before = signal.getsignal(signal.SIGVTALRM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    try:
+        message = error_of([path], tokenizer)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        done.set()
+    assert message.startswith(f"data.train_files {path}, row 1: the tokenizer's chat template ")
+    assert "has not ended after 0.5 s of processor time" in message or "maximum recursion depth" in message
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0) and signal.getsignal(signal.SIGVTALRM) == before
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ messages.x.y }}", "has no attribute"),
+        ("{% for i in range(9999999) %}{% endfor %}", "Range too big"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails(tmp_path: Path, body: str, words: str) -> None:
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / "bad", body)))
+    message = error_of([write_table(tmp_path / "a.parquet", [make_row()])], tokenizer)
+    assert "row 0: the tokenizer's chat template refuses the prompt (" in message and words in message
 
 
 # ---------------------------------------------------------------- bad files and rows
