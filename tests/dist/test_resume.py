@@ -100,6 +100,9 @@ def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, lay
     assert whole[0]["steps"] == [1, 2, 3, 4] and resumed[0]["steps"] == [3, 4]
     assert sorted(metrics(tmp_path)) == [3, 4]
     assert metrics(tmp_path) == metrics(runs.directory(layout))
+    # The actor's schedule counts its own 3 updates, the first of them a warm-up of 1, and decays to 0 after the last.
+    rates = [row["actor/lr"] / 5e-3 for row in metrics(tmp_path).values()]
+    assert rates == pytest.approx([2 / 3, 1 / 3])
     for mine, theirs in zip(resumed, whole, strict=True):
         for when in ("then", "last"):
             assert [b[:3] for b in mine[when]] == [b[:3] for b in theirs[when]]
