@@ -1,9 +1,10 @@
 """Megatron-Core's linear layers on hidden states [T, 1, hidden], as products of two matrices.
 
 torch.matmul multiplies a 3-D tensor by a matrix as one product of matrices only where the matrix requires a gradient or
-the strides say that the leading dimensions are contiguous. Otherwise it is a batched product, which copies the matrix
-once for each of the T tokens. The embedding of a tensor-parallel model returns [T, 1, hidden] as a transposed
-[1, T, hidden]: the stride of the dimension of size 1 is then T * hidden, and a frozen layer meets the second case.
+the strides say that the leading dimensions are contiguous. Otherwise it is a batched product of T pairs, for which a
+CPU, in bfloat16, copies the matrix T times. The embedding of a tensor-parallel model returns [T, 1, hidden] as a
+transposed [1, T, hidden]: the stride of the dimension of size 1 is then T * hidden, and a frozen layer meets the second
+case.
 """
 
 from __future__ import annotations

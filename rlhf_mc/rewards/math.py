@@ -58,7 +58,7 @@ def normalise(answer: str) -> str:
     """One spelling for what is written in several ways: spaces, units, fractions, roots, trailing zeros."""
     text = " ".join(answer.split()).rstrip(".").replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
     text = _THOUSANDS.sub("", text)
-    text = _DROPPED.sub("", text)
+    text = " ".join(_DROPPED.sub("", text).split())
     text = _TRAILING_UNIT.sub("", text)
     text = _TEXT.sub(r"\1", text)
     text = _NAME_OF_RESULT.sub("", text)

@@ -168,6 +168,16 @@ def test_a_comparison_without_end_costs_its_own_time_limit(
         assert word in line
 
 
+def test_a_comparing_process_that_dies_between_two_rows_is_replaced() -> None:
+    comparison = equivalence.Comparison()
+    for _ in range(2):
+        assert comparison.same("2x", "x+x")
+        assert comparison._process is not None
+        comparison._process.kill()
+        comparison._process.wait()
+    comparison.close()
+
+
 def test_math_verify_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
