@@ -133,6 +133,11 @@ if [[ "$ended_with" == "$STOPPED_TO_GO_ON" ]]; then
     say "Slurm does not queue the job again; submitted anew, it goes on from its checkpoint"
     exit "$STOPPED_TO_GO_ON"
 fi
+if [[ "$code" -eq 0 && "$ended_with" != 0 ]]; then
+    # Rank 0 writes 0 once the run's success mark is written, and not before.
+    say "error: every rank ended with 0, but the run has not finished; what each rank said is in $LOG_DIR"
+    exit 1
+fi
 if [[ "$code" -ne 0 ]]; then
     code=${ended_with:-$code}
     [[ "$code" -ne 0 ]] || code=1

@@ -4,6 +4,9 @@
 #     launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]
 #
 # NPROC=2 launch/torchrun_1node.sh configs/quickstart.yaml     two processes on a CPU
+#
+# PYTHON: the interpreter [.venv/bin/python beside this folder if there is one, or python3]. Ends with the program's exit
+# code: 0 only for a run that has finished.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -16,9 +19,14 @@ if [[ -z "${NPROC:-}" ]]; then
     [[ "$NPROC" -gt 0 ]] || NPROC=1
 fi
 
+launch=$(dirname "${BASH_SOURCE[0]}")
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON=$(command -v "$launch/../.venv/bin/python" || command -v python3)
+fi
 # shellcheck source=launch/env.sh
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$launch/env.sh"
 
 # SIGUSR1 would kill torchrun alone and leave the ranks behind; so it passes it on, and waits 30 s, as with SIGTERM.
-exec torchrun --standalone --nproc-per-node "$NPROC" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    -m rlhf_mc "$@"
+# -P: this folder's modules are not to be found by those of torch.
+exec "$PYTHON" -P "$launch/torchrun_1node.py" --standalone --nproc-per-node "$NPROC" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m rlhf_mc "$@"

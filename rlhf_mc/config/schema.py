@@ -249,10 +249,10 @@ class RewardConfig:
 
     num_workers: int = 1
     """Processes of each rank that score its share of the responses while the log-prob passes run. Each imports the
-    user's file for itself. 0: the rank scores them, before those passes."""
+    user's file for itself. At least 1: a function that ends or blocks its process must not do so to a rank."""
     timeout_seconds: float = 300.0
-    """Time after which a worker that has scored no further response, or has not imported the user's file, is an error;
-    without workers nothing watches the time."""
+    """Time after which a worker that has scored no further response, or has not imported the user's file, is an
+    error."""
 
 
 @dataclass

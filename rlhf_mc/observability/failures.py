@@ -16,9 +16,10 @@ from typing import NoReturn
 
 from rlhf_mc.config.errors import NodeError, UserError
 
-USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED = 2, 1, 75
-"""Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and goes on from its
-checkpoint when it is started again (EX_TEMPFAIL)."""
+USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED, INTERRUPTED = 2, 1, 75, 130
+"""Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and resumes from its
+checkpoint when it is started again (EX_TEMPFAIL); it was interrupted and has saved nothing (128 + SIGINT). 0 means that
+the action came to its end."""
 
 _LOST = re.compile(
     "(closed|reset) by peer|broken pipe|connection refused|timed out|timeout|remote process exited|"
@@ -43,7 +44,9 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         line = " ".join(str(error).splitlines())
         _report(f"{program}: error: {line}", line, of_this_node=isinstance(error, NodeError))
         return USER_ERROR
-    except Exception as error:  # at the entry point: whatever it is, say it once and end with a code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException as error:  # at the entry point: whatever it is, sys.exit(0) in a library too, is no success
         where = f"{program}: error on rank {os.environ.get('RANK', '0')}: "
         if (lost := _lost_contact(error)) is not None:
             # Each survivor words it in its own way (addresses); one of them is enough.
@@ -85,7 +88,7 @@ def end_from_a_thread(line: str, code: int = OTHER_ERROR, say: bool = True) -> N
     leave(code)
 
 
-def _lost_contact(error: Exception) -> str | None:
+def _lost_contact(error: BaseException) -> str | None:
     """One line where the error says that another rank is gone: its own report, if it lived to make one, tells why."""
     from torch import distributed as dist
 

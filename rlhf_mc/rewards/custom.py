@@ -29,7 +29,7 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code: anything may come
+    except BaseException as error:  # the user's code: anything may come, sys.exit's SystemExit included
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
     function = getattr(module, name, None)
     if function is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards.scoring import RULES, Row, Scorer
+from rlhf_mc.rewards.scoring import RULES, Row
 from rlhf_mc.rewards.worker import Worker
 
 Scores = list[dict[str, float]]
@@ -47,10 +47,9 @@ class RewardManager:
 
     def __init__(self, cfg: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
         self._cfg, self._reward = cfg, reward
-        self._scorer = Scorer(cfg) if reward.num_workers == 0 else None
         self._workers: list[Worker] = []
-        self._threads = ThreadPoolExecutor(max(1, reward.num_workers))
-        if cfg.path is not None and reward.num_workers > 0:
+        self._threads = ThreadPoolExecutor(reward.num_workers)
+        if cfg.path is not None:
             # What is wrong with the user's file is said before training starts.
             try:
                 self._started(1)[0].load()
@@ -81,9 +80,6 @@ class RewardManager:
             Row(p.index, p.data_source, response, p.ground_truth, p.extra_info)
             for p, response in zip(prompts, responses, strict=True)
         ]
-        if self._scorer is not None:
-            scorer = self._scorer
-            return PendingScores([_finished(lambda: _score_here(scorer, rows))], len(rows))
         workers = self._started(min(self._reward.num_workers, len(rows)))
         parts = [
             self._threads.submit(self._converse, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)
@@ -108,18 +104,3 @@ class RewardManager:
             worker.close()
             self._workers.remove(worker)
             raise
-
-
-def _score_here(scorer: Scorer, rows: Sequence[Row]) -> Scores:
-    scores: dict[int, dict[str, float]] = {}
-    scorer.score(rows, scores.__setitem__)
-    return [scores[i] for i in range(len(rows))]
-
-
-def _finished(action: Callable[[], Scores]) -> Future[Scores]:
-    future: Future[Scores] = Future()
-    try:
-        future.set_result(action())
-    except UserError as error:
-        future.set_exception(error)
-    return future

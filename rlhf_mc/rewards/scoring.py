@@ -87,7 +87,7 @@ class Scorer:
             return {"score": RULES[row.data_source](**row.arguments())}
         try:
             result = self._custom(**row.arguments())
-        except Exception as error:  # the user's code: anything may come
+        except BaseException as error:  # the user's code: anything may come, sys.exit's SystemExit included
             raise self._error(row, f"raised {describe_error(error)}") from error
         return self._checked(row, result)
 
@@ -97,7 +97,10 @@ class Scorer:
         async def score_one(i: int, row: Row) -> None:
             try:
                 result = await function(**row.arguments())
-            except Exception as error:  # the user's code: anything may come
+            except BaseException as error:  # as in _score_one
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise  # another row has failed
                 raise self._error(row, f"raised {describe_error(error)}") from error
             done(i, self._checked(row, result))
 

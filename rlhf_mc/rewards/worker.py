@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, Pipe
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.rewards.custom import describe_error
 from rlhf_mc.rewards.scoring import Row, Scorer, error_at, name_of
 
 _READY = -1
@@ -125,8 +126,10 @@ def main(descriptor: int, parent: int) -> None:
         except OSError:  # the rank is gone
             os._exit(0)
 
+    cfg: CustomRewardFunctionConfig | None = None
     try:
-        scorer = Scorer(connection.recv())
+        cfg = connection.recv()
+        scorer = Scorer(cfg)
         send(_READY, None)
         while True:
             scorer.score(connection.recv(), send)
@@ -134,6 +137,9 @@ def main(descriptor: int, parent: int) -> None:
         return
     except UserError as error:
         send(_ERROR, str(error))
+    except BaseException as error:  # the user's code beside the call: a number of its own, a task that it left
+        if cfg is not None:
+            send(_ERROR, f"{name_of(cfg)}: raised {describe_error(error)}")
 
 
 def _let_go(connection: Connection) -> None:

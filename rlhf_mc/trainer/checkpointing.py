@@ -22,6 +22,7 @@ from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.topology.agreement import disk_error, gather_objects, on_rank_0, raise_together
+from rlhf_mc.trainer import success
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 _OF_NO_EFFECT = {
@@ -78,6 +79,7 @@ class Checkpoints:
 
     def _take(self) -> None:
         self._lock.take()
+        success.clear(self._root)
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume

@@ -25,7 +25,7 @@ from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
 from rlhf_mc.topology.agreement import on_rank_0
-from rlhf_mc.trainer import evaluate, experience, update
+from rlhf_mc.trainer import evaluate, experience, success, update
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.passes import micro_batch_limit
 from rlhf_mc.trainer.preemption import StopRequested, StopRequests
@@ -100,6 +100,7 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
         sinks[0].close()
         if "jsonl" in cfg.logger:
             plot_run(directory / METRICS_FILE, directory / "training.png", title=directory.name)
+    on_rank_0(SINKS, lambda: success.write(directory, checkpoints.position.step))
     why = "the target accuracy is reached" if reached else "all steps are done"
     say(run, f"{why}; the trained actor is in {directory / 'hf'}, metrics, plot and samples beside it")
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.trainer import checkpointing, ppo
+from rlhf_mc.trainer import checkpointing, ppo, success
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.setup import Run, layouts_of
 
@@ -40,6 +41,7 @@ def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any
     seen: dict[str, Any] = {"steps": []}
     with a_run(config_path, overrides) as run, _watching(run, seen, look_at):
         ppo.fit(run)
+        seen["marked"] = success.is_marked(Path(run.config.trainer.default_local_dir))
         seen["last"] = blocks(run)
     return seen
 
@@ -56,6 +58,7 @@ def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
 
     def note_resumed(self: Checkpoints) -> Position:
         position = resume(self)
+        seen["marked_at_start"] = success.is_marked(self._root)
         if position.step == look_at:
             seen["then"] = blocks(run)
         return position

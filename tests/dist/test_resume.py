@@ -12,6 +12,8 @@ import pytest
 import resume_cases
 from tiny import make_workspace, write_config
 
+from rlhf_mc.trainer import success
+
 STEPS, SAVED = 4, 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"total_training_steps": STEPS, "save_freq": SAVED, "test_freq": 2, "critic_warmup": 1},
@@ -95,8 +97,11 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2"])
 def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, layout: str) -> None:
+    (tmp_path / success.NAME).write_text("an earlier run's")
     resumed = runs.resumed(layout, layout, tmp_path)
     whole = runs.results(layout)
+    assert not any(rank["marked_at_start"] for rank in resumed) and all(rank["marked"] for rank in resumed)
+    assert json.loads((tmp_path / success.NAME).read_text()) == {"step": 4}
     assert whole[0]["steps"] == [1, 2, 3, 4] and resumed[0]["steps"] == [3, 4]
     assert sorted(metrics(tmp_path)) == [3, 4]
     assert metrics(tmp_path) == metrics(runs.directory(layout))

@@ -127,7 +127,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         actor={"optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
         critic={"ppo_epochs": 1},
-        reward={"num_workers": 0},
     )
 
 

@@ -191,6 +191,7 @@ STAND_IN = f"""#!/usr/bin/env bash
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     echo "$RANK $WORLD_SIZE $LOCAL_RANK $(hostname) $SLURMD_NODENAME $MASTER_ADDR $MASTER_PORT $CUDA_VISIBLE_DEVICES" \\
         "| ${{*:3}}"
+    [[ "$RANK" != 0 ]] || echo 0 >"$RLHF_MC_EXIT_CODE_FILE"
     exit 0
 fi
 exec {sys.executable} "$@"
@@ -253,6 +254,7 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
 attempt = os.environ.get("SLURM_RESTART_COUNT", "")
 print("attempt", attempt, "has started", flush=True)
 time.sleep(0 if attempt else 60)
+pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("0")
 '
 fi
 exec {sys.executable} "$@"

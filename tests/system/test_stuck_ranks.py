@@ -28,7 +28,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_workspace(tmp_path_factory.mktemp("workspace")),
         actor={"megatron": {"tensor_model_parallel_size": 2}},
         rollout={"tensor_model_parallel_size": 2},
-        reward={"num_workers": 0},
         trainer={"total_training_steps": 100, "test_freq": -1, "val_before_train": False, "logger": ["console"]},
     )
 

@@ -545,7 +545,10 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
                 ("reward_model.forward_max_token_len_per_gpu", ("reward_model.model_path=rm",)),
             )
         ),
-        (("reward.num_workers=-1",), ("reward.num_workers is -1; it must be 0 or more",)),
+        (
+            ("reward.num_workers=0",),
+            ("reward.num_workers is 0; it must be at least 1: reward functions run in processes of their own",),
+        ),
         (("reward.timeout_seconds=0",), ("reward.timeout_seconds is 0.0; it must be above 0",)),
         (
             ("actor.megatron.tensor_model_parallel_size=3",),

@@ -15,7 +15,11 @@ full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device
 def ended(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
     """The outcome of a line of Python whose output goes to a full disk."""
     with open("/dev/full", "wb") as disk:
-        command = [sys.executable, "-c", f"from rlhf_mc.observability.failures import *; {code}; print('still here')"]
+        command = [
+            sys.executable,
+            "-c",
+            f"from rlhf_mc.observability.failures import *; import sys\n{code}\nprint('still here')",
+        ]
         return subprocess.run(command, env={**os.environ, **env}, stdout=disk, stderr=disk, timeout=60)
 
 
@@ -26,9 +30,11 @@ def ended(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         ("end_from_a_thread('rank 1 is gone')", 1),
         ("leave(75)", 75),
         ("leave(exit_code('rlhf_mc', lambda: 1 / 0))", 1),
+        ("leave(exit_code('rlhf_mc', lambda: sys.exit(0)))", 1),
+        ("def f(): raise KeyboardInterrupt\nleave(exit_code('rlhf_mc', f))", 130),
         ("from rlhf_mc.config.errors import UserError\ndef f(): raise UserError('no')\nleave(exit_code('x', f))", 2),
     ],
-    ids=["from a thread", "leave", "an error", "a mistake"],
+    ids=["from a thread", "leave", "an error", "sys.exit(0)", "Ctrl-C", "a mistake"],
 )
 def test_a_full_disk_keeps_nobody_alive(code: str, expected: int) -> None:
     done = ended(code, TORCHELASTIC_ERROR_FILE="/dev/full", RLHF_MC_EXIT_CODE_FILE="/dev/full")

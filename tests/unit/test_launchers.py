@@ -37,8 +37,8 @@ case "$2" in
     launch.progress) exec {sys.executable} "$@" ;;
     *)  kill -TERM $$  # to every process of the step
         echo "the program has started as rank ${{RANK:-}}"
-        echo 75 >"$RLHF_MC_EXIT_CODE_FILE"
-        exit 75 ;;
+        [[ -z "${{SAYS-75}}" ]] || echo "${{SAYS-75}}" >"$RLHF_MC_EXIT_CODE_FILE"
+        exit "${{ENDS_WITH-75}}" ;;
 esac
 """,
 }
@@ -106,6 +106,13 @@ def test_a_rank_left_in_the_environment_is_not_taken_for_the_tasks(slurm: Path) 
     assert (slurm / "logs/7/attempt_0/rank_0000.node1.log").read_text() == "the program has started as rank 0\n"
 
 
+@pytest.mark.parametrize(("says", "expected"), [("0", 0), ("", 1)], ids=["finished", "not finished"])
+def test_exit_code_0_alone_is_no_success(slurm: Path, says: str, expected: int) -> None:
+    code, said, asked = attempt(slurm, ENDS_WITH="0", SAYS=says)
+    assert (code, asked) == (expected, 0), said
+    assert ("every rank ended with 0, but the run has not finished" in said) == (expected == 1)
+
+
 def preflight(folder: Path, *arguments: str, node: str = "a") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.preflight", arguments[0], str(folder), *arguments[1:]]
     env = {**os.environ, "SLURMD_NODENAME": node}
@@ -137,10 +144,35 @@ pathlib.Path("got").write_text(signal.Signals(signal.sigwait([signal.SIGTERM, si
 """
 
 
+def with_program(folder: Path, program: str) -> dict[str, str]:
+    """Puts a program in rlhf_mc's place for what is started in the folder; the environment to start it in."""
+    (folder / "rlhf_mc").mkdir()
+    (folder / "rlhf_mc" / "__init__.py").touch()
+    (folder / "rlhf_mc" / "__main__.py").write_text(program)
+    return {**os.environ, "NPROC": "1", "PYTHON": sys.executable}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("os._exit(0)", 1),
+        ("said.write_text('0'); sys.exit(0)", 0),
+        ("said.write_text('75'); sys.exit(75)", 75),
+    ],
+    ids=["0 without a word", "finished", "stopped"],
+)
+def test_the_launcher_of_one_node_ends_with_the_programs_code(tmp_path: Path, body: str, expected: int) -> None:
+    program = f"import os, pathlib, sys\nsaid = pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])\n{body}\n"
+    env = with_program(tmp_path, program)
+    command = [ROOT / "launch/torchrun_1node.sh", "x.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == expected, done.stderr
+    assert ("has not finished" in done.stderr) == (body == "os._exit(0)")
+    assert "Traceback" not in done.stderr
+
+
 def test_torchrun_passes_usr1_on(tmp_path: Path) -> None:
-    (tmp_path / "rlhf_mc").mkdir()
-    (tmp_path / "rlhf_mc" / "__main__.py").write_text(RANK)
-    env = {**os.environ, "NPROC": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = with_program(tmp_path, RANK)
     process = subprocess.Popen(
         [ROOT / "launch/torchrun_1node.sh", "x.yaml"],
         cwd=tmp_path,

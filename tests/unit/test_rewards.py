@@ -24,7 +24,21 @@ from rlhf_mc.rewards import math as math_rule
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.scoring import RULES
 
-IN_PROCESS = RewardConfig(num_workers=0)
+
+@pytest.fixture(autouse=True)
+def no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Closes the managers that a test has built."""
+    managers: list[RewardManager] = []
+    initialize = RewardManager.__init__
+
+    def noted(self: RewardManager, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        managers.append(self)
+
+    monkeypatch.setattr(RewardManager, "__init__", noted)
+    yield
+    for manager in managers:
+        manager.close()
 
 
 def score(manager: RewardManager, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
@@ -193,14 +207,14 @@ def test_math_without_a_box_scores_nothing() -> None:
 
 
 def test_manager_takes_the_rule_of_each_row() -> None:
-    manager = RewardManager(CustomRewardFunctionConfig(), IN_PROCESS)
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
     prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
     manager.check(prompts)
     assert score(manager, prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
 
 
 def test_unknown_data_source_is_found_before_training() -> None:
-    manager = RewardManager(CustomRewardFunctionConfig(), IN_PROCESS)
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
     with pytest.raises(UserError) as caught:
         manager.check([make_prompt(0, "arithmetic"), make_prompt(17, "openai/gsm9k")])
     message = str(caught.value)
@@ -210,16 +224,16 @@ def test_unknown_data_source_is_found_before_training() -> None:
 
 def test_missing_ground_truth_is_found_before_training() -> None:
     with pytest.raises(UserError, match=r"row 3 .*ground_truth is null"):
-        RewardManager(CustomRewardFunctionConfig(), IN_PROCESS).check([make_prompt(3, "arithmetic", None)])
+        RewardManager(CustomRewardFunctionConfig(), RewardConfig()).check([make_prompt(3, "arithmetic", None)])
 
 
 # ---------------------------------------------------------------- a user's function
 
 
-def custom(tmp_path: Path, body: str, name: str = "compute_score", reward: RewardConfig = IN_PROCESS) -> RewardManager:
+def custom(tmp_path: Path, body: str, name: str = "compute_score", reward: RewardConfig | None = None) -> RewardManager:
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(body))
-    return RewardManager(CustomRewardFunctionConfig(path=str(path), name=name), reward)
+    return RewardManager(CustomRewardFunctionConfig(path=str(path), name=name), reward or RewardConfig())
 
 
 def test_custom_function_gets_the_row_and_may_return_more_numbers(tmp_path: Path) -> None:
@@ -280,6 +294,10 @@ def test_async_functions_wait_together(tmp_path: Path) -> None:
     [
         ("return 1 / (ground_truth - 4)", ("raised ZeroDivisionError: division by zero", "reward.py:3")),
         ("raise ValueError('first line\\nsecond line')", ("raised ValueError: first line second line",)),
+        ("import sys; sys.exit(0)", ("raised SystemExit: 0", "reward.py:3")),
+        ("raise KeyboardInterrupt", ("raised KeyboardInterrupt", "reward.py:3")),
+        ("import asyncio; raise asyncio.CancelledError", ("raised CancelledError",)),
+        ("import os, atexit; atexit.register(os._exit, 0); return None", ("returned None",)),
         ("return float('nan')", ("returned nan, expected a finite number",)),
         ("return 1e39", ("returned 1e+39, expected a finite number (of 32 bits)",)),
         ("return 10**400", ("expected a number", "too large")),
@@ -313,18 +331,18 @@ def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, bod
     ("body", "name", "words"),
     [
         ("import no_such_module_at_all\n", "compute_score", ("importing it raised ModuleNotFoundError", "reward.py:1")),
+        ("import sys\nsys.exit(0)\n", "compute_score", ("importing it raised SystemExit: 0", "reward.py:2")),
+        ("raise KeyboardInterrupt\n", "compute_score", ("importing it raised KeyboardInterrupt", "reward.py:1")),
+        ("import os\nos._exit(0)\n", "compute_score", ("importing it ended the worker process, with exit code 0",)),
         ("def compute_score(:\n", "compute_score", ("importing it raised SyntaxError",)),
         ("def other(): pass\n", "compute_score", ("has no function 'compute_score'",)),
         ("compute_score = 3\n", "compute_score", ("'compute_score' is not a function but int",)),
         ("def compute_score(solution_str): return 1\n", "compute_score", ("cannot be called", "data_source")),
     ],
 )
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_custom_file_that_cannot_be_used(
-    tmp_path: Path, body: str, name: str, words: tuple[str, ...], num_workers: int
-) -> None:
+def test_custom_file_that_cannot_be_used(tmp_path: Path, body: str, name: str, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        custom(tmp_path, body, name, RewardConfig(num_workers))
+        custom(tmp_path, body, name)
     message = str(caught.value)
     assert "\n" not in message
     for word in (*words, str(tmp_path / "reward.py")):
@@ -333,10 +351,10 @@ def test_custom_file_that_cannot_be_used(
 
 def test_custom_file_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "nowhere.py")), IN_PROCESS)
+        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "nowhere.py")), RewardConfig())
     (tmp_path / "reward.txt").write_text("def compute_score(**row): return 1\n")
     with pytest.raises(UserError, match=r"must end in \.py"):
-        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")), IN_PROCESS)
+        RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")), RewardConfig())
 
 
 def test_async_function_can_be_asked_again(tmp_path: Path) -> None:
@@ -348,17 +366,13 @@ def test_async_function_can_be_asked_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def in_workers(tmp_path: Path) -> Iterator[Callable[..., RewardManager]]:
-    """in_workers(body, num_workers, timeout): a manager of the function, closed afterwards."""
-    managers: list[RewardManager] = []
+def in_workers(tmp_path: Path) -> Callable[..., RewardManager]:
+    """in_workers(body, num_workers, timeout): a manager of the function."""
 
     def make(body: str, num_workers: int = 1, timeout: float = 60.0) -> RewardManager:
-        managers.append(custom(tmp_path, body, reward=RewardConfig(num_workers, timeout)))
-        return managers[-1]
+        return custom(tmp_path, body, reward=RewardConfig(num_workers, timeout))
 
-    yield make
-    for manager in managers:
-        manager.close()
+    return make
 
 
 BY_LENGTH = """
@@ -370,17 +384,16 @@ def compute_score(solution_str, extra_info, **row):
 
 @pytest.mark.parametrize(("num_workers", "processes"), [(1, 1), (2, 2), (9, 5)])
 def test_workers_give_the_same_scores(
-    tmp_path: Path, in_workers: Callable[..., RewardManager], num_workers: int, processes: int
+    in_workers: Callable[..., RewardManager], num_workers: int, processes: int
 ) -> None:
     prompts = [make_prompt(i, place=i) for i in range(5)]
     responses = ["a" * (i + 1) for i in range(5)]
-    here = score(custom(tmp_path, BY_LENGTH), prompts, responses)
     manager = in_workers(BY_LENGTH, num_workers)
     first, second = (score(manager, prompts, responses) for _ in range(2))
     assert first == second, "workers are kept"
     pids = {row.pop("pid") for row in first}
     assert len(pids) == processes and os.getpid() not in pids
-    assert [{**row, "pid": os.getpid()} for row in first] == here
+    assert first == [{"score": (i + 1) / 7, "place": i} for i in range(5)]
     assert score(manager, [], []) == []
 
 
@@ -447,6 +460,7 @@ def test_the_rank_goes_on_while_workers_score(in_workers: Callable[..., RewardMa
         ("while True: pass", ("no score after 1.5 s (reward.timeout_seconds)",)),
         ("time.sleep(1000)", ("no score after 1.5 s (reward.timeout_seconds)",)),
         ("os.kill(os.getpid(), 9)", ("its worker process ended, by SIGKILL (out of memory?)",)),
+        ("os._exit(0)", ("its worker process ended, with exit code 0",)),
         ("os._exit(3)", ("its worker process ended, with exit code 3",)),
         ("raise KeyError(1)", ("raised KeyError: 1 (reward.py:5)",)),
         ("return None", ("returned None, expected a number",)),

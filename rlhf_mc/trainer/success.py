@@ -1,0 +1,33 @@
+"""The success mark of a run: a file in trainer.default_local_dir, written last. A directory without it holds a run that
+has not finished, whatever its processes ended with. No torch here: launchers read it too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+NAME = "success.json"
+
+
+def clear(root: Path) -> None:
+    """Remove the mark of an earlier run. Called once the directory is held, before anything else is written there."""
+    (root / NAME).unlink(missing_ok=True)
+
+
+def write(root: Path, step: int) -> None:
+    """Write the mark in one piece, to the disk itself. `step` is the last one of the run. Rank 0 calls it, after every
+    other file of the run is written."""
+    path = root / f"{NAME}.tmp"
+    with path.open("w", encoding="utf-8") as file:
+        json.dump({"step": step}, file)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path, root / NAME)
+
+
+def is_marked(root: Path) -> bool:
+    """Return whether the run in the directory says that it has finished."""
+    return (root / NAME).is_file()
