@@ -25,8 +25,9 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import log_probs
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.topology.agreement import gather_objects
-from rlhf_mc.topology.groups import build_groups, init_process_group, shut_down
+from rlhf_mc.topology.groups import build_groups, shut_down
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.topology.world import init_process_group
 
 VOCAB = 4096
 

@@ -279,7 +279,7 @@ def worker(rank: int, world: int, port: int, directory: str, config: dict[str, A
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import warnings
 
-    from rlhf_mc.topology.groups import init_process_group
+    from rlhf_mc.topology.world import init_process_group
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 
+from rlhf_mc.observability.parent import end_with_launcher
+
+if __name__ == "__main__":
+    end_with_launcher()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends
+
+# What follows takes time.
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.observability.failures import TO_BE_CONTINUED, ToBeContinuedError, exit_code, leave, note_exit_code
@@ -35,9 +44,7 @@ def run(argv: list[str]) -> None:
 
     from rlhf_mc.observability.metrics import PhaseTimer
     from rlhf_mc.observability.watchdog import watching
-    from rlhf_mc.topology.groups import init_process_group, meet, shut_down
-    from rlhf_mc.trainer.ppo import fit
-    from rlhf_mc.trainer.setup import build_run
+    from rlhf_mc.topology.world import init_process_group
 
     trainer, place = cfg.trainer, Place()
     timer = PhaseTimer(place=place)  # for the names of the phases: an error carries that in which it came
@@ -46,6 +53,10 @@ def run(argv: list[str]) -> None:
     stop.watch_the_clock()
     # Half of the time that a collective may take: whoever is late is named before the others fail.
     with watching(place, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
+        with timer.phase("import"):  # Megatron-Core and vLLM
+            from rlhf_mc.topology.groups import meet, shut_down
+            from rlhf_mc.trainer.ppo import fit
+            from rlhf_mc.trainer.setup import build_run
         with timer.phase("setup"):
             run = build_run(cfg)
         with timer.phase("fit"):

@@ -1,4 +1,4 @@
-"""The exceptions that mean "what the user gave is wrong"."""
+"""The exceptions whose message is all that is said: what the user gave is wrong, or not all ranks came."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ class UserError(ValueError):
 
 class NodeError(UserError):
     """A UserError about a file on this node: another node may find it in order, so each reports its own."""
+
+
+class JoinError(Exception):
+    """Not all ranks of the run have found each other."""
+
+    def __init__(self, message: str, speaks: bool) -> None:
+        """speaks: whether this rank is to say so; the others have the same to say."""
+        super().__init__(message)
+        self.speaks = speaks
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from rlhf_mc.config.errors import NodeError, UserError
+from rlhf_mc.config.errors import JoinError, NodeError, UserError
 
 USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED, INTERRUPTED = 2, 1, 75, 130
 """Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and resumes from its
@@ -44,6 +44,12 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         line = " ".join(str(error).splitlines())
         _report(f"{program}: error: {line}", line, of_this_node=isinstance(error, NodeError))
         return USER_ERROR
+    except JoinError as error:
+        line = f"{program}: error on rank {os.environ.get('RANK', '0')}: {error}"
+        if error.speaks:
+            _print(line)
+        _tell_torchrun(line)
+        return OTHER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:  # at the entry point: whatever it is, sys.exit(0) in a library too, is no success

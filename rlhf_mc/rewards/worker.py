@@ -4,7 +4,6 @@ main module, torch included, in each process it starts; this one takes what scor
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.observability.parent import end_with
 from rlhf_mc.rewards.custom import describe_error
 from rlhf_mc.rewards.scoring import Row, Scorer, error_at, name_of
 
@@ -22,7 +22,6 @@ _READY = -1
 """Sent in place of a row's number once the user's function is loaded."""
 _ERROR = -2
 """Sent in place of a row's number, with the line of a UserError."""
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -110,7 +109,7 @@ class Worker:
 
 def main(descriptor: int, parent: int) -> None:
     """The worker: scores what comes until the rank is gone."""
-    _end_with(parent)
+    end_with(parent)
     connection = Connection(descriptor)
     # Schedulers and shells signal whole process groups. What a signal means is for the rank to decide.
     for number in _SIGNALS:
@@ -146,13 +145,3 @@ def _let_go(connection: Connection) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     connection.close()
-
-
-def _end_with(parent: int) -> None:
-    """Lets the kernel kill this process as soon as the rank is gone, however the rank ends. Where the system knows
-    no such thing, the next message that cannot be sent or received ends it."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before that
-        os._exit(0)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology.mesh import Axis, Coordinate, Mesh
+from rlhf_mc.topology.world import init_process_group
 
 _AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),
@@ -58,16 +58,6 @@ class Groups:
     @property
     def is_last_stage(self) -> bool:
         return self.mesh.is_last_stage(self.rank)
-
-
-def init_process_group(timeout_seconds: int) -> None:
-    """Joins the world that torchrun or srun describes in the environment.
-    Without that environment the world is this one process."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
-        os.environ.setdefault("MASTER_PORT", "0")
-    platform.set_device()
-    dist.init_process_group(platform.backend(), timeout=datetime.timedelta(seconds=timeout_seconds))
 
 
 def build_groups(mesh: Mesh) -> Groups:

@@ -7,17 +7,22 @@ No torch at import: signals are taken from the program's first moment on, and im
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.observability.failures import TO_BE_CONTINUED, end_from_a_thread
+from rlhf_mc.observability.failures import INTERRUPTED, TO_BE_CONTINUED, end_from_a_thread, leave
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ONE_PRESS_SECONDS = 1.0
+"""Of one Ctrl-C a rank may hear twice: from the terminal and from torchrun."""
 _TIME_IS_UP = "the job's time is almost up"
 LATER_SECONDS = 5.0
 """By how much rank 0 is ahead of the others with its last word: mostly they are ended with it, and it is said once."""
@@ -40,18 +45,30 @@ class StopRequests:
         """Of this process's run; the loop counts them."""
 
     def take_signals(self) -> None:
-        """From here on SIGTERM and SIGUSR1 ask to stop, and do no more. Call it in the main thread, before any other
-        thread is there: they, and the processes that they start, inherit that the signals are blocked, as Slurm
-        signals every process of a step, and one that writes a checkpoint must not die of it."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        for number in SIGNALS:
+        """From here on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask to stop, and do no more. Call it in the main thread,
+        before any other thread is there: they, and the processes that they start, inherit that the signals are blocked,
+        as Slurm signals every process of a step, and one that writes a checkpoint must not die of it."""
+        # A shell has SIGINT ignored in what it starts in the background, which is not to end with the terminal.
+        in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        taken = SIGNALS if in_background else (*SIGNALS, signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+        for number in taken:
             signal.signal(number, signal.SIG_DFL)  # the launcher may have had it ignored until now
         # A thread of its own: a handler would run in the main thread, which may be in a collective for minutes.
-        threading.Thread(target=self._take, name="rlhf_mc signals", daemon=True).start()
+        threading.Thread(target=self._take, args=(taken,), name="rlhf_mc signals", daemon=True).start()
 
-    def _take(self) -> None:
+    def _take(self, taken: Sequence[signal.Signals]) -> None:
+        interrupted_at = math.inf
         while True:
-            self.request(signal.Signals(signal.sigwait(SIGNALS)).name)
+            number = signal.Signals(signal.sigwait(taken))
+            now = time.monotonic()
+            if number in (signal.SIGINT, signal.SIGTERM) and now > interrupted_at + ONE_PRESS_SECONDS:
+                leave(INTERRUPTED)  # of a second Ctrl-C torchrun makes SIGTERM
+            if number == signal.SIGINT:
+                interrupted_at = min(interrupted_at, now)
+                if self._rank == 0 and not self._reason:
+                    print("rlhf_mc: interrupted: it saves and ends; a second Ctrl-C ends it at once", file=sys.stderr)
+            self.request(number.name)
 
     def request(self, reason: str) -> None:
         """Asks the run to stop, from any thread. It has trainer.preemption_grace_seconds from the first request on."""

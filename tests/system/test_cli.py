@@ -21,6 +21,7 @@ pytestmark = pytest.mark.system
 USER_ERROR = 2
 GONE_WITHIN_SECONDS = 60
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ONE_NODE = [str(Path(__file__).parents[2] / "launch" / "torchrun_1node.sh")]
 ENV = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"OMP_NUM_THREADS": "1"}
 PLAIN = [sys.executable, "-m", "rlhf_mc"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
@@ -96,14 +97,12 @@ def test_under_torchrun_the_ranks_say_it_once(config: Path, override: str, words
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """start(command, name, env): a process whose stderr goes to tmp_path/name; whatever is left is killed."""
+    """start(command, name, env): a process whose output goes to tmp_path/name; whatever is left is killed."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(command: list[str], name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        with open(tmp_path / name, "wb") as stderr:
-            process = subprocess.Popen(
-                command, env=env, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
-            )
+        with open(tmp_path / name, "wb") as output:
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
         started.append(process)
         return process
 
@@ -197,3 +196,82 @@ def test_a_survivor_ends_by_itself(
     assert len(lines) == 1, stderr
     assert lines[0].startswith(f"rlhf_mc: error on rank {1 - victim}: lost contact with another rank in phase ")
     assert "Traceback" not in stderr
+
+
+# ---------------------------------------------------------------- torchrun's agent
+
+
+def ready_workers_of(torchrun: subprocess.Popen[bytes], ready: Callable[[int], bool]) -> list[int]:
+    """Its two ranks, once each is so far."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert torchrun.poll() is None
+        workers = workers_of(torchrun.pid)
+        if len(workers) == 2 and all(map(ready, workers)):
+            return workers
+        time.sleep(0.02)
+    pytest.fail("torchrun has started no ranks within 120 s")
+
+
+def ends(pid: int) -> bool:
+    """Whether the process is gone a moment later."""
+    deadline = time.monotonic() + GONE_WITHIN_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)  # in a session of its own
+    return False
+
+
+def takes_signals(pid: int) -> bool:
+    """Whether the rank waits for SIGINT itself."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    return bool(blocked >> (signal.SIGINT - 1) & 1)
+
+
+@pytest.mark.parametrize("when", ["at once", "while they import"])
+def test_ranks_end_with_torchruns_agent(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], when: str
+) -> None:
+    torchrun = start([*TORCHRUN, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", ENV)
+    workers = ready_workers_of(torchrun, takes_signals if when == "while they import" else lambda pid: True)
+    torchrun.kill()
+    assert [ends(pid) for pid in workers] == [True, True]
+
+
+def test_ctrl_c_saves_and_says_so_in_one_line(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    run = tmp_path / "run"
+    env = ENV | {"NPROC": "2", "PYTHON": sys.executable}
+    torchrun = start([*ONE_NODE, str(config), f"trainer.default_local_dir={run}"], "output", env)
+    wait_for_step(run / "metrics.jsonl", [torchrun], tmp_path / "output", step=1)
+    workers = workers_of(torchrun.pid)
+    os.killpg(torchrun.pid, signal.SIGINT)  # as the terminal does
+    assert torchrun.wait(GONE_WITHIN_SECONDS) == 75
+    assert [ends(pid) for pid in workers] == [True, True]
+    said = (tmp_path / "output").read_text()
+    lines = [line for line in said.splitlines() if "asked to stop (SIGINT): the checkpoint of step" in line]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    assert list(run.glob("global_step_*/manifest.json"))
+    assert not (run / "success.json").exists()
+
+
+def test_a_second_ctrl_c_ends_all_ranks_at_once(
+    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    env = ENV | {"NPROC": "2", "PYTHON": sys.executable}
+    torchrun = start([*ONE_NODE, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", env)
+    workers = ready_workers_of(torchrun, takes_signals)
+    os.killpg(torchrun.pid, signal.SIGINT)
+    time.sleep(2)
+    assert all(Path(f"/proc/{pid}").exists() for pid in workers)  # there is nothing to save, but it is not at that yet
+    os.killpg(torchrun.pid, signal.SIGINT)
+    assert torchrun.wait(GONE_WITHIN_SECONDS) == 130
+    assert [ends(pid) for pid in workers] == [True, True]
+    assert "Traceback" not in (tmp_path / "output").read_text()

@@ -30,7 +30,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_after_its_time_the_process_ends_and_its_helpers_did_not_die_of_the_signal(name: str, tmp_path: Path) -> None:
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
     # Until now they were ignored, as launch/slurm_rank.sh has it.
@@ -48,8 +48,39 @@ def test_after_its_time_the_process_ends_and_its_helpers_did_not_die_of_the_sign
     finally:
         os.kill(helper, signal.SIGKILL)
     line = f"rlhf_mc: error on rank 0: asked to stop ({name}) and not ready after 1 s"
-    assert process.stderr.read().startswith(line)
+    assert process.stderr.read().splitlines()[-1].startswith(line)
     assert (tmp_path / "code").read_text() == "75\n"
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"], ids=["by itself", "by torchrun"])
+def test_a_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -> None:
+    env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
+    program = PROGRAM.replace("grace_seconds=1", "grace_seconds=600").replace('["sleep", "60"]', '["true"]')
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, text=True, **pipes)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert "interrupted: it saves and ends" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)  # of the same Ctrl-C
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(preemption.ONE_PRESS_SECONDS + 0.2)
+    process.send_signal(getattr(signal, second))
+    assert process.wait(30) == 130
+    assert process.stderr.read() == "" and (tmp_path / "code").read_text() == "130\n"
+
+
+def test_in_the_background_of_a_shell_ctrl_c_is_not_for_the_run() -> None:
+    command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, PROGRAM]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    helper = int(process.stdout.readline())
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    for pid in (helper, process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def requests(**settings: float) -> StopRequests:

@@ -1,0 +1,93 @@
+"""How the ranks find each other: each says in torch's store that it has come, and waits for all others. No Megatron
+here: the ranks are connected, and watched, before the slow imports.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+
+import torch.distributed as dist
+
+from rlhf_mc import platform
+from rlhf_mc.config.errors import JoinError
+
+JOIN_SECONDS = 300.0
+"""Longest time between the first rank's coming and the last one's; less where collectives have less. Ranks come once
+they have imported torch, which a cold file system may make slow."""
+MOST_NAMED = 8
+"""Ranks that one message names; with more it says how many."""
+_LONGEST_PAUSE = 0.5
+_ALL, _COUNT, _FAILED, _SPEAKER = (f"rlhf_mc/join/{name}" for name in ("all", "count", "failed", "speaker"))
+
+
+def init_process_group(timeout_seconds: float) -> None:
+    """Join the world that torchrun or srun describes in the environment; without that environment the world is this one
+    process. timeout_seconds: of its collectives. JoinError where not all ranks come in time."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
+        os.environ.setdefault("MASTER_PORT", "0")
+    platform.set_device()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(rank, world, min(JOIN_SECONDS, timeout_seconds))
+    _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store.set_timeout(timeout)
+    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _store(rank: int, world: int, seconds: float) -> dist.Store:
+    """Return torch's store at MASTER_ADDR: torchrun's agent keeps it, or else rank 0."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    timeout = datetime.timedelta(seconds=seconds)
+    try:
+        return dist.TCPStore(
+            host, port, world, is_master=is_host, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        what = "cannot listen" if is_host else f"has not reached rank 0 within {seconds:g} s"
+        first = str(error).partition("\n")[0]
+        raise JoinError(f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first}", speaks=True) from error
+
+
+def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> None:
+    """Wait until every rank has come. JoinError where one has not within so many seconds; the first rank that finds so
+    speaks for all."""
+    try:
+        store.set(_came(rank), "")
+        if store.add(_COUNT, 1) == world:
+            store.set(_ALL, "")
+        deadline, pause = time.monotonic() + seconds, 0.02
+        while not store.check([_ALL]):
+            if time.monotonic() > deadline and not store.check([_FAILED]):
+                speaks = store.add(_SPEAKER, 1) == 1
+                missing = [other for other in range(world) if not store.check([_came(other)])]
+                if missing:
+                    store.set(_FAILED, _missing(missing, world, seconds))
+                    raise JoinError(_missing(missing, world, seconds), speaks)
+            if store.check([_FAILED]):
+                raise JoinError(store.get(_FAILED).decode(), speaks=False)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+    except JoinError:
+        if rank == 0:
+            time.sleep(4 * _LONGEST_PAUSE)  # the store goes with it, and the others are to read why
+        raise
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise JoinError(f"lost contact with rank 0 before all ranks had joined ({first})", speaks=True) from error
+
+
+def _came(rank: int) -> str:
+    return f"rlhf_mc/join/{rank}"
+
+
+def _missing(ranks: list[int], world: int, seconds: float) -> str:
+    named = ", ".join(map(str, ranks[:MOST_NAMED]))
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return (
+        f"{world - len(ranks)} of {world} ranks have joined within {seconds:g} s; missing: rank {named}{more}."
+        " What they said is in their own logs; a node that is down says nothing"
+    )
