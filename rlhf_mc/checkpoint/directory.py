@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, is_shortage, reason_of
 from rlhf_mc.topology.agreement import raise_together
 
 MANIFEST = "manifest.json"
@@ -192,7 +192,7 @@ def read_manifest(path: Path) -> dict[str, File]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path / MANIFEST}: damaged ({error})") from error
     except OSError as error:
-        raise Damaged(f"{path / MANIFEST}: cannot be read ({error.strerror})") from error
+        raise _unreadable(path / MANIFEST, error) from error
     return files
 
 
@@ -229,7 +229,7 @@ def verify(path: Path) -> None:
     try:
         for name in by_size[rank::world]:
             _check(path / name, files[name])
-    except Damaged as e:
+    except UserError as e:
         error = e
     raise_together(error)
 
@@ -242,7 +242,12 @@ def _check(path: Path, expected: File) -> None:
         if again(lambda: summed(path)).sha256 != expected.sha256:
             raise Damaged(f"{path}: damaged (its checksum is not that of what was written)")
     except OSError as error:
-        raise Damaged(f"{path}: cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    """Return Damaged, unless the fault is this process's: a checkpoint must not be given up for that."""
+    return (UserError if is_shortage(error) else Damaged)(f"{path}: cannot be read ({reason_of(error)})")
 
 
 def read_json(path: Path) -> dict[str, Any]:

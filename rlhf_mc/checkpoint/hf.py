@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
@@ -127,7 +127,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):

@@ -13,7 +13,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.topology.agreement import gather_objects, on_rank_0
 
 NAME = "run.lock"
@@ -94,7 +94,7 @@ class Lock:
             self._create()
         except OSError as error:
             raise UserError(
-                f"trainer.default_local_dir: {self._path} cannot be written ({error.strerror or error})"
+                f"trainer.default_local_dir: {self._path} cannot be written ({reason_of(error)})"
             ) from error
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 

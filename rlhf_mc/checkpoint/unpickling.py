@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
@@ -46,7 +46,7 @@ def check_metadata(path: Path) -> Any:
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
     except Exception as error:  # a pickle's own code fails in every way there is
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"{path}: not the description of a checkpoint's tensors ({reason})") from error

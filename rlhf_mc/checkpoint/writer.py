@@ -30,7 +30,7 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.blocks import Block
 from rlhf_mc.checkpoint.directory import Damaged, File, summed, sync, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.topology.agreement import gather_objects, on_rank_0, raise_together
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
@@ -184,6 +184,6 @@ def _reason(error: BaseException) -> str:
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:
-            return behind.strerror
+            return reason_of(behind)
         behind = behind.__cause__ or behind.__context__
     return next(iter(str(error).splitlines()), type(error).__name__)

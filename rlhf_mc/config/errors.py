@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import resource
 from collections.abc import Iterator
 
 
@@ -23,6 +25,28 @@ class JoinError(Exception):
         """speaks: whether this rank is to say so; the others have the same to say."""
         super().__init__(message)
         self.speaks = speaks
+
+
+def reason_of(error: OSError) -> str:
+    """Return the system's words for the error and, where it tells of a limit, which one and what would be right."""
+    match error.errno:
+        case errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            hint = f"; this process may have {limit} files and connections open: raise that (ulimit -n)"
+        case errno.ENFILE:
+            hint = "; the machine has as many files open as it may: raise that (sysctl fs.file-max)"
+        case errno.ENOSPC | errno.EDQUOT:
+            hint = "; free some space, or give another directory"
+        case errno.EFBIG:
+            hint = "; the largest file allowed is smaller: raise that (ulimit -f)"
+        case _:
+            hint = ""
+    return f"{error.strerror or error}{hint}"
+
+
+def is_shortage(error: OSError) -> bool:
+    """Return whether this process or machine has run out of something, so that the file itself may be in order."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_mc.config.errors import NodeError, UserError
+from rlhf_mc.config.errors import NodeError, UserError, reason_of
 from rlhf_mc.config.schema import Config
 
 INPUT_DIRECTORIES = (
@@ -81,7 +81,7 @@ def _check_input(key: str, path: str) -> None:
     except FileNotFoundError as error:
         raise NodeError(f"{key} {path}: no such {'file' if wants_file else 'directory'}{_here()}") from error
     except OSError as error:
-        raise NodeError(f"{key} {path}: {error.strerror}{_here()}") from error
+        raise NodeError(f"{key} {path}: {reason_of(error)}{_here()}") from error
     if wants_file and not stat.S_ISREG(mode):
         raise NodeError(f"{key} {path}: not a file" + (", but a directory" if stat.S_ISDIR(mode) else ""))
     if not wants_file and not stat.S_ISDIR(mode):

@@ -15,7 +15,7 @@ from typing import Protocol, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.progress import Progress
 
@@ -143,7 +143,4 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"trainer.default_local_dir: cannot write {path}: {error.strerror or error}; "
-            "give a directory that can be written to and has space"
-        ) from error
+        raise UserError(f"trainer.default_local_dir: cannot write {path}: {reason_of(error)}") from error

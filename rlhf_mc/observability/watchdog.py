@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.observability.failures import end_from_a_thread
 from rlhf_mc.observability.whereabouts import Beat, Place, Register, beat_of, describe_error
 from rlhf_mc.topology.agreement import gather_objects
@@ -28,6 +29,10 @@ GONE_AFTER_SECONDS = 10.0
 and the errors of those that it was connected to, come first."""
 CONNECT_SECONDS = 20.0
 LONGEST_LINE = 1 << 16
+TOKEN_SECONDS = 5.0
+"""A connection that has not shown the run's token by then is closed. A rank shows it with its first line, at once."""
+MOST_STRANGERS = 64
+"""Connections without the token, beyond one of each rank: with more, the one that has waited longest is closed."""
 
 
 @contextlib.contextmanager
@@ -54,23 +59,33 @@ def watching(place: Place, rank: int, timeout_seconds: float, slow_seconds: floa
 
 def _start(place: Place, rank: int, timeout_seconds: float, slow_seconds: float) -> Listener | Teller | None:
     """This rank's part; None where it is alone, or where the ranks do not reach rank 0 over TCP."""
-    server = _listen() if rank == 0 else None
-    mine = (socket.gethostname(), server.getsockname()[1] if server else 0, secrets.token_hex(8))
-    everyone = gather_objects(mine)
+    everyone = gather_objects((socket.gethostname(), _machine(), _addresses_of_rank_0()))
     hosts = [host for host, _, _ in everyone]
-    _, port, token = everyone[0]  # a stranger's line carries another token, and is not read
-    address = (os.environ.get("MASTER_ADDR", "localhost"), port)
+    if len(hosts) == 1:
+        return None
+    server, failure = None, ""
+    if rank == 0:
+        try:
+            server = _listen(_to_bind([(machine, found) for _, machine, found in everyone]))
+        except OSError as error:
+            failure = reason_of(error)
+    # A stranger's line carries another token, and is not read.
+    address, token = gather_objects((server.getsockname()[:2] if server else None, secrets.token_hex(16)))[0]
     connection: socket.socket | None = None
-    failure = ""
-    if server is None:
+    if address is not None and rank != 0:
         try:
             connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
         except OSError as error:
-            failure = str(error)
+            failure = reason_of(error)
     failures = {r: text for r, text in enumerate(gather_objects(failure)) if text}
-    if failures or len(hosts) == 1:
+    if failures:
         for r, text in list(failures.items())[: 1 if rank == 0 else 0]:
-            _say(f"warning: rank {r} does not reach rank 0 at {address[0]}:{port} ({text}); no watch is kept")
+            what = "cannot listen at MASTER_ADDR" if r == 0 else f"does not reach rank 0 at {address[0]}:{address[1]}"
+            _say(f"warning: rank {r} {what} ({text}); no watch is kept")
+        if server is not None:
+            server.close()
+        if connection is not None:
+            connection.close()
         return None
     interval = min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
     if server is not None:
@@ -80,10 +95,43 @@ def _start(place: Place, rank: int, timeout_seconds: float, slow_seconds: float)
     return Teller(place, token, interval, timeout_seconds, rank, hosts[0], address, connection)
 
 
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", 0), backlog=4096)
+def _machine() -> str:
+    """Return a text that is equal for processes which reach each other over the loopback interface."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _addresses_of_rank_0() -> list[str]:
+    """Return the addresses that MASTER_ADDR has here."""
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "localhost"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(at[4][0]) for at in found))
+
+
+def _to_bind(everyone: list[tuple[str, list[str]]]) -> list[str]:
+    """Return the addresses to try, from each rank's machine and what MASTER_ADDR is there, rank 0 first.
+
+    Where there are other machines, theirs: rank 0's own may be a loopback address, which they cannot reach."""
+    here = everyone[0][0]
+    elsewhere = [address for machine, addresses in everyone if machine != here for address in addresses]
+    return list(dict.fromkeys(elsewhere or everyone[0][1]))
+
+
+def _listen(addresses: list[str]) -> socket.socket:
+    """Listen at the first of the addresses that is this machine's. OSError where none is."""
+    failure = OSError("MASTER_ADDR has no address")
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, 0), family=family, backlog=4096)
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def _say(text: str) -> None:
@@ -244,6 +292,8 @@ class Listener(_Thread):
         self._server, self._register, self._slow_seconds = server, register, slow_seconds
         self._received: dict[socket.socket, bytes] = {}
         self._ranks: dict[socket.socket, int] = {}
+        self._strangers: dict[socket.socket, float] = {}
+        """Connections without the token yet, and when they came; the oldest first."""
         self._selector = selectors.DefaultSelector()
         self._thread.start()
 
@@ -276,6 +326,7 @@ class Listener(_Thread):
                     self._woken.recv(4096)
                 elif isinstance(key.fileobj, socket.socket):
                     self._hear(key.fileobj, now)
+            self._close_strangers(now)
             if now >= next_judgement:  # not at each line: there may be thousands of ranks
                 self._judge(now)
                 next_judgement = now + min(0.5, self._interval)
@@ -288,7 +339,14 @@ class Listener(_Thread):
             return
         connection.setblocking(False)
         self._received[connection] = b""
+        self._strangers[connection] = time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _close_strangers(self, now: float) -> None:
+        most = MOST_STRANGERS + self._register.num_ranks
+        for connection, came in list(self._strangers.items()):
+            if now - came > TOKEN_SECONDS or len(self._strangers) > most:
+                self._close(connection, now)
 
     def _hear(self, connection: socket.socket, now: float) -> None:
         """Reads what has come and answers each line; anything that is not a rank's line closes the connection."""
@@ -302,6 +360,7 @@ class Listener(_Thread):
                 told = json.loads(line)
                 if told["token"] != self._token:
                     raise ConnectionResetError
+                self._strangers.pop(connection, None)
                 beat = Beat(**told["beat"])
                 self._ranks[connection] = beat.rank
                 self._register.heard(beat, now)
@@ -310,11 +369,15 @@ class Listener(_Thread):
                 answer = {"behind": self._register.behind(now)} if told["asks"] else {}
                 connection.sendall(json.dumps(answer).encode() + b"\n")
         except Exception:  # anybody may have written anything
-            self._selector.unregister(connection)
-            del self._received[connection]
-            connection.close()
-            if (rank := self._ranks.pop(connection, None)) is not None and rank not in self._ranks.values():
-                self._register.cut_off(rank, now)
+            self._close(connection, now)
+
+    def _close(self, connection: socket.socket, now: float) -> None:
+        self._selector.unregister(connection)
+        del self._received[connection]
+        self._strangers.pop(connection, None)
+        connection.close()
+        if (rank := self._ranks.pop(connection, None)) is not None and rank not in self._ranks.values():
+            self._register.cut_off(rank, now)
 
     def _judge(self, now: float) -> None:
         if slow := self._register.slow(now, self._slow_seconds):

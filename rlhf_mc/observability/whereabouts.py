@@ -119,6 +119,7 @@ class Register:
     def __init__(self, hosts: list[str], interval: float, now: float) -> None:
         """interval: how often a rank is to be heard."""
         self._hosts, self._interval = hosts, interval
+        self.num_ranks = len(hosts)
         self._heard = [now] * len(hosts)
         self._beats: dict[int, Beat] = {}
         self._gone: dict[int, float] = {}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def disk_error(what: str, action: Callable[[], object]) -> UserError | None:
     try:
         action()
     except OSError as error:
-        return UserError(f"{what}: {error.strerror or error}" + (f" ({error.filename})" if error.filename else ""))
+        return UserError(f"{what}: {reason_of(error)}" + (f" ({error.filename})" if error.filename else ""))
     except UserError as error:
         return error
     return None

@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from rlhf_mc.config.errors import NodeError, UserError, about
+from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
@@ -63,7 +63,7 @@ def _shape(key: str, directory: str, value_head: bool = False) -> ModelShape:
         try:
             content = json.loads(path.read_bytes())
         except OSError as error:
-            raise NodeError(f"{path} cannot be read ({error.strerror})") from error
+            raise NodeError(f"{path} cannot be read ({reason_of(error)})") from error
         except (ValueError, RecursionError) as error:
             raise NodeError(f"{path} is not valid JSON ({error})") from error
         if not isinstance(content, dict):

@@ -27,9 +27,11 @@ def test_a_rank_that_is_gone_ends_the_others_before_its_silence_would(pool: Any)
     assert line.startswith("rank 0 (") and ") is gone: its process has ended; this rank was in phase gen" in line
 
 
-@pytest.mark.parametrize("what", ["goodbye", "stranger"])
+@pytest.mark.parametrize("what", ["goodbye", "stranger", "crowd"])
 def test_no_rank_ends(pool: Any, what: str) -> None:
-    assert [out["said"] for out in pool(2).run(watch_cases.watched, what=what)] == [[], []]
+    ranks = pool(2).run(watch_cases.watched, what=what)
+    assert [out["said"] for out in ranks] == [[], []]
+    assert ranks[0]["listens_at"] in ("127.0.0.1", "::1")  # MASTER_ADDR is localhost
 
 
 def test_a_rank_that_asks_is_told_who_is_behind(pool: Any) -> None:

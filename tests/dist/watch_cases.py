@@ -19,7 +19,9 @@ TIMEOUT_SECONDS = 2.0
 
 
 def watched(what: str) -> dict[str, Any]:
-    """Rank 1 does `what`: "silent", "gone", "goodbye", "stranger" or "asks". Returns how this rank would have ended."""
+    """Rank 1 does `what`: "silent", "gone", "goodbye", "stranger", "crowd" or "asks".
+
+    Returns how this rank would have ended."""
     rank, said = dist.get_rank(), []
 
     def end(line: str, code: int = 1, say: bool = True) -> NoReturn:
@@ -32,6 +34,7 @@ def watched(what: str) -> dict[str, Any]:
     with (
         mock.patch.object(watchdog, "end_from_a_thread", end),
         mock.patch.object(watchdog, "GONE_AFTER_SECONDS", 1.0),
+        mock.patch.object(watchdog, "TOKEN_SECONDS", 3.0),
     ):
         part = watchdog._start(place, rank, TIMEOUT_SECONDS, slow_seconds=100.0)
         assert part is not None
@@ -39,7 +42,9 @@ def watched(what: str) -> dict[str, Any]:
         if rank == 1:
             assert isinstance(part, watchdog.Teller)
             out["behind"] = _act(part, what)
-        if what in ("goodbye", "stranger", "asks"):
+        if isinstance(part, watchdog.Listener):
+            out["listens_at"] = part._server.getsockname()[0]
+        if what in ("goodbye", "stranger", "crowd", "asks"):
             if what == "goodbye" and rank == 0:
                 time.sleep(2 * TIMEOUT_SECONDS)  # rank 1 is away by now
             elif what != "goodbye":
@@ -67,12 +72,26 @@ def _act(part: watchdog.Teller, what: str) -> str:
             with socket.create_connection(part._address, timeout=5) as connection:
                 connection.sendall(text)
                 assert connection.recv(100) == b""  # hung up without a word
+    elif what == "crowd":
+        _come_in_crowds(part._address)
     elif what == "asks":
         part._place.leave()  # two moves ahead of rank 0, so that rank 0 is behind
         part._place.enter("reward")
         time.sleep(0.2)
         return part.diagnosis()
     return ""
+
+
+def _come_in_crowds(address: tuple[str, int]) -> None:
+    """Opens more connections than are kept, and says nothing: they are closed, the first ones before their time."""
+    crowd = [socket.create_connection(address, timeout=10) for _ in range(2 * watchdog.MOST_STRANGERS + 2)]
+    start = time.monotonic()
+    for connection in crowd[: watchdog.MOST_STRANGERS // 2]:
+        assert connection.recv(1) == b""
+    assert time.monotonic() - start < 2.5
+    for connection in crowd:
+        assert connection.recv(1) == b""
+        connection.close()
 
 
 def stops() -> str:
