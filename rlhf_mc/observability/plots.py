@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.observability.progress import validation_accuracies
 
 Row = dict[str, Any]
@@ -50,7 +50,8 @@ def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> N
     try:
         figure.savefig(output, format="png")
     except OSError as error:
-        raise UserError(f"cannot write the plot {output}: {error.strerror or error}") from error
+        Path(output).unlink(missing_ok=True)  # half a picture
+        raise UserError(f"cannot write the plot {output}: {reason_of(error)}") from error
 
 
 def read_metrics(path: Path | str) -> list[Row]:

@@ -1,6 +1,7 @@
 """Where a step's metrics go: metrics.jsonl, TensorBoard events, the console. What they mean is not decided here.
 
-One rank (0) builds Sinks; the others log nothing.
+metrics.jsonl is the run's record: where it cannot be written, the run ends. All else is a view: where it cannot be
+written, the run does without. One rank (0) builds Sinks; the others log nothing.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -39,24 +41,46 @@ class Sinks:
         """after_step: where the run goes on, null: it begins. `stream`: where the progress line goes, null: standard
         output. Raises UserError where a file cannot be written."""
         directory = Path(config.default_local_dir)
-        self._sinks: list[Sink] = []
+        self._record: list[Sink] = []
+        self._views: dict[str, Sink] = {}
         if "jsonl" in config.logger:
-            self._sinks.append(JsonlSink(directory / METRICS_FILE, after_step))
+            self._record.append(JsonlSink(directory / METRICS_FILE, after_step))
         if "tensorboard" in config.logger:
-            self._sinks.append(TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
+            self._show("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
         if "console" in config.logger:
-            self._sinks.append(ConsoleSink(total_steps, stream))
+            self._show("progress line", lambda: ConsoleSink(total_steps, stream))
+
+    def _show(self, name: str, build: Callable[[], Sink]) -> None:
+        view(name, lambda: self._views.update({name: build()}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write all metrics of one step; call it once a step (step 0: validation before the first step). Raises
-        UserError where the disk refuses."""
-        for sink in self._sinks:
+        UserError where the record cannot be written; a view that cannot be is shown no more."""
+        for sink in self._record:
             sink.log(step, metrics)
+        for name, sink in list(self._views.items()):
+            if not view(name, lambda sink=sink: sink.log(step, metrics)):  # type: ignore[misc]
+                del self._views[name]
 
     def close(self) -> None:
         """Flush and close everything."""
-        for sink in self._sinks:
+        for sink in self._record:
             sink.close()
+        for name, sink in self._views.items():
+            view(name, sink.close)
+
+
+def view(what: str, write: Callable[[], object]) -> bool:
+    """Write something that is only looked at: a picture, samples, TensorBoard's events, the progress line. Return
+    whether it was written; a run does not fail for it, whatever is wrong, but says so in a warning."""
+    try:
+        write()
+        return True
+    except Exception as error:
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        with suppress(OSError, ValueError):
+            print(f"rlhf_mc: warning: {what} cannot be written ({reason}); the run does without", file=sys.stderr)
+        return False
 
 
 class JsonlSink:
@@ -85,20 +109,16 @@ class TensorBoardSink:
     """TensorBoard scalars under the metrics' own names."""
 
     def __init__(self, directory: Path, after_step: int | None = None) -> None:
-        self._directory = directory
-        with _disk_errors(directory):
-            # purge_step: from there on TensorBoard shows nothing of an earlier run in the same directory.
-            self._writer = SummaryWriter(str(directory), purge_step=0 if after_step is None else after_step + 1)
+        # purge_step: from there on TensorBoard shows nothing of an earlier run in the same directory.
+        self._writer = SummaryWriter(str(directory), purge_step=0 if after_step is None else after_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with _disk_errors(self._directory):
-            for key, value in metrics.items():
-                self._writer.add_scalar(key, value, step)
-            self._writer.flush()
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
-        with _disk_errors(self._directory):
-            self._writer.close()
+        self._writer.close()
 
 
 class ConsoleSink:

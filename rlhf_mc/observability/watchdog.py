@@ -70,29 +70,30 @@ def _start(place: Place, rank: int, timeout_seconds: float, slow_seconds: float)
         except OSError as error:
             failure = reason_of(error)
     # A stranger's line carries another token, and is not read.
-    address, token = gather_objects((server.getsockname()[:2] if server else None, secrets.token_hex(16)))[0]
+    mine = (server.getsockname()[:2] if server else ("", 0), secrets.token_hex(16))
+    (host, port), token = gather_objects(mine)[0]
     connection: socket.socket | None = None
-    if address is not None and rank != 0:
+    if host and rank != 0:
         try:
-            connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
+            connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except OSError as error:
             failure = reason_of(error)
     failures = {r: text for r, text in enumerate(gather_objects(failure)) if text}
     if failures:
-        for r, text in list(failures.items())[: 1 if rank == 0 else 0]:
-            what = "cannot listen at MASTER_ADDR" if r == 0 else f"does not reach rank 0 at {address[0]}:{address[1]}"
-            _say(f"warning: rank {r} {what} ({text}); no watch is kept")
-        if server is not None:
-            server.close()
-        if connection is not None:
-            connection.close()
+        first, text = next(iter(failures.items()))
+        what = f"does not reach rank 0 at {host}:{port}" if first else "cannot listen at MASTER_ADDR"
+        if rank == 0:
+            _say(f"warning: rank {first} {what} ({text}); no watch is kept")
+        for opened in (server, connection):
+            if opened is not None:
+                opened.close()
         return None
     interval = min(LONGEST_INTERVAL_SECONDS, timeout_seconds / 4)
     if server is not None:
         register = Register(hosts, interval, time.monotonic())
         return Listener(place, token, interval, timeout_seconds, server, register, slow_seconds)
     assert connection is not None
-    return Teller(place, token, interval, timeout_seconds, rank, hosts[0], address, connection)
+    return Teller(place, token, interval, timeout_seconds, rank, hosts[0], (host, port), connection)
 
 
 def _machine() -> str:

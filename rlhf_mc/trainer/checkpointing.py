@@ -254,7 +254,8 @@ class Checkpoints:
 
     def _say(self, line: str) -> None:
         if dist.get_rank() == 0:
-            print(f"rlhf_mc: {line}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # standard error may be full or closed
+                print(f"rlhf_mc: {line}", file=sys.stderr, flush=True)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ experience.py, update.py and evaluate.py.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from rlhf_mc.data.prompts import prompt_indices, steps_per_epoch
 from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.plots import plot_run
-from rlhf_mc.observability.sinks import METRICS_FILE, Sinks
+from rlhf_mc.observability.sinks import METRICS_FILE, Sinks, view
 from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rollout.engine import Sampling
@@ -32,7 +33,7 @@ from rlhf_mc.trainer.preemption import StopRequested, StopRequests
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 SINKS = "trainer.default_local_dir"
-"""What is to blame where metrics and samples cannot be written."""
+"""What is to blame where the run's record cannot be written."""
 
 
 @dataclass
@@ -96,10 +97,10 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
     checkpoints.advance(wait=True)
     export(run, StepState(run.total_steps, PhaseTimer(), {}), directory / "hf")
     checkpoints.close()
-    if sinks:
-        sinks[0].close()
-        if "jsonl" in cfg.logger:
-            plot_run(directory / METRICS_FILE, directory / "training.png", title=directory.name)
+    on_rank_0(SINKS, lambda: sinks[0].close())
+    if sinks and "jsonl" in cfg.logger:
+        png = directory / "training.png"
+        view(png.name, lambda: plot_run(directory / METRICS_FILE, png, title=directory.name))
     on_rank_0(SINKS, lambda: success.write(directory, checkpoints.position.step))
     why = "the target accuracy is reached" if reached else "all steps are done"
     say(run, f"{why}; the trained actor is in {directory / 'hf'}, metrics, plot and samples beside it")
@@ -141,7 +142,8 @@ def give_way(run: Run, checkpoints: Checkpoints, reason: str) -> None:
 def say(run: Run, line: str) -> None:
     """One line for the person who watches, from one rank."""
     if run.groups.rank == 0 and "console" in run.config.trainer.logger:
-        print(f"rlhf_mc: {line}", flush=True)
+        with contextlib.suppress(OSError, ValueError):  # standard output may be full or closed
+            print(f"rlhf_mc: {line}", flush=True)
 
 
 def headlines(run: Run) -> list[str]:
@@ -322,7 +324,8 @@ def validate(run: Run, state: StepState) -> float:
         )
     state.metrics.update(metrics)
     directory, limit = Path(cfg.trainer.default_local_dir), cfg.trainer.log_val_generations
-    on_rank_0(SINKS, lambda: evaluate.write_generations(directory, state.step, texts, limit))
+    if run.groups.rank == 0:
+        view("generations/", lambda: evaluate.write_generations(directory, state.step, texts, limit))
     return accuracy
 
 

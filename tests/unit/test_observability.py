@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import resource
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.metrics import Metrics, PhaseTimer, summarize, summarize_lengths
 from rlhf_mc.observability.plots import plot_run, read_metrics
 from rlhf_mc.observability.progress import Progress, format_seconds, validation_accuracies
-from rlhf_mc.observability.sinks import Sinks
+from rlhf_mc.observability.sinks import Sinks, view
 
 
 class FakeClock:
@@ -142,10 +143,43 @@ def test_tensorboard_events_read_back_and_replace_an_earlier_run(tmp_path: Path)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("logger", ["jsonl", "tensorboard"])
-def test_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path, logger: str) -> None:
+class FullStream(io.StringIO):
+    """A standard output on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_views_that_cannot_be_written_are_warned_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TensorBoard on a full disk, and the progress line; the record goes on."""
+    config = TrainerConfig(default_local_dir=str(tmp_path))
+    sinks = Sinks(config, total_steps=2, stream=FullStream())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        for step in range(3):
+            sinks.log(step, {f"{step}/{i}": 1.0 for i in range(60)})
+        sinks.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlhf_mc: ")]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("rlhf_mc: warning: progress line cannot be written (No space left on device; free")
+    assert warnings[1].startswith("rlhf_mc: warning: TensorBoard cannot be written (File too large; ")
+
+
+def test_tensorboard_in_a_directory_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    sinks = Sinks(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"]), total_steps=1)
+    sinks.log(1, {"a": 1.0})
+    sinks.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
+
+
+def test_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    config = TrainerConfig(default_local_dir=str(tmp_path / "file"), logger=[logger])
+    config = TrainerConfig(default_local_dir=str(tmp_path / "file"), logger=["jsonl"])
     with pytest.raises(UserError, match=r"^trainer\.default_local_dir: cannot write .*/file/.+") as caught:
         Sinks(config, total_steps=1)
     assert "\n" not in str(caught.value)
@@ -280,3 +314,6 @@ def test_missing_metrics_and_unwritable_plot_are_clear(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
     with pytest.raises(UserError, match=r"cannot write the plot .*plot\.png"):
         plot_run(path, tmp_path / "no-such-directory" / "plot.png")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    assert not view("plot", lambda: plot_run(path, tmp_path / "full.png"))
+    assert not (tmp_path / "full.png").exists()
