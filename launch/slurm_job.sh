@@ -10,6 +10,7 @@
 #   NPROC    ranks per node                     [the node's GPUs, or 1]
 #   PYTHON   the interpreter, on every node     [.venv/bin/python if there is one, or python3]
 #   LOG_ROOT folder of the ranks' logs, on storage that all nodes share     [runs/slurm]
+#   MAX_RESTARTS  how often a job whose run crashed is queued again, each time only if the attempt made a checkpoint [0]
 #
 # A run that ends with 75 has saved and wants to go on: it was signalled (sbatch --signal, preemption) or its time is
 # almost up (trainer.stop_before_minutes). The job is then queued again, and resumes where it was, unless two attempts
@@ -25,6 +26,10 @@ if [[ $# -lt 1 || -z "${SLURM_JOB_ID:-}" ]]; then
     echo "usage, inside a Slurm job: $0 CONFIG.yaml [section.key=value ...]" >&2
     exit 2
 fi
+if [[ ! "${MAX_RESTARTS:=0}" =~ ^[0-9]+$ ]]; then
+    echo "slurm_job: error: MAX_RESTARTS is $MAX_RESTARTS; it must be a number of restarts, 0 or more" >&2
+    exit 2
+fi
 # Not the folder of $0: sbatch runs a copy of the script from its spool folder.
 cd "$SLURM_SUBMIT_DIR" || exit 2
 # shellcheck source=launch/env.sh
@@ -32,7 +37,7 @@ source launch/env.sh
 # sbatch passes its own environment on; one rank for all tasks is what these would make of it.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 
-readonly STOPPED_TO_GO_ON=75 # observability/failures.py
+readonly STOPPED_TO_GO_ON=75 USER_ERROR=2 INTERRUPTED=130 # observability/failures.py
 tasks_per_node=${SLURM_NTASKS_PER_NODE:-1}
 if [[ "$tasks_per_node" -gt 1 ]]; then NPROC=$tasks_per_node; fi
 export NPROC="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
@@ -78,6 +83,44 @@ gets_nowhere() {
     done
 }
 
+# Why a run that ended with the given code is not to be started again; nothing where it is. Of each attempt that crashed
+# a file stays.
+why_no_restart() {
+    local code=$1 job=${LOG_DIR%/*} crashes now newest
+    shift
+    crashes=$(find "$job" -mindepth 2 -maxdepth 2 -name crashed | wc -l)
+    case $code in
+        "$USER_ERROR") echo "it would meet the same mistake again" && return ;;
+        "$INTERRUPTED") echo "it was interrupted" && return ;;
+    esac
+    if [[ "$MAX_RESTARTS" -eq 0 ]]; then echo "MAX_RESTARTS is 0" && return; fi
+    if [[ "$crashes" -ge "$MAX_RESTARTS" ]]; then
+        echo "it has been restarted $crashes times after a crash (MAX_RESTARTS is $MAX_RESTARTS)" && return
+    fi
+    now=$(state)
+    if [[ -n "$now" && "$now" != RUNNING ]]; then echo "the job is being ended" && return; fi
+    newest=$("$PYTHON" -m launch.progress "$@") || { echo "its checkpoints cannot be listed" && return; }
+    if [[ "$newest" == "$newest_at_start" ]]; then
+        echo "this attempt has made no checkpoint (the newest is $newest)" && return
+    fi
+    echo "$newest" >"$LOG_DIR/newest_checkpoint"
+    touch "$LOG_DIR/crashed"
+}
+
+# Has Slurm queue the job again, and ends with the given code.
+queue_again() {
+    local code
+    for _ in {1..5}; do
+        # Granted, it ends scontrol and this script too.
+        scontrol requeue "$SLURM_JOB_ID"
+        code=$?
+        if [[ "$code" -eq 0 || "$code" -gt 128 ]]; then exit "$1"; fi
+        sleep 5
+    done
+    say "Slurm does not queue the job again; submitted anew, it resumes from its checkpoint"
+    exit "$1"
+}
+
 say "$SLURM_JOB_NUM_NODES nodes x $NPROC ranks, attempt ${SLURM_RESTART_COUNT:-0}, the first node is $MASTER_ADDR;" \
     "the ranks' logs are in $LOG_DIR"
 
@@ -86,6 +129,8 @@ cpus=$((SLURM_CPUS_ON_NODE / tasks_per_node))
 step=(srun --nodes="$SLURM_JOB_NUM_NODES" --cpu-bind=none)
 
 preflight "$@" || [[ -n "$stop" ]] || exit 2
+newest_at_start=""
+if [[ "$MAX_RESTARTS" -gt 0 ]]; then newest_at_start=$("$PYTHON" -m launch.progress "$@"); fi
 
 if [[ "$tasks_per_node" -gt 1 ]]; then
     program=(launch/slurm_rank.sh "$@")
@@ -123,24 +168,22 @@ if [[ "$ended_with" == "$STOPPED_TO_GO_ON" ]]; then
         exit 2
     fi
     say "stopped to go on later: the job is queued again"
-    for _ in {1..5}; do
-        # Granted, it ends scontrol and this script too.
-        scontrol requeue "$SLURM_JOB_ID"
-        code=$?
-        if [[ "$code" -eq 0 || "$code" -gt 128 ]]; then exit "$STOPPED_TO_GO_ON"; fi
-        sleep 5
-    done
-    say "Slurm does not queue the job again; submitted anew, it goes on from its checkpoint"
-    exit "$STOPPED_TO_GO_ON"
+    queue_again "$STOPPED_TO_GO_ON"
 fi
-if [[ "$code" -eq 0 && "$ended_with" != 0 ]]; then
+if [[ "$code" -eq 0 && "$ended_with" == 0 ]]; then exit 0; fi
+if [[ "$code" -eq 0 ]]; then
     # Rank 0 writes 0 once the run's success mark is written, and not before.
     say "error: every rank ended with 0, but the run has not finished; what each rank said is in $LOG_DIR"
-    exit 1
-fi
-if [[ "$code" -ne 0 ]]; then
-    code=${ended_with:-$code}
-    [[ "$code" -ne 0 ]] || code=1
+    code=1
+else
+    if [[ "${ended_with:-0}" -ne 0 ]]; then code=$ended_with; fi
     say "the run ended with $code; what each rank said is in $LOG_DIR"
 fi
-exit "$code"
+why_not=$(why_no_restart "$code" "$@")
+if [[ -n "$why_not" ]]; then
+    say "the job is not queued again: $why_not"
+    exit "$code"
+fi
+say "the run crashed after $(cat "$LOG_DIR/newest_checkpoint"), and $newest_at_start was the newest when it started:" \
+    "the job is queued again"
+queue_again "$code"

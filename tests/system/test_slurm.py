@@ -278,6 +278,34 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, s
     assert job.said().count("attempt 1 has started") == 4
 
 
+CRASHES = f"""#!/usr/bin/env bash
+# A run that crashes after its first checkpoint, and finishes when it is started again.
+if [[ "$1 $2" == "-m rlhf_mc" ]]; then
+    run=${{@: -1}}
+    run=${{run#trainer.default_local_dir=}}
+    if [[ "$RANK" != 0 ]]; then [[ -n "${{SLURM_RESTART_COUNT:-}}" ]] || exec sleep 60; exit 0; fi
+    if [[ -n "${{SAVES:-}}" ]]; then mkdir -p "$run/global_step_1"; fi
+    [[ -n "${{SLURM_RESTART_COUNT:-}}" ]] || exit 1
+    echo 0 >"$RLHF_MC_EXIT_CODE_FILE"
+    exit 0
+fi
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["with a new checkpoint", "without"])
+def test_a_crashed_run_is_started_again(stand_in: dict[str, str], tmp_path: Path, saves: bool) -> None:
+    Path(stand_in["PYTHON"]).write_text(CRASHES)
+    env = {**stand_in, "MAX_RESTARTS": "1", "SAVES": "1" if saves else "", "NPROC": "1"}
+    job = Job(env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides_70b(tmp_path)])
+    if saves:
+        assert job.wait(180) == "COMPLETED 1", job.said()
+        assert "the run crashed after global_step_1, and the start was the newest" in job.said()
+    else:
+        assert job.wait(180) == "FAILED 0", job.said()
+        assert "the job is not queued again: this attempt has made no checkpoint (the newest is the st" in job.said()
+
+
 def test_a_node_that_sees_something_else_is_named(stand_in: dict[str, str], tmp_path: Path) -> None:
     other = f"""#!/usr/bin/env bash
 if [[ "$*" == *"launch.preflight probe"* && "$SLURMD_NODENAME" == node3 ]]; then

@@ -37,6 +37,7 @@ case "$2" in
     launch.progress) exec {sys.executable} "$@" ;;
     *)  kill -TERM $$  # to every process of the step
         echo "the program has started as rank ${{RANK:-}}"
+        [[ -z "${{SAVES-}}" ]] || mkdir -p "$(dirname "$0")/run/global_step_$SAVES"
         [[ -z "${{SAYS-75}}" ]] || echo "${{SAYS-75}}" >"$RLHF_MC_EXIT_CODE_FILE"
         exit "${{ENDS_WITH-75}}" ;;
 esac
@@ -111,6 +112,43 @@ def test_exit_code_0_alone_is_no_success(slurm: Path, says: str, expected: int) 
     code, said, asked = attempt(slurm, ENDS_WITH="0", SAYS=says)
     assert (code, asked) == (expected, 0), said
     assert ("every rank ended with 0, but the run has not finished" in said) == (expected == 1)
+
+
+def test_a_crashed_run_is_started_again_after_a_new_checkpoint_and_so_often(slurm: Path) -> None:
+    crash = {"ENDS_WITH": "1", "SAYS": "", "MAX_RESTARTS": "2"}
+    code, said, asked = attempt(slurm, 0, **crash, SAVES="1")
+    assert (code, asked) == (1, 1)
+    assert (
+        "the run crashed after global_step_1, and the start was the newest when it started: the job is queued" in said
+    )
+    code, said, asked = attempt(slurm, 1, **crash)
+    assert (code, asked) == (1, 0) and "not queued again: this attempt has made no checkpoint (the newest is gl" in said
+    assert attempt(slurm, 2, **crash, SAVES="2")[2] == 1
+    code, said, asked = attempt(slurm, 3, **crash, SAVES="3")
+    assert (code, asked) == (1, 0) and "not queued again: it has been restarted 2 times after a crash" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "why"),
+    [
+        ({"ENDS_WITH": "1", "SAYS": "1"}, 1, "MAX_RESTARTS is 0"),
+        ({"ENDS_WITH": "1", "SAYS": "2", "MAX_RESTARTS": "1"}, 2, "it would meet the same mistake again"),
+        ({"ENDS_WITH": "1", "SAYS": "130", "MAX_RESTARTS": "1"}, 130, "it was interrupted"),
+        ({"ENDS_WITH": "0", "SAYS": ""}, 1, "MAX_RESTARTS is 0"),
+        ({"MAX_RESTARTS": "often"}, 2, "MAX_RESTARTS is often; it must be a number of restarts"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_why_a_run_is_not_started_again(slurm: Path, settings: dict[str, str], expected: int, why: str) -> None:
+    code, said, asked = attempt(slurm, SAVES="1", **settings)
+    assert (code, asked) == (expected, 0), said
+    assert why in said
+
+
+def test_a_job_that_is_being_ended_is_not_started_again(slurm: Path) -> None:
+    (slurm / "answers").write_text("COMPLETING\n")
+    code, said, asked = attempt(slurm, ENDS_WITH="1", SAYS="", MAX_RESTARTS="1", SAVES="1")
+    assert (code, asked) == (1, 0) and "not queued again: the job is being ended" in said
 
 
 def preflight(folder: Path, *arguments: str, node: str = "a") -> subprocess.CompletedProcess[str]:
