@@ -68,11 +68,15 @@ def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
 @contextlib.contextmanager
 def _groups_as_given(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     """vLLM takes consecutive ranks as tensor-parallel groups; inside this context it takes the given ones, whose order
-    is that of their shards (torch would sort the ranks of a group, and gather in that order)."""
+    is that of their shards (torch would sort the ranks of a group, and gather in that order).
+
+    No group gets vLLM's message queue in shared memory: each rank drives its own engine, so nothing is broadcast, and a
+    process that ends without closing its queue leaks it."""
     original = vllm_state.init_model_parallel_group
     in_order = functools.partial(dist.new_group, sort_ranks=False)
 
     def init_group(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["use_message_queue_broadcaster"] = False
         if kwargs.get("group_name") != "tp":
             return original(group_ranks, *args, **kwargs)
         with mock.patch.object(dist, "new_group", in_order):

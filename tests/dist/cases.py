@@ -51,7 +51,8 @@ def two_steps(
 ) -> dict[str, Any]:
     """Two PPO steps by the loop itself. Returns what the loop says at its start, each step's metrics, a digest of the
     tokens drawn, which of vLLM's parameters are Megatron-Core's memory, and how far vLLM's weights after the second
-    step are from what loading the exported checkpoint gives (compared block for block)."""
+    step are from what loading the exported checkpoint gives (compared block for block), and which segments of shared
+    memory vLLM has made."""
     steps: list[dict[str, float]] = []
     digests: list[str] = []
     with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
@@ -65,8 +66,16 @@ def two_steps(
         ppo.export(run, state, Path(export_to))
         dist.barrier()
         shared = same_memory(run)
+        segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
         different = vllm_differs_from(run, Path(export_to), config_path, rollout_tp)
-    return {"steps": steps, "digests": digests, "shared": shared, "different": different, "headlines": headlines}
+    return {
+        "steps": steps,
+        "digests": digests,
+        "shared": shared,
+        "different": different,
+        "headlines": headlines,
+        "segments": segments,
+    }
 
 
 def same_memory(run: Run) -> list[str]:
