@@ -82,6 +82,7 @@ def test_every_layout_trains_alike(
     for result in results:
         # Equal tensor parallelism shares all but the joined q, k, v, and these too with one KV head on a rank.
         expected = set(EVERYTHING) if pp == 1 and tp == rollout_tp else set()
+        assert result["segments"] == []
         assert set(result["shared"]) >= expected - (set() if tp == 2 else {QKV, QKV_BIAS})
     check_like(reference, results, export_to)
 

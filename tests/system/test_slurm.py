@@ -246,13 +246,16 @@ GIVES_WAY = f"""#!/usr/bin/env bash
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     exec {sys.executable} -c '
 import os, pathlib, signal, sys, time
+from rlhf_mc.observability.parent import end_with_launcher
+end_with_launcher()
 def give_way(*_):
     pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("75")
     sys.exit(75)
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, give_way)
 attempt = os.environ.get("SLURM_RESTART_COUNT", "")
-print("attempt", attempt, "has started", flush=True)
+parent = pathlib.Path(f"/proc/{{os.getppid()}}/comm").read_text().strip()
+print("attempt", attempt, "has started under", parent, flush=True)
 time.sleep(0 if attempt else 60)
 pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("0")
 '
@@ -266,7 +269,7 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, s
     Path(stand_in["PYTHON"]).write_text(GIVES_WAY)
     header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
     job = Job(stand_in, tmp_path, [*header, *overrides_70b(tmp_path)])
-    job.until(lambda: job.said().count("attempt  has started") == 4)
+    job.until(lambda: job.said().count("attempt  has started under slurmstepd") == 4)
     if how == "cancelled":
         job.slurm("scancel", job.id)
         assert job.wait(180) == "CANCELLED 0", job.said()
