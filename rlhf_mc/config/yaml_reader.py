@@ -72,7 +72,13 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
         raise UserError(f"{origin}: not valid YAML: {where}{reason}") from error
     except RecursionError as error:
         raise UserError(f"{origin}: not valid YAML: nested too deeply") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # an explicit tag on a value of another kind
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+    ) as error:  # an explicit tag on a value of another kind
         raise UserError(f"{origin}: not valid YAML: {' '.join(str(error).split())[:100]}") from error
     finally:
         if loader is not None:

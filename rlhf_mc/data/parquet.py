@@ -51,9 +51,21 @@ def read_rows(path: str, required: Sequence[str], optional: Sequence[str] = ()) 
     """
     with _opened(path) as file:
         _require(file, required)
-        columns = [*required, *(name for name in optional if name in file.schema_arrow.names)]
-        rows: list[dict[str, Any]] = file.read(columns=columns).to_pylist()
-    return rows
+        names = [*required, *(name for name in optional if name in file.schema_arrow.names)]
+        table = file.read(columns=names)
+        columns = [_values(table, name) for name in names]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    """Return a column as Python values. A damaged file may hold texts that are none; of times and dates Python knows
+    fewer than parquet."""
+    try:
+        values: list[Any] = table.column(name).to_pylist()
+    except (pa.ArrowException, ValueError, ArithmeticError, LookupError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise NodeError(f"column {name!r} of type {table.column(name).type} cannot be read ({reason})") from error
+    return values
 
 
 @contextlib.contextmanager
@@ -63,13 +75,15 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:300]
         raise NodeError(f"not a readable parquet file ({reason})") from error
 
 
 def _require(file: pq.ParquetFile, columns: Sequence[str]) -> None:
     found = file.schema_arrow.names
-    missing = [name for name in columns if name not in found]
-    if missing:
-        raise NodeError(f"no column {missing[0]!r}; its columns are {', '.join(found)}")
+    for name in columns:
+        if name not in found:
+            raise NodeError(f"no column {name!r}; its columns are {', '.join(found)[:1000]}")
+        if found.count(name) > 1:
+            raise NodeError(f"{found.count(name)} columns {name!r}; one is expected")

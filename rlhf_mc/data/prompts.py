@@ -140,7 +140,7 @@ def _to_prompt(
     not tokenised to count them."""
     data_source = row[cfg.reward_fn_key]
     if not isinstance(data_source, str):
-        raise UserError(f"{where}: column {cfg.reward_fn_key!r} is {data_source!r}, expected a string")
+        raise UserError(f"{where}: column {cfg.reward_fn_key!r} is {repr(data_source)[:60]}, expected a string")
     reward_model = row["reward_model"]
     if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
         raise UserError(f"{where}: column 'reward_model' has no field 'ground_truth'")

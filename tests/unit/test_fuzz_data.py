@@ -1,0 +1,147 @@
+"""Arbitrary and damaged parquet files, through the reader, a real tokenizer and its chat template: each gives prompts,
+or one line that names the file."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fuzzing import damages, examples, success_or_user_error
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import make_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.config.schema import DataConfig
+from rlhf_mc.data.parquet import check_columns, columns_of
+from rlhf_mc.data.prompts import load_prompts, load_tokenizer
+
+texts = st.text(max_size=20)
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", ""]) | texts, "content": texts | st.none()}, optional={"name": texts}
+)
+truths = st.fixed_dictionaries({"ground_truth": texts}, optional={"style": texts})
+STRUCT = pa.struct([("ground_truth", pa.string())])
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+COLUMNS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
+    (pa.string(), texts),
+    (pa.large_string(), texts),
+    (pa.dictionary(pa.int8(), pa.string()), texts),
+    (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
+    (pa.float64(), st.floats()),
+    (pa.float16(), st.floats(width=16)),
+    (pa.bool_(), st.booleans()),
+    (pa.binary(), st.binary(max_size=8)),
+    (pa.null(), st.none()),
+    (pa.timestamp("ns"), st.integers(-(2**63), 2**63 - 1)),
+    (pa.timestamp("s", tz="Nowhere/Land"), st.integers(-(2**50), 2**50)),
+    (pa.timestamp("s"), st.integers(-(2**50), 2**50)),
+    (pa.duration("ns"), st.integers(-(2**63), 2**63 - 1)),
+    (pa.date32(), st.integers(-(2**31), 2**31 - 1)),
+    (pa.time64("us"), st.integers(0, 86_399_999_999)),
+    (pa.decimal128(20, 2), st.decimals(-1000, 1000, places=2).map(decimal.Decimal)),
+    (MESSAGE, messages),
+    (STRUCT, truths),
+    (pa.list_(MESSAGE), st.lists(messages, max_size=3)),
+    (pa.large_list(MESSAGE), st.lists(messages, max_size=2)),
+    (pa.list_(pa.string()), st.lists(texts, max_size=2)),
+    (pa.list_(pa.list_(MESSAGE)), st.lists(st.lists(messages, max_size=2), max_size=2)),
+    (pa.map_(pa.string(), pa.string()), st.lists(st.tuples(texts, texts), max_size=2)),
+    (
+        pa.struct([("ground_truth", pa.timestamp("ns"))]),
+        st.fixed_dictionaries({"ground_truth": st.integers(0, 10**18)}),
+    ),
+]
+USUAL = {
+    "prompt": (pa.list_(MESSAGE), st.lists(messages, min_size=1, max_size=3)),
+    "data_source": (pa.string(), texts),
+    "reward_model": (STRUCT, truths),
+    "extra_info": (pa.struct([("index", pa.int64())]), st.fixed_dictionaries({"index": st.integers(0, 5)})),
+}
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> pa.Table:
+    """Up to three rows; each column as it should be, of any other type, or not there; some twice."""
+    num_rows = draw(st.integers(0, 3))
+    names, arrays = [], []
+    for name, usual in [*USUAL.items(), ("prompt", None), ("other", None)]:
+        what = (
+            draw(st.sampled_from(["usual", "usual", "usual", "any", "none"]))
+            if usual
+            else draw(st.sampled_from(["none", "none", "none", "any"]))
+        )
+        if what == "none":
+            continue
+        kind, strategy = usual if what == "usual" and usual else draw(st.sampled_from(COLUMNS))
+        rows = draw(st.lists(strategy | st.none(), min_size=num_rows, max_size=num_rows))
+        names.append(name)
+        arrays.append(pa.array(rows, kind))
+    return pa.Table.from_arrays(arrays, names=names)
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    make_tokenizer(directory)
+    return load_tokenizer(str(directory))
+
+
+def check(path: Path, tokenizer: PreTrainedTokenizerBase, filter_overlong: bool = True) -> None:
+    cfg = DataConfig(train_files=[], max_prompt_length=30, filter_overlong_prompts=filter_overlong)
+
+    def read() -> Any:
+        check_columns(str(path), columns_of(cfg))
+
+    success_or_user_error(read)
+    prompts = success_or_user_error(lambda: load_prompts([str(path)], tokenizer, cfg, -1))
+    for prompt in prompts or ():
+        assert 0 < len(prompt.token_ids) <= 30
+        repr(prompt)
+
+
+@examples(250)
+@given(table=tables(), filter_overlong=st.booleans())
+def test_arbitrary_tables(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, table: pa.Table, filter_overlong: bool
+) -> None:
+    path = directory / "table.parquet"
+    pq.write_table(table, path)
+    check(path, tokenizer, filter_overlong)
+
+
+def _written(directory: Path, compression: str) -> bytes:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}+{i}="}],
+            "data_source": "arithmetic",
+            "reward_model": {"ground_truth": str(2 * i)},
+            "extra_info": {"index": i, "when": datetime.date(2024, 1, 1)},
+        }
+        for i in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), directory / "whole.parquet", compression=compression)
+    return (directory / "whole.parquet").read_bytes()
+
+
+@examples(250)
+@given(damage=damages(), compression=st.sampled_from(["none", "snappy"]))
+def test_damaged_files(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, damage: Callable[[bytes], bytes], compression: str
+) -> None:
+    path = directory / "damaged.parquet"
+    path.write_bytes(damage(_written(directory, compression)))
+    check(path, tokenizer)
