@@ -52,12 +52,11 @@ class Spread:
 def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
     """Writes the Megatron-Core checkpoint, in the type of the Hugging Face one. UserError for what cannot be read."""
     from rlhf_mc.checkpoint.hf import HFReader, import_hf
-    from rlhf_mc.reshard.families import ModelShape
     from rlhf_mc.reshard.placement import training_layouts
 
     quiet()
     reader = HFReader(hf_path)
-    shape = ModelShape.from_hf_config(reader.config)
+    shape = reader.shape()
     reader.check(shape)
     dtype = reader.dtype_name()
 
@@ -78,16 +77,15 @@ def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: i
     quiet()
     import torch.distributed as dist
 
-    from rlhf_mc.checkpoint.hf import export_hf, read_config
+    from rlhf_mc.checkpoint.hf import export_hf, read_shape
     from rlhf_mc.checkpoint.save_load import HF_ASSETS, checkpoint_dtype, load_mcore
     from rlhf_mc.models.build import build_model
-    from rlhf_mc.reshard.families import ModelShape
     from rlhf_mc.reshard.placement import training_layouts
     from rlhf_mc.topology.groups import world_of_a_tool
 
     dtype = checkpoint_dtype(checkpoint)
     assets = Path(checkpoint) / HF_ASSETS
-    shape = ModelShape.from_hf_config(read_config(assets))
+    shape = read_shape(assets)
     with world_of_a_tool(*astuple(spread)) as groups:
         model = build_model(shape, spread.megatron(groups.mesh, dtype), groups)
         load_mcore(model, checkpoint)

@@ -26,6 +26,7 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.topology.agreement import raise_together
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+QUANTIZATION = "hf_quant_config.json"
 ASSETS = (
     "generation_config.json",
     "tokenizer.json",
@@ -62,6 +63,10 @@ class HFReader:
             self._file_of = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
         else:
             raise UserError(f"{self.directory}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
+
+    def shape(self, value_head: bool = False) -> ModelShape:
+        """Return the shape of the model that config.json describes. UserError for what is not supported."""
+        return read_shape(self.directory, value_head)
 
     @property
     def names(self) -> Collection[str]:
@@ -121,6 +126,18 @@ class HFReader:
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """config.json of a directory, which may hold no weights."""
     return _read_json(Path(directory) / "config.json")
+
+
+def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
+    """Return the shape of the model that the config.json of a directory describes, which may hold no weights."""
+    try:
+        shape = ModelShape.from_hf_config(read_config(directory), value_head)
+    except UserError as error:
+        message = str(error)
+        raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None
+    if (Path(directory) / QUANTIZATION).exists():
+        raise UserError(f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM goes by this file")
+    return shape
 
 
 def _read_json(path: Path) -> dict[str, Any]:

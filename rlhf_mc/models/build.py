@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 
 def uses_transformer_engine() -> bool:
@@ -60,9 +60,6 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
             f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
             "Megatron-Core has both or none"
         )
-    rope_type = (shape.rope_scaling or {}).get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE:
-        raise UserError(f"model.path: rope_type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
 
 
 def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> None:
@@ -235,17 +232,22 @@ def scale_embeddings(model: Any, hidden_size: int) -> None:
 
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
-    """Takes the rotary frequencies from transformers, whose scaling rules Megatron-Core has only in part."""
-    scaling = shape.rope_scaling or {}
-    rope_type = scaling.get("rope_type", "default")
+    """Take the rotary frequencies from transformers, whose scaling rules Megatron-Core has only in part."""
     if not uses_transformer_engine():
         model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
-    if rope_type == "default":
+    if shape.rope_scaling is None:
         return
-    config = _RopeParameters(shape)
-    inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, model.rotary_pos_emb.inv_freq.device)
-    assert attention_scaling == 1.0
+    rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
+    inv_freq, attention_scaling = rule(_RopeParameters(shape), model.rotary_pos_emb.inv_freq.device)
     model.rotary_pos_emb.inv_freq = inv_freq
+    if attention_scaling != 1.0:
+        # Sines and cosines are multiplied by it. Megatron-Core's attention computes the factor from these settings,
+        # as 0.1 x mscale x log(scaling factor) + 1, and its fused kernel leaves it out.
+        config = model.config
+        config.yarn_rotary_scaling_factor = math.e
+        config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
+        config.yarn_mscale_all_dim = 0.0
+        config.apply_rope_fusion = False
 
 
 class _RopeParameters:

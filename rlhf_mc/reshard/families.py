@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard import hf_config
+from rlhf_mc.reshard.hf_config import flag, need, size
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this; Megatron's padding follows it so that shards agree."""
@@ -20,6 +22,8 @@ VOCAB_MULTIPLE = 64
 class Family:
     """What one `model_type` leaves open. Flags are True, False, or the key of config.json that decides."""
 
+    architecture: str
+    """The class of its language models, by which vLLM goes."""
     qkv_bias: bool | str
     o_bias: bool | str
     mlp_bias: bool | str
@@ -41,16 +45,24 @@ _GELU = "gelu_pytorch_tanh"
 _NO_WINDOW = {"use_sliding_window": False}
 
 FAMILIES = {
-    "llama": Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "qwen2": Family(qkv_bias=True, o_bias=False, mlp_bias=False, defaults=_NO_WINDOW),
+    "llama": Family("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        defaults={"num_key_value_heads": 32, **_NO_WINDOW},
+    ),
     "qwen3": Family(
+        "Qwen3ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias=False,
         qk_norm=True,
-        defaults={"head_dim": 128, **_NO_WINDOW},
+        defaults={"head_dim": 128, "num_key_value_heads": 32, **_NO_WINDOW},
     ),
     "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias=False,
@@ -59,12 +71,14 @@ FAMILIES = {
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
     ),
     "mistral": Family(
+        "MistralForCausalLM",
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
     "gemma": Family(
+        "GemmaForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias=False,
@@ -113,41 +127,41 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], value_head: bool = False) -> ModelShape:
-        """The shape that a parsed config.json describes. UserError for what is not supported."""
-        family_name = _need(config, "model_type")
-        if family_name not in FAMILIES:
+        """Return the shape that a parsed config.json describes. UserError for what is not supported."""
+        family_name = need(config, "model_type")
+        if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise UserError(f"config.json: model_type is {family_name!r}; known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
         config = {**family.defaults, **config}
-        _refuse_windows(config)
-        num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        hf_config.check_keys(config, family_name)
+        num_heads = size(config, "num_attention_heads")
+        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else size(config, "num_key_value_heads")
         if num_heads % num_kv_heads:
             raise UserError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
             )
-        rope_theta, rope_scaling = _rope(config)
+        rope_theta, rope_scaling = hf_config.rope(config)
         return cls(
             family=family_name,
-            num_layers=_size(config, "num_hidden_layers"),
-            hidden_size=hidden_size,
-            ffn_hidden_size=_size(config, "intermediate_size"),
+            num_layers=size(config, "num_hidden_layers"),
+            hidden_size=size(config, "hidden_size"),
+            ffn_hidden_size=size(config, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
-            vocab_size=_size(config, "vocab_size"),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            head_dim=hf_config.head_dim(config, family_name),
+            vocab_size=size(config, "vocab_size"),
+            tie_embeddings=flag(config, "tie_word_embeddings"),
             qkv_bias=_flag(config, family.qkv_bias),
             o_bias=_flag(config, family.o_bias),
             mlp_bias=_flag(config, family.mlp_bias),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            max_position_embeddings=_size(config, "max_position_embeddings"),
+            max_position_embeddings=size(config, "max_position_embeddings"),
             qk_norm=family.qk_norm,
             zero_centered_norms=family.zero_centered_norms,
             scaled_embeddings=family.scaled_embeddings,
-            activation=_activation(config, family),
+            activation=hf_config.activation(config, family.activations),
             value_head=value_head,
             **(_experts(config) if family.experts else {}),
         )
@@ -196,43 +210,8 @@ class ModelShape:
         }
 
 
-def _need(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise UserError(f"config.json: {key} is missing")
-    return config[key]
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = _need(config, key)
-    if not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {value!r}; expected a positive whole number")
-    return value
-
-
 def _flag(config: Mapping[str, Any], rule: bool | str) -> bool:
-    return rule if isinstance(rule, bool) else bool(config.get(rule, False))
-
-
-def _refuse_windows(config: Mapping[str, Any]) -> None:
-    """qwen's switch, and mistral's window, which a config.json without the key has too."""
-    if config.get("use_sliding_window"):
-        raise UserError("config.json: use_sliding_window is true; only full attention is supported")
-    window = config.get("sliding_window") if "use_sliding_window" not in config else None
-    if window is not None:
-        raise UserError(
-            f"config.json: sliding_window is {window} (given, or the default of {config['model_type']}); "
-            'only full attention is supported, which is "sliding_window": null'
-        )
-
-
-def _activation(config: Mapping[str, Any], family: Family) -> str:
-    # Gemma has a second key, which goes before the first.
-    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    name = config.get(key, "silu")
-    if name not in family.activations:
-        known = " or ".join(repr(n) for n in family.activations)
-        raise UserError(f"config.json: {key} is {name!r}; only {known} is supported")
-    return family.activations[name]
+    return rule if isinstance(rule, bool) else flag(config, rule)
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,23 +224,20 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     # transformers 5 writes num_local_experts, earlier ones num_experts.
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
-    num_experts, per_token = _size(config, key), _size(config, "num_experts_per_tok")
+    if config.get("num_local_experts") not in (None, config.get(key)):
+        raise UserError(
+            f"config.json: num_experts is {config[key]} and num_local_experts is {config['num_local_experts']}; "
+            "they are two names of one number"
+        )
+    num_experts, per_token = size(config, key), size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")
     return {
         "num_experts": num_experts,
         "experts_per_token": per_token,
-        "expert_ffn_hidden_size": _size(config, "moe_intermediate_size"),
-        "norm_topk_prob": bool(config["norm_topk_prob"]),
+        "expert_ffn_hidden_size": size(config, "moe_intermediate_size"),
+        "norm_topk_prob": flag(config, "norm_topk_prob"),
     }
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling or None): transformers 5 keeps both in `rope_parameters`, earlier ones in two keys."""
-    merged = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    return float(theta), None if kind == "default" else merged
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

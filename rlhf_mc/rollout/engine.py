@@ -149,6 +149,7 @@ class RolloutEngine:
         with _groups_as_given(groups):
             self._llm = vllm.LLM(
                 model_path,
+                config_format="hf",  # not mistral's params.json, which the trainer does not read
                 skip_tokenizer_init=True,
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",

@@ -24,7 +24,8 @@ from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.execute import shared_storage
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.families import FAMILIES, ModelShape
+from rlhf_mc.reshard.hf_config import check_architecture
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
@@ -176,7 +177,7 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
     mcore = cfg.model.dist_checkpointing_path
     with about("model.path:"):
         reader = HFReader(cfg.model.path)
-        shape = ModelShape.from_hf_config(reader.config)
+        shape = reader.shape()
     _check_model(cfg, shape, reader, tokenizer)
     starts = {
         "actor": _Start(shape, reader, mcore, cfg.actor.optim, frozen_tensors("actor.freeze", cfg.actor.freeze, shape))
@@ -187,7 +188,7 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
         reader, mcore = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader, None
     else:
         check_value_head("model.path", reader)
-    shape = ModelShape.from_hf_config(reader.config, value_head=True)
+    shape = reader.shape(value_head=True)
     frozen = frozen_tensors("critic.freeze", cfg.critic.freeze, shape)
     starts["critic"] = _Start(shape, reader, mcore, cfg.critic.optim, frozen)
     if cfg.reward_model.model_path is not None:
@@ -219,6 +220,8 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
             f"{error} (training TP {at.tensor_model_parallel_size} x PP {at.pipeline_model_parallel_size}, "
             f"rollout TP {cfg.rollout.tensor_model_parallel_size})"
         ) from None
+    with about("model.path:"):
+        check_architecture(reader.config, shape.family, FAMILIES[shape.family].architecture)
     if cfg.model.dist_checkpointing_path is None:
         with about("model.path:"):
             reader.check(shape)

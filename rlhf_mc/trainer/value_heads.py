@@ -58,7 +58,7 @@ def value_checkpoint(key: str, path: str, data: DataConfig, tokenizer: PreTraine
     where = f"{key} {path}"
     check_value_head(key, reader)
     with about(f"{key}:"):
-        shape = ModelShape.from_hf_config(reader.config, value_head=True)
+        shape = reader.shape(value_head=True)
         reader.check(shape)
     longest = data.max_prompt_length + data.max_response_length
     if longest > shape.max_position_embeddings:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from model_cases import make_engine, mesh_groups
+from cases import a_run
+from model_cases import TEMPERATURE, make_engine, mesh_groups
 
 from rlhf_mc.checkpoint.save_load import load_mcore, save_mcore
+from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.trainer import ppo
 
 
 def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
@@ -21,3 +27,14 @@ def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) ->
             param.fill_(torch.nan)
         load_mcore(loaded.model, directory)
         return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+
+
+def sampled_and_scored(config_path: str, models: Sequence[str]) -> list[RaggedBatch]:
+    """For each model a batch that vLLM has drawn, with its log-probs and those of the trainer."""
+    batches = []
+    for model in models:
+        overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]
+        with a_run(config_path, overrides) as run:
+            state = ppo.begin_step(1, Place())
+            batches.append(ppo.score(run, state, ppo.rollout(run, state)[1]))
+    return batches

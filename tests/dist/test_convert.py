@@ -168,7 +168,7 @@ def test_inputs_that_are_no_hugging_face_checkpoint(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
     assert_one_line(to_mcore(source, output), "model_type", "gpt2")
-    (source / "config.json").write_text(json.dumps({**config, "hidden_size": 256, "head_dim": 32}))
+    (source / "config.json").write_text(json.dumps({**config, "hidden_size": 256}))
     assert_one_line(to_mcore(source, output), "shape", "config.json")
     (source / "model.safetensors").unlink()
     assert_one_line(to_mcore(source, output), "only safetensors weights are read")

@@ -4,6 +4,7 @@ transformers', and two PPO steps after which vLLM holds what the exported checkp
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,13 @@ PROMPT_LENS, RESPONSE_LENS = (3, 9, 4, 4), (6, 1, 11, 5)
 def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run's files for every family."""
     root = tmp_path_factory.mktemp("more_families")
-    return {
+    found = {
         name: make_workspace(root / name, **extra, num_hidden_layers=2) for name, extra in (DENSE | EXPERTS).items()
     }
+    # Mistral's own files beside the others, as it publishes them; what they say here would be another model.
+    (found["mistral"] / "model" / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 1, "head_dim": 64}))
+    (found["mistral"] / "model" / "consolidated.safetensors").write_bytes(b"")
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +165,48 @@ def test_a_checkpoint_of_experts_loads_on_another_number_of_ranks(
         other_ep=other_ep,
     )
     assert different == [[]] * world
+
+
+YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
+ROPES: dict[str, dict[str, Any]] = {
+    "theta at top level": {"rope_theta": 50.0},
+    "older linear": {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e4},
+    "older dynamic": {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "older yarn": {"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 1e4},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", **YARN, "beta_fast": 4, "attention_factor": 1.7}},
+    "older llama3": {
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+}
+
+
+def test_a_rope_is_that_of_transformers_and_of_vllm(pool: Any, tmp_path: Path) -> None:
+    """Each way to write one: vLLM, the trainer and transformers give the same log-probs, and not those of another."""
+    directory = make_workspace(tmp_path / "llama", family="llama", num_hidden_layers=1)
+    config = json.loads((directory / "model" / "config.json").read_text())
+    del config["rope_parameters"]
+    models = []
+    for name, keys in ROPES.items():
+        models.append(shutil.copytree(directory / "model", tmp_path / name.replace(" ", "_")))
+        (models[-1] / "config.json").write_text(json.dumps(config | keys))
+    (batches,) = pool(1).run(
+        family_cases.sampled_and_scored, config_path=str(write_config(directory)), models=[str(m) for m in models]
+    )
+    plain = Reference(str(directory / "model"))
+    for name, model, batch in zip(ROPES, models, batches, strict=True):
+        with torch.no_grad():
+            wanted, without = Reference(str(model)).log_probs(batch)[0], plain.log_probs(batch)[0]
+        for engine, found in (("vLLM", batch.rollout_log_probs), ("the trainer", batch.old_log_probs)):
+            error = float((found - wanted).abs().max())
+            assert error < 2e-5, f"{name}: log-probs of {engine} are off by {error:.1e}"
+        # "dynamic" is plain as long as a sequence has no more tokens than max_position_embeddings.
+        assert (float((without - wanted).abs().max()) > 1e-2) == (name != "older dynamic"), name
 
 
 # Training TP 2 and rollout TP 1 gather every split tensor; the other way round, every tensor is cut.

@@ -442,6 +442,7 @@ CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
@@ -451,9 +452,9 @@ def test_shape_from_config() -> None:
     shape = ModelShape.from_hf_config(CONFIG | {"rope_theta": 5e5})
     assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (2, 32, 5e5, None)
     assert shape.qkv_bias and not shape.o_bias and not shape.tie_embeddings
-    newer = {"rope_parameters": {"rope_theta": 7e5, "rope_type": "llama3", "factor": 8.0}, "attention_bias": True}
+    newer = {"rope_parameters": {"rope_theta": 7e5, "rope_type": "linear", "factor": 8.0}, "attention_bias": True}
     shape = ModelShape.from_hf_config(CONFIG | newer | {"model_type": "llama"})
-    assert shape.rope_theta == 7e5 and shape.rope_scaling == {"rope_type": "llama3", "factor": 8.0}
+    assert shape.rope_theta == 7e5 and shape.rope_scaling == {"rope_type": "linear", "factor": 8.0}
     assert shape.qkv_bias and shape.o_bias and not shape.mlp_bias
     assert ModelShape.from_hf_config(CONFIG | {"rope_parameters": {"rope_type": "default"}}).rope_theta == 1e4
     hash(shape)

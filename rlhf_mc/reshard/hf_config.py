@@ -1,0 +1,396 @@
+"""What the keys of a config.json mean, older spellings included: one reading for trainer, planner, vLLM, converters.
+
+A key that transformers or vLLM reads for a supported family is in exactly one of three tables: HONOURED (ModelShape
+has it), ONLY (one meaning is supported, any other is refused), HARMLESS (it changes nothing that is computed here).
+A key that neither of them reads may say anything. vLLM reads the same file, so nothing is rewritten for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_mc.config.errors import UserError
+
+HONOURED = frozenset(
+    {
+        "architectures",
+        "attention_bias",
+        "decoder_sparse_step",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "mlp_bias",
+        "mlp_only_layers",
+        "model_type",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "original_max_position_embeddings",
+        "qkv_bias",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "tie_word_embeddings",
+        "use_sliding_window",
+        "vocab_size",
+    }
+)
+"""ModelShape.from_hf_config reads it, or refuses its value with a message of its own."""
+
+LLAMA_LIKE = frozenset({"llama", "mistral"})
+"""Families for which vLLM builds its llama layers."""
+QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"})
+"""Families whose sliding_window counts where use_sliding_window is true."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """What a key may say, beside null."""
+
+    values: tuple[Any, ...]
+    reason: str
+    families: frozenset[str] | None = None
+    """Where the key is read at all; None: everywhere."""
+
+
+_ROTATED = Only((1,), "heads are rotated as a whole; transformers and vLLM differ in what they make of less")
+_CAUSAL = "attention is causal"
+_QUANTIZED = Only((), "weights are trained in float32, bfloat16 or float16")
+_NESTED = Only((), "the model is a plain language model")
+_OTHER_MODEL = Only((), "no supported family computes it")
+_KV_HEADS = Only((), "vLLM takes it for the number of KV heads; the key is num_key_value_heads")
+
+ONLY: Mapping[str, Only] = {
+    "attention_dropout": Only((0,), "no pass drops anything"),
+    "bias": Only((False,), "the keys of biases are attention_bias and mlp_bias", LLAMA_LIKE),
+    "is_causal": Only((True,), _CAUSAL),
+    "use_bidirectional_attention": Only((False,), _CAUSAL),
+    "is_mm_prefix_lm": Only((False,), _CAUSAL),
+    "is_encoder_decoder": Only((False,), "the model is a decoder"),
+    "logit_scale": Only((1,), "logits are the products with the head's rows"),
+    "head_dtype": Only(("model",), "the head has the type of the other weights"),
+    "qk_norm": Only((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
+    "partial_rotary_factor": _ROTATED,
+    "rotary_pct": _ROTATED,
+    "rotary_emb_fraction": _ROTATED,
+    "rotary_emb_base": Only((), "the key is rope_theta"),
+    "rope_dim": _ROTATED,
+    "mrope_section": Only((), "positions are one number a token"),
+    "xdrope_section": Only((), "positions are one number a token"),
+    "dual_chunk_attention_config": Only((), "attention sees the whole sequence"),
+    "rswa_window": Only((), "attention sees the whole sequence"),
+    "attn_type_list": Only((), "all layers have the same attention"),
+    "block_configs": Only((), "all layers are alike"),
+    "per_layer_config": Only((), "all layers are alike"),
+    "target_layer_count": Only((), "the model is no draft of another"),
+    "shared_expert_intermediate_size": Only((0,), "no expert serves all tokens", frozenset({"qwen3_moe"})),
+    "speculators_config": Only((), "the model is no draft of another"),
+    "quantization_config": _QUANTIZED,
+    "compression_config": _QUANTIZED,
+    "configuration_files": Only((), "config.json itself is read"),
+    "n_head_kv": _KV_HEADS,
+    "num_kv_heads": _KV_HEADS,
+    "multi_query_group_num": _KV_HEADS,
+    "num_attention_groups": _KV_HEADS,
+    "llm_config": _NESTED,
+    "text_config": _NESTED,
+    "vision_config": _NESTED,
+    "encoder_config": _NESTED,
+    "thinker_config": _NESTED,
+    # Scales and bounds of other models' layers.
+    "ada_rms_norm_t_cond": Only((False,), "no supported family computes it"),
+    "attention_multiplier": _OTHER_MODEL,
+    "attn_logit_softcapping": _OTHER_MODEL,
+    "embedding_multiplier": _OTHER_MODEL,
+    "final_logit_softcapping": _OTHER_MODEL,
+    "llama_4_scaling": _OTHER_MODEL,
+    "logits_scaling": _OTHER_MODEL,
+    "logits_soft_cap": _OTHER_MODEL,
+    "query_pre_attn_scalar": _OTHER_MODEL,
+    "residual_multiplier": _OTHER_MODEL,
+    "scale_depth": _OTHER_MODEL,
+    "scale_emb": _OTHER_MODEL,
+}
+"""Keys of which one meaning is supported."""
+
+_LENGTH = "vLLM takes it for a bound on the length of a sequence, which it refuses to pass"
+_OUTPUT = "what transformers' forward returns beside the logits"
+_LABELS = "names of a classifier's labels; how many there are is seen from score.weight"
+_TOKENS = "end tokens are those of the tokenizer and of generation_config.json"
+_HOW = "how transformers computes, not what"
+_LIBRARY = "a note of transformers"
+_EXPERT_NAMES = "vLLM looks here for the number of experts of models that have no num_experts"
+
+HARMLESS: Mapping[str, str] = {
+    "ada_rms_norm_t_cond_dim": "read with ada_rms_norm_t_cond alone, which is refused",
+    "attn_implementation": _HOW,
+    "bos_token_id": "prompts are tokenised by the tokenizer",
+    "chunk_size_feed_forward": _HOW,
+    "dtype": "models have the type of {role}.megatron.dtype",
+    "torch_dtype": "models have the type of {role}.megatron.dtype",
+    "eos_token_id": _TOKENS,
+    "experts_implementation": _HOW,
+    "hidden_size_per_head": "vLLM reads it where there is no head_dim, and no supported model has it",
+    "id2label": _LABELS,
+    "initializer_range": "weights are read from a checkpoint",
+    "label2id": _LABELS,
+    "max_seq_len": _LENGTH,
+    "max_seq_length": _LENGTH,
+    "max_sequence_length": _LENGTH,
+    "max_target_positions": _LENGTH,
+    "max_window_layers": "which layers have a window, where there is one",
+    "model_max_length": _LENGTH,
+    "moe_num_experts": _EXPERT_NAMES,
+    "moe_top_k": _EXPERT_NAMES,
+    "moe_topk": _EXPERT_NAMES,
+    "n_positions": _LENGTH,
+    "n_routed_experts": _EXPERT_NAMES,
+    "name_or_path": _LIBRARY,
+    "num_experts_per_token": _EXPERT_NAMES,
+    "num_labels": _LABELS,
+    "output_attentions": _OUTPUT,
+    "output_hidden_states": _OUTPUT,
+    "output_router_logits": _OUTPUT,
+    "pad_token_id": "sequences are packed; transformers leaves the row's gradient out, which no token reaches here",
+    "pretraining_tp": "transformers no longer reads it; earlier versions cut products into parts and add them up",
+    "problem_type": _LABELS,
+    "return_dict": _OUTPUT,
+    "router_aux_loss_coef": "PPO's loss is the whole loss",
+    "seq_len": _LENGTH,
+    "seq_length": _LENGTH,
+    "top_k_experts": _EXPERT_NAMES,
+    "transformers_version": _LIBRARY,
+    "use_cache": _HOW,
+}
+"""Keys that change nothing that is computed here, and why."""
+
+
+def treatment(key: str) -> Literal["honoured", "checked", "harmless"] | None:
+    """Return what becomes of a key; None for one that neither transformers nor vLLM reads."""
+    if key in HONOURED:
+        return "honoured"
+    if key in ONLY:
+        return "checked"
+    return "harmless" if key in HARMLESS else None
+
+
+def check_keys(config: Mapping[str, Any], family: str) -> None:
+    """Raise UserError for a value in `ONLY` that is not supported, and for keys that contradict each other."""
+    for key, rule in ONLY.items():
+        value = config.get(key)
+        if value is None or value == {} or (rule.families is not None and family not in rule.families):
+            continue
+        if value not in rule.values:
+            raise _refused(key, value, _supported(rule.values) + rule.reason)
+    _check_windows(config, family)
+    _check_biases(config, family)
+
+
+def _check_windows(config: Mapping[str, Any], family: str) -> None:
+    """qwen's window has a switch; the others' window counts as soon as it is given."""
+    only_full = "only full attention is supported"
+    if family in QWEN:
+        if flag(config, "use_sliding_window"):
+            raise _refused("use_sliding_window", True, only_full)
+    elif config.get("sliding_window") is not None:
+        shown = f"{config['sliding_window']} (given, or the default of {family})"
+        raise UserError(f'config.json: sliding_window is {shown}; {only_full}, which is "sliding_window": null')
+    types, layers = config.get("layer_types"), size(config, "num_hidden_layers")
+    if types not in (None, ["full_attention"] * layers):
+        raise _refused("layer_types", types, f'{only_full}: {layers} times "full_attention"')
+
+
+def _check_biases(config: Mapping[str, Any], family: str) -> None:
+    """vLLM's llama layers know biases that transformers' do not."""
+    attention = flag(config, "attention_bias")
+    if family in LLAMA_LIKE and "qkv_bias" in config and flag(config, "qkv_bias") != attention:
+        raise _refused("qkv_bias", config["qkv_bias"], f"attention_bias is {attention}, and vLLM prefers qkv_bias")
+    for key in ("attention_bias", "mlp_bias"):
+        if family == "mistral" and flag(config, key):
+            raise _refused(key, True, "a mistral model has no biases, though vLLM would add them")
+
+
+def check_architecture(config: Mapping[str, Any], family: str, class_name: str) -> None:
+    """Raise UserError where vLLM, which goes by `architectures`, would build another model than model_type says."""
+    names = config.get("architectures") or [class_name]
+    if names != [class_name]:
+        raise _refused("architectures", names, f"vLLM goes by it, and model_type {family} means [{class_name!r}]")
+
+
+def head_dim(config: Mapping[str, Any], family: str) -> int:
+    """Return the width of a head: the key, or hidden_size / num_attention_heads."""
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    if config.get("head_dim") is None and hidden % heads:
+        raise UserError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    found = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
+    if family == "qwen2" and found * heads != hidden:
+        wanted = f"hidden_size / num_attention_heads, {hidden // heads}"
+        raise _refused("head_dim", found, f"vLLM gives a qwen2 model heads of {wanted}")
+    return found
+
+
+def activation(config: Mapping[str, Any], known: Mapping[str, str]) -> str:
+    """Return the function that hidden_act means. `known`: what it may be -> transformers' name of the function."""
+    name = config.get("hidden_act", "silu")
+    if not isinstance(name, str) or name not in known:
+        raise _refused("hidden_act", name, f"only {' or '.join(map(repr, known))} is supported")
+    # Gemma's second key: vLLM prefers it and takes it as it is, transformers has stopped reading it.
+    second = config.get("hidden_activation")
+    if second is not None and second != known[name]:
+        raise _refused("hidden_activation", second, f"only {known[name]!r} is supported")
+    return known[name]
+
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Supported types of rotary scaling, and which numbers each needs."""
+_MAY_HAVE = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+"""What yarn has beside them; the other types ignore it."""
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"),
+    *(key for keys in _NEEDS.values() for key in keys),
+    *_MAY_HAVE,
+}
+ROPE_TYPES = tuple(_NEEDS)
+
+
+def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Return (theta, scaling or None), as transformers and vLLM both read them.
+
+    transformers 5 keeps both in `rope_parameters`, earlier versions in `rope_theta` and `rope_scaling`, whose key of
+    the type was first `type`. The scaling has `rope_type` and the keys that the type reads, and no others. "dynamic"
+    is plain up to max_position_embeddings, which no sequence passes here."""
+    key, given = _rope_dict(config)
+    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    if "rope_theta" in given and config.get("rope_theta", theta) not in (theta, None):
+        raise _refused("rope_theta", config["rope_theta"], f"{key}.rope_theta is {theta}; keep one of them")
+    if not _is_number(theta) or theta <= 0:
+        raise _refused("rope_theta", theta, "expected a positive number")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("type", kind) != kind:
+        raise _refused(f"{key}.type", given["type"], f"{key}.rope_type is {kind!r}; keep one of them")
+    if not isinstance(kind, str) or kind not in _NEEDS:
+        raise _refused(f"{key}.rope_type", kind, f"supported: {', '.join(ROPE_TYPES)}")
+    for name in given.keys() - _ROPE_KEYS:
+        raise _refused(f"{key}.{name}", given[name], f"a {kind} rope has no such key")
+    if given.get("partial_rotary_factor") not in (None, 1):
+        raise _refused(f"{key}.partial_rotary_factor", given["partial_rotary_factor"], "only 1; " + _ROTATED.reason)
+    return float(theta), None if kind == "default" else _scaling(config, key, kind, given)
+
+
+def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the key that has the rotary settings, and these."""
+    found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, value in found.items():
+        if not isinstance(value, Mapping):
+            raise _refused(key, value, "expected an object with rope_type")
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        raise _refused("rope_scaling", found["rope_scaling"], "rope_parameters says something else; keep one of them")
+    for key, value in found.items():
+        return key, dict(value)
+    return "rope_parameters", {}
+
+
+def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def number(name: str, least: float = 0.0) -> Any:
+        value: Any = given.get(name)
+        if not _is_number(value) or value < least or value == 0:
+            expected = f"a number of at least {least:g}" if least else "a positive number"
+            raise _refused(f"{key}.{name}", value, f"a {kind} rope needs {expected}")
+        return value
+
+    out: dict[str, Any] = {"rope_type": kind}
+    for name in _NEEDS[kind]:
+        out[name] = number(name, 1.0 if name == "factor" else 0.0)
+    if kind == "linear" and not isinstance(out["factor"], float):
+        raise _refused(f"{key}.factor", out["factor"], f"vLLM takes no whole number here; write {out['factor']}.0")
+    if kind == "llama3" and out["low_freq_factor"] >= out["high_freq_factor"]:
+        raise _refused(f"{key}.low_freq_factor", out["low_freq_factor"], "expected less than high_freq_factor")
+    if kind in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = _original_length(config, key, given)
+    if kind == "yarn":
+        out |= {name: number(name) for name in _MAY_HAVE[:2] if name in given}
+        out |= {name: number(name) for name in _MAY_HAVE[2:5] if given.get(name) is not None}
+        if "truncate" in given:
+            out["truncate"] = flag(given, "truncate", prefix=f"{key}.")
+        end = out["factor"] * out["original_max_position_embeddings"]
+        if end < size(config, "max_position_embeddings"):
+            raise _refused(
+                f"{key}.factor",
+                out["factor"],
+                f"times original_max_position_embeddings it is {end:g}, beyond which vLLM has no angles, and "
+                f"max_position_embeddings is {config['max_position_embeddings']}",
+            )
+    return out
+
+
+def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, Any]) -> int:
+    """Return the length before scaling; one at top level goes before that of the rotary settings."""
+    name = "original_max_position_embeddings"
+    if config.get(name) is not None:
+        return size(config, name)
+    return size(given, name, prefix=f"{key}.") if name in given else size(config, "max_position_embeddings")
+
+
+def need(config: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+    """Return the value of a key that must be there."""
+    if config.get(key) is None:
+        raise UserError(f"config.json: {prefix}{key} is missing")
+    return config[key]
+
+
+def size(config: Mapping[str, Any], key: str, prefix: str = "") -> int:
+    """Return a positive whole number."""
+    value = need(config, key, prefix)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refused(prefix + key, value, "expected a positive whole number")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
+    """Return a switch, which is off where it is missing or null."""
+    value = config.get(key)
+    if value not in (True, False, None) or isinstance(value, float):
+        raise _refused(prefix + key, value, "expected true or false")
+    return bool(value)
+
+
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a positive number."""
+    value = config.get(key, default)
+    if not _is_number(value) or value <= 0:
+        raise _refused(key, value, "expected a positive number")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _supported(values: tuple[Any, ...]) -> str:
+    return f"only {values[0]!r} is supported: " if values else "it is not supported: "
+
+
+def _refused(key: str, value: Any, expected: str) -> UserError:
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return UserError(f"config.json: {key} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {expected}")

@@ -1,0 +1,316 @@
+"""config.json: every key that transformers or vLLM reads for a supported family has a meaning here, the older spellings
+included, and what is honoured is what transformers makes of it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.families import FAMILIES, ModelShape
+from rlhf_mc.reshard.hf_config import HARMLESS, HONOURED, ONLY, check_architecture, rope, treatment
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 70,
+    "max_position_embeddings": 128,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def config_of(family: str = "llama", **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **EXTRA.get(family, {}), **changes}
+
+
+def shape_of(family: str = "llama", **changes: Any) -> ModelShape:
+    return ModelShape.from_hf_config(config_of(family, **changes))
+
+
+# Every key has a treatment.
+
+
+def source_of(package: str, file: str) -> ast.Module:
+    """An installed library's source, which is not imported."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.submodule_search_locations is not None
+    return ast.parse((Path(found.submodule_search_locations[0]) / file).read_text())
+
+
+def keys_read(tree: ast.AST) -> set[str]:
+    """Attributes that code takes from a configuration: `config.x`, `getattr(config, "x")`, `hasattr(config, "x")`."""
+
+    def is_config(node: ast.AST) -> bool:
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return name in ("config", "hf_config", "text_config", "hf_text_config")
+
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_config(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = node.args[1]
+            if node.func.id in ("getattr", "hasattr") and is_config(node.args[0]) and isinstance(name, ast.Constant):
+                found.add(str(name.value))
+    return found
+
+
+def names_in(tree: ast.AST, function: str) -> set[str]:
+    """The strings of a function of vLLM that tries one key after the other."""
+    (body,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function][:1]
+    lists = [n for n in ast.walk(body) if isinstance(n, ast.List | ast.Tuple)]
+    return {e.value for found in lists for e in found.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)}
+
+
+def class_named(tree: ast.Module, name: str) -> ast.ClassDef:
+    return next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+
+
+METHODS = {
+    # Of the configuration's class and of vLLM's wrapper of it, not keys.
+    *("get_text_config", "is_heterogeneous", "per_layer_config", "model_type", "standardize_rope_params"),
+    *("_attn_implementation", "_experts_implementation", "update", "validate_rope"),
+}
+ONLY_FOR_OTHERS = {
+    # vLLM's base class asks for these behind a test of model_type, or in models of images and speech.
+    *("attention_head_dim", "compress_ratios", "qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "encoder"),
+    *("vision_n_layers", "_dsv4_vl_inner", "model"),
+}
+
+
+def test_every_key_of_the_configuration_classes_has_a_treatment() -> None:
+    """Declared fields, those of the base class, and what the classes accept beside them."""
+    unknown = {}
+    for family in FAMILIES:
+        kind = CONFIG_MAPPING[family]
+        declared = {field.name for field in fields(kind)} | set(kind.attribute_map) | set(kind.attribute_map.values())
+        written = set(AutoConfig.for_model(family).to_dict())
+        unknown[family] = sorted(key for key in declared | written if treatment(key) is None and key[0] != "_")
+    assert not any(unknown.values()), unknown
+
+
+def test_every_key_that_the_base_class_takes_out_has_a_treatment() -> None:
+    """PreTrainedConfig's keyword arguments that are no fields: older names, above all."""
+    base = class_named(source_of("transformers", "configuration_utils.py"), "PreTrainedConfig")
+    mixin = class_named(source_of("transformers", "modeling_rope_utils.py"), "RotaryEmbeddingConfigMixin")
+    popped = {
+        node.args[0].value
+        for found in (*base.body, *mixin.body)
+        if isinstance(found, ast.FunctionDef) and found.name in ("__post_init__", "convert_rope_params_to_dict")
+        for node in ast.walk(found)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("pop", "get")
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "kwargs"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert {"torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor"} <= popped
+    assert sorted(k for k in popped if treatment(k) is None) == ["_commit_hash"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_a_model_reads_has_a_treatment(family: str) -> None:
+    """In transformers' code of the model, and in vLLM's, which builds mistral of llama's layers."""
+    of_transformers = keys_read(source_of("transformers", f"models/{family}/modeling_{family}.py"))
+    of_vllm = keys_read(source_of("vllm", f"model_executor/models/{family}.py"))
+    if family == "mistral":
+        of_vllm |= keys_read(source_of("vllm", "model_executor/models/llama.py"))
+        of_vllm |= {"llama_4_scaling"}
+    assert "rope_parameters" in of_transformers and "hidden_size" in of_vllm
+    assert sorted(k for k in of_transformers | of_vllm if treatment(k) is None and k not in METHODS) == []
+
+
+def test_every_key_that_vllm_reads_for_all_models_has_a_treatment() -> None:
+    tree = source_of("vllm", "transformers_utils/model_arch_config_convertor.py")
+    base = class_named(tree, "ModelArchConfigConvertorBase")
+    keys = keys_read(base)
+    for function in ("get_total_num_kv_heads", "get_num_experts", "get_num_experts_per_token"):
+        keys |= names_in(base, function)
+    keys |= names_in(base, "derive_max_model_len_and_key")
+    patched = source_of("vllm", "transformers_utils/config.py")
+    keys |= names_in(patched, "patch_rope_parameters") | names_in(patched, "_mrope_section")
+    assert {"num_kv_heads", "n_positions", "rotary_pct", "moe_topk", "quantization_config"} <= keys
+    assert sorted(k for k in keys - METHODS - ONLY_FOR_OTHERS if treatment(k) is None) == []
+
+
+def test_a_key_is_in_one_table_and_has_a_reason() -> None:
+    assert not (HONOURED & ONLY.keys() or HONOURED & HARMLESS.keys() or ONLY.keys() & HARMLESS.keys())
+    assert all(len(reason) > 10 for reason in HARMLESS.values())
+    assert all(len(rule.reason) > 10 for rule in ONLY.values())
+
+
+@pytest.mark.parametrize("key", sorted(ONLY))
+def test_a_key_of_one_meaning_is_refused_with_another(key: str) -> None:
+    rule = ONLY[key]
+    family = sorted(rule.families)[0] if rule.families else "llama"
+    for value in (*rule.values, None):
+        assert shape_of(family, **{key: value}) == shape_of(family)
+    other = {"bits": 4} if key.endswith("_config") else 3
+    with pytest.raises(UserError, match=rf"^config\.json: {key} is .*{rule.reason[:20]}") as caught:
+        shape_of(family, **{key: other})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+# What is honoured is what transformers makes of it.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_what_the_class_says(family: str) -> None:
+    """A file with nothing but the sizes that every file has."""
+    named = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    theirs = AutoConfig.for_model(family)
+    sparse = {"model_type": family} | {key: getattr(theirs, key) for key in (*named, "max_position_embeddings")}
+    sparse |= {k: getattr(theirs, k) for k in ("moe_intermediate_size", "num_experts_per_tok") if hasattr(theirs, k)}
+    if family == "qwen3_moe":
+        sparse["num_experts"] = theirs.num_experts
+    if family == "mistral":
+        sparse["sliding_window"] = None
+    shape = ModelShape.from_hf_config(sparse)
+    assert shape.num_kv_heads == theirs.num_key_value_heads
+    assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert shape.tie_embeddings == theirs.tie_word_embeddings
+    assert shape.norm_eps == theirs.rms_norm_eps and shape.activation == theirs.hidden_act
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert shape.norm_topk_prob == getattr(theirs, "norm_topk_prob", False)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SPELLINGS: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_theta": 500000, "rope_scaling": None},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 4}},
+    {"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 1e6},
+    {"rope_scaling": {"type": "yarn", "rope_type": "yarn", "factor": 2.0}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN, "beta_fast": 16, "attention_factor": 1.5}},
+    {"rope_scaling": {"type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+    {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 5e5},
+    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5, "factor": 3.0}},
+    {"rope_scaling": {"type": "default"}},
+]
+
+
+@pytest.mark.parametrize("keys", SPELLINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_rope_is_what_transformers_reads(family: str, keys: dict[str, Any]) -> None:
+    """The standardised settings, key by key, but for those that the type ignores."""
+    config = config_of(family, **keys)
+    theta, scaling = rope(config)
+    theirs = AutoConfig.for_model(**config)
+    theirs.standardize_rope_params()
+    wanted = dict(theirs.rope_parameters)
+    assert theta == wanted.pop("rope_theta")
+    ignored = {"type"} | ({"factor"} if wanted["rope_type"] == "default" else set())
+    assert (scaling or {"rope_type": "default"}) == {k: v for k, v in wanted.items() if k not in ignored}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type is 'longrope'; supported: de"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling.rope_type is \['yarn'\]"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "type is 'linear'.*keep one"),
+        ({"rope_scaling": {"rope_type": None}}, "rope_scaling.rope_type is null"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected an object"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is null; a linear rope needs a number of at least"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            r"factor is 2; vLLM takes no whole .* write 2\.0",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor is 0.5; a yarn rope needs"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": None}}, "beta_fast is null"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "factor": 2.0}}, "beyond which vLLM has no angles"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is null"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "expected less than high_freq"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000}}, "rope_scaling.alpha is 1000; a dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention is"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}}, "mrope_section"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4}, "rope_theta is 10000.0; rope_parameters.rope_th"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "default"}}, "rope_parameters says someth"),
+        ({"rope_theta": None}, "rope_theta is null; expected a positive number"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1 is supported: heads are rotated as a"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*full attention"),
+        ({"layer_types": ["full_attention"]}, 'layer_types is .*2 times "full_attention"'),
+        ({"layer_types": [[]]}, "layer_types"),
+        ({"sliding_window": 64}, "sliding_window is 64"),
+        ({"sliding_window": 64, "use_sliding_window": False}, "sliding_window is 64"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"hidden_act": "silu", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'silu'"),
+        ({"qkv_bias": True}, "qkv_bias is true; attention_bias is False, and vLLM prefers qkv_bias"),
+        ({"head_dim": None, "hidden_size": 65}, "hidden_size 65 is not a multiple of num_attention_heads 2"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected true or false"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is null; expected a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"vocab_size": True}, "vocab_size is true"),
+        ({"model_type": ["llama"]}, "model_type"),
+    ],
+)
+def test_what_is_refused_of_a_llama(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        shape_of(**changes)
+    assert str(caught.value).startswith("config.json: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        # qwen's switch turns off no window of mistral's.
+        ("mistral", {"sliding_window": 64, "use_sliding_window": False}, "sliding_window is 64"),
+        ("mistral", {"attention_bias": True}, "attention_bias is true; a mistral model has no biases"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias is true"),
+        ("qwen2", {"head_dim": 64}, "head_dim is 64; vLLM gives a qwen2 model heads of .*, 32"),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'gelu_pyto"),
+        ("gemma", {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_experts is 4 and num_local_experts is 8"),
+    ],
+)
+def test_what_is_refused_of_other_families(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        shape_of(family, **changes)
+
+
+def test_ordinary_files_pass() -> None:
+    """Keys that nobody reads, and the switches as published files have them."""
+    more = {"_name_or_path": "x", "auto_map": {}, "unsloth_fixed": True, "temperature": 0.6, "use_mrope": False}
+    assert shape_of("llama", **more, pretraining_tp=2, torch_dtype="bfloat16") == shape_of("llama")
+    assert shape_of("qwen2", **more, use_sliding_window=False, sliding_window=64, max_window_layers=1)
+    assert shape_of("qwen2", layer_types=["full_attention"] * 2) == shape_of("qwen2")
+    assert shape_of("gemma", hidden_act="gelu", hidden_activation=None) == shape_of("gemma")
+    assert shape_of("llama", quantization_config={}) == shape_of("llama")
+
+
+def test_vllm_goes_by_the_architecture() -> None:
+    check_architecture({}, "llama", "LlamaForCausalLM")
+    check_architecture({"architectures": ["LlamaForCausalLM"]}, "llama", "LlamaForCausalLM")
+    with pytest.raises(UserError, match=r"architectures is \['Phi3ForCausalLM'\]; .*means \['LlamaFor"):
+        check_architecture({"architectures": ["Phi3ForCausalLM"]}, "llama", "LlamaForCausalLM")
+
+
+def test_the_families_of_vllm_are_those_of_transformers() -> None:
+    """`architectures`, as transformers names the class of each family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    for family, found in FAMILIES.items():
+        assert found.architecture == names[family]
