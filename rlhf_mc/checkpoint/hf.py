@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.families import ModelShape
@@ -46,6 +47,23 @@ STAGING = ".incomplete"
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
+_HEADS = ("lm_head.weight", "score.weight", "score.bias")
+"""Heads that a checkpoint may have and the model not; trainer/value_heads.py looks at the value head's bias."""
+_BUFFERS = (".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached")
+"""How tensors end that are no weights: rotary tables, which follow from config.json."""
+_NAMED = 5
+"""Tensors that one message names; the others are counted."""
+
+
+def is_buffer(name: str) -> bool:
+    """Return whether a tensor of a checkpoint is a table that every model computes for itself."""
+    return name.endswith(_BUFFERS)
+
+
+def some_of(names: Collection[str]) -> str:
+    """Return the first names, and how many there are beside them."""
+    more = len(names) - _NAMED
+    return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class HFReader:
@@ -57,12 +75,28 @@ class HFReader:
             raise UserError(f"{self.directory}: no such directory; expected a Hugging Face checkpoint")
         self.config: dict[str, Any] = read_config(self.directory)
         self._open_files: dict[str, Any] = {}
-        if (self.directory / INDEX).exists():
-            self._file_of: dict[str, str] = _read_json(self.directory / INDEX).get("weight_map", {})
-        elif (self.directory / WEIGHTS).exists():
+        has_index, has_weights = ((self.directory / name).exists() for name in (INDEX, WEIGHTS))
+        if has_index:
+            self._file_of = self._read_index()
+            if has_weights and WEIGHTS not in self._file_of.values():
+                raise UserError(
+                    f"{self.directory}: holds {WEIGHTS} and {INDEX}, which names other files; remove one of them"
+                )
+        elif has_weights:
             self._file_of = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
         else:
-            raise UserError(f"{self.directory}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are read")
+            other = next((f" (there is {path.name})" for path in sorted(self.directory.glob("*.bin*"))), "")
+            raise UserError(
+                f"{self.directory}: neither {WEIGHTS} nor {INDEX}; only safetensors weights are read{other}"
+            )
+
+    def _read_index(self) -> dict[str, str]:
+        found = _read_json(self.directory / INDEX).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(f, str) and Path(f).name == f for f in found.values()):
+            raise UserError(
+                f"{self.directory / INDEX}: expected a weight_map from tensor names to names of files beside it"
+            )
+        return found
 
     def shape(self, value_head: bool = False) -> ModelShape:
         """Return the shape of the model that config.json describes. UserError for what is not supported."""
@@ -78,29 +112,53 @@ class HFReader:
         return {name: self._slice(name) for name in names}
 
     def check(self, shape: ModelShape) -> None:
-        """UserError unless the checkpoint has exactly the model's tensors.
+        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a type that is read.
 
-        What is left out without harm: a critic's `score.weight` may be missing, heads may be there in excess.
-        """
+        What is left out without harm: a critic's `score.weight` may be missing, heads and buffers may be there in
+        excess."""
         expected = logical_shapes(shape)
         for name, wanted in expected.items():
             if name == "score.weight" and name not in self.names:
                 continue
             found = tuple(self._slice(name).get_shape())
             if found != wanted:
-                raise UserError(f"{self._path(name)}: {name} has shape {found}, config.json describes {wanted}")
-        for name in self.names:
-            if name.startswith("model.") and name not in expected and not name.endswith(".inv_freq"):
-                raise UserError(f"{self._path(name)}: {name} is no part of the {shape.family} model of config.json")
+                raise UserError(f"{self.file_of(name)}: {name} has shape {found}, config.json describes {wanted}")
+        self._check_files()
+        excess = [n for n in self.names if n not in expected and n not in _HEADS and not is_buffer(n)]
+        if excess:
+            be = "is" if len(excess) == 1 else "are"
+            raise UserError(
+                f"{self.directory}: {some_of(excess)} {be} no part of the {shape.family} model of config.json"
+            )
+        other = {n: self._slice(n).get_dtype() for n in expected if n in self.names}
+        other = {name: dtype for name, dtype in other.items() if dtype not in _DTYPES}
+        if other:
+            raise UserError(f"{self.directory}: {_by_type(other)}; expected {TYPES}")
+
+    def _check_files(self) -> None:
+        """Raise UserError where a file of the index has a tensor that the index places elsewhere, or nowhere."""
+        for file in sorted(set(self._file_of.values())):
+            for name in self._open(file).keys():  # noqa: SIM118
+                place = self._file_of.get(name)
+                if place is None and not is_buffer(name):
+                    raise UserError(f"{self.directory / file}: tensor {name} is not in {INDEX}")
+                if place not in (None, file):
+                    raise UserError(f"{self.directory}: tensor {name} is in {place} and in {file}; one of them counts")
 
     def dtype_name(self) -> str:
-        """The type of the weights, as torch names it. UserError where they are not all of one floating type."""
-        found = {_DTYPES.get(self._slice(name).get_dtype(), "another type") for name in self.names}
-        if len(found) != 1 or "another type" in found:
-            raise UserError(f"{self.directory}: tensors of {', '.join(sorted(found))}; expected one of {TYPES} for all")
-        return found.pop()
+        """Return the type of the weights, as torch names it. UserError where they are not all of one floating type."""
+        found = {name: self._slice(name).get_dtype() for name in self.names if not is_buffer(name)}
+        types = set(found.values())
+        if len(types) != 1 or not types <= _DTYPES.keys():
+            raise UserError(f"{self.directory}: {_by_type(found)}; expected one of {TYPES} for all")
+        return _DTYPES[types.pop()]
 
-    def _path(self, name: str) -> Path:
+    def num_not_finite(self, name: str) -> int:
+        """Return how many values of a tensor are NaN or infinite; reads it whole."""
+        return num_not_finite(self._slice(name)[:])
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that has a tensor."""
         return self.directory / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
@@ -109,7 +167,7 @@ class HFReader:
         try:
             return self._open(self._file_of[name]).get_slice(name)
         except SafetensorError as error:
-            raise UserError(f"{self._path(name)}: tensor {name} is missing, though {INDEX} names it") from error
+            raise UserError(f"{self.file_of(name)}: tensor {name} is missing, though {INDEX} names it") from error
 
     def _open(self, file: str) -> Any:
         if file not in self._open_files:
@@ -152,16 +210,42 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _by_type(types: Mapping[str, str]) -> str:
+    """Return which tensors have which of safetensors' types: the rarest type first, and the names of each."""
+    names: dict[str, list[str]] = {}
+    for name, dtype in types.items():
+        names.setdefault(_DTYPES.get(dtype, dtype), []).append(name)
+    rarest_first = sorted(names.items(), key=lambda item: len(item[1]))
+    return "tensors of " + ", of ".join(f"{dtype} ({some_of(found)})" for dtype, found in rarest_first)
+
+
 def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
     """Fills one rank's parameters, by local name, from the checkpoint; casts to their types.
 
-    Reads the blocks that `layout` names and no others; logical tensors in `skip` are left as they are.
+    Reads the blocks that `layout` names and no others; logical tensors in `skip` are left as they are. UserError on
+    every rank where one of them cannot read its blocks, or finds a value that is not finite. Every rank must call it.
     """
+    error: UserError | None = None
     wanted = layout.without(skip)  # single tensors, as in the files
-    slices = reader.slices({piece.tensor: None for piece in wanted.pieces})
-    source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
-    plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
-    execute(plan.for_rank(0), slices, params, group=None)
+    try:
+        slices = reader.slices({piece.tensor: None for piece in wanted.pieces})
+        source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
+        plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
+        execute(plan.for_rank(0), slices, params, group=None)
+    except UserError as found:
+        error = found
+    raise_together(error)
+    filled = {piece.local for piece in wanted.pieces}
+
+    def describe(local: str, count: int) -> str:
+        of_param = {piece.tensor: None for piece in wanted.pieces if piece.local == local}
+        for name in of_param:
+            if in_file := reader.num_not_finite(name):
+                return f"{reader.file_of(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"
+        dtype = str(params[local].dtype).removeprefix("torch.")
+        return f"{reader.directory}: {', '.join(of_param)} has values too large for {dtype}: {count}"
+
+    check_finite({name: param for name, param in params.items() if name in filled}, describe)
 
 
 def export_hf(

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
+from rlhf_mc.checkpoint.finite import check_finite
 from rlhf_mc.checkpoint.hf import ASSETS
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
@@ -68,7 +69,8 @@ def _remove_checkpoint(directory: Path) -> None:
 
 def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str, ...] = ()) -> None:
     """Fills the model from a checkpoint that save_mcore wrote in any layout; parameters whose names start with one
-    of skip_prefixes stay as they are. UserError where it is no checkpoint, or of another model."""
+    of skip_prefixes stay as they are. UserError where it is no checkpoint, or of another model, or has a value that is
+    not finite. Every rank must call it."""
     _check_is_checkpoint(directory)
     with platform.megatron():
         state = _sharded(model, skip_prefixes)
@@ -83,6 +85,8 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
             name = name.removeprefix("model.")
             if name in params and isinstance(value, torch.Tensor):
                 params[name].copy_(value)
+    not_finite = "values that are not finite (NaN or infinite)"
+    check_finite(params, lambda name, count: f"{directory}: tensor model.{name} has {not_finite}: {count}")
 
 
 def _cause(error: CheckpointException) -> BaseException:

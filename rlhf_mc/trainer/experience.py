@@ -4,6 +4,7 @@ with more fields filled in; none of them changes a weight. Updates are in update
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -139,6 +140,19 @@ def compute_advantages(
         metrics["actor/reward_kl_penalty"] = sequence_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
     return batch, metrics, sequence_kl
+
+
+def check_kl(kl: float, batch: RaggedBatch, step: int) -> None:
+    """Raise UserError for a KL that is not finite: an adaptive coefficient would keep it. Every rank has the same
+    batch, so all of them raise."""
+    if math.isfinite(kl):
+        return
+    assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+    old, ref = (int((~x.isfinite()).sum()) for x in (batch.old_log_probs, batch.ref_log_probs))
+    raise UserError(
+        f"algorithm.kl_ctrl.type adaptive: the KL of step {step} is {kl}; of {len(batch.old_log_probs)} tokens the "
+        f"actor's log-probs are not finite for {old} and the reference's for {ref}"
+    )
 
 
 def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:

@@ -244,6 +244,8 @@ def advantage(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         coef = run.kl_controller.value
         batch, metrics, kl = experience.compute_advantages(batch, run.config.algorithm, coef)
         if run.config.algorithm.use_kl_in_reward:
+            if run.config.algorithm.kl_ctrl.type == "adaptive":
+                experience.check_kl(kl, batch, state.step)
             run.kl_controller.update(kl, batch.num_sequences)
         state.metrics.update(metrics)
     return batch

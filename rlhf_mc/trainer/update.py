@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig
 from rlhf_mc.data.balance import Limit
@@ -22,7 +23,7 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
-from rlhf_mc.topology.agreement import on_rank_0
+from rlhf_mc.topology.agreement import gather_objects, on_rank_0
 from rlhf_mc.trainer.passes import my_micro_batches
 
 
@@ -110,8 +111,9 @@ class SkippedUpdates:
     in_a_row: dict[str, int] = field(default_factory=dict)
     """By the model's name."""
 
-    def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool) -> None:
-        """Takes note of one update. UserError once there are too many. Every rank must call it."""
+    def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool, params: Mapping[str, torch.Tensor]) -> None:
+        """Takes note of one update of the model with these parameters. UserError once there are too many. Every rank
+        must call it."""
         self.in_a_row[name] = self.in_a_row.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
@@ -121,7 +123,7 @@ class SkippedUpdates:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} updates in a row "
                 f"(trainer.max_skipped_updates_in_a_row), the last in step {step}; their samples are in {path}; "
-                f"try a smaller {name}.optim.lr"
+                f"{_what_is_not_finite(name, mini, params)}"
             )
 
     def go_on_after(self, step: int, in_a_row: Mapping[str, int]) -> None:
@@ -131,6 +133,23 @@ class SkippedUpdates:
         for path in self.directory.glob(_SAMPLES.format("*")) if dist.get_rank() == 0 else ():
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
+
+
+def _what_is_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
+    """Return where NaN and infinite values were found: weights, batch, or neither. Every rank must call it."""
+    mine = next((local for local, param in params.items() if num_not_finite(param)), None)
+    for rank, found in enumerate(gather_objects(mine)):
+        if found is not None:
+            return f"the model's weights are not finite ({found} on rank {rank}): resume from an earlier checkpoint"
+    per_token = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "scores", "advantages", "returns")
+    fields = {key: getattr(mini, key) for key in per_token}
+    bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]
+    if bad:
+        return f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
+    return (
+        "weights and batch are finite, so the loss or its gradient overflows: try a smaller "
+        f"{name}.optim.lr, or another {name}.megatron.dtype than float16"
+    )
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
@@ -169,6 +188,6 @@ def update(
         mini = batch.select(indices)
         stats = engine.train_step(mini, my_micro_batches(engine, mini, limit), objective(mini))
         metrics.update(stats)
-        skipped.count(engine.name, step, mini, stats["skipped"] > 0)
+        skipped.count(engine.name, step, mini, stats["skipped"] > 0, engine.params)
     engine.end_of_ppo_step()
     return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}

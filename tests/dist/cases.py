@@ -160,6 +160,18 @@ def try_to_build(directory: str, sections: dict[str, Any]) -> None:
         pass
 
 
+def step_with_a_reference_of_nan(config_path: str) -> None:
+    """A step in which the reference's final norm has become NaN since it was loaded."""
+    with a_run(config_path, []) as run:
+        assert run.reference is not None
+        run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
+        try:
+            ppo.one_step(run, ppo.begin_step(1, Place()), StopRequests(run.config.trainer))
+        finally:
+            run.rollout.close()
+            run.rewards.close()
+
+
 def score_made_up_responses(directory: str, num_prompts: int) -> list[dict[str, float]]:
     """Scores one response for each of num_prompts prompts by the directory's reward.py."""
     tokenizer = load_tokenizer(str(Path(directory) / "model"))

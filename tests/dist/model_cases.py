@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.checkpoint.hf import HFReader, import_hf
-from rlhf_mc.checkpoint.save_load import load_mcore
+from rlhf_mc.checkpoint.save_load import load_mcore, save_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import Limit, plan_micro_batches
@@ -330,6 +330,20 @@ def loads_alike(checkpoint: str, converted: str, tp: int, pp: int) -> list[str]:
             param.fill_(torch.nan)
         load_mcore(loaded.model, converted)
         return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+
+
+def refuses_nan(checkpoint: str, directory: str, tp: int) -> str:
+    """The message of loading a Megatron checkpoint in which the last rank had one NaN."""
+    with mesh_groups(tp, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            engine.params["decoder.layers.1.mlp.linear_fc2.weight"].view(-1)[-1] = torch.nan
+        save_mcore(engine.model, directory, checkpoint)
+        try:
+            load_mcore(engine.model, directory)
+        except UserError as error:
+            return str(error)
+    return "nothing was refused"
 
 
 def refuses_to_load(checkpoint: str, converted: str) -> str:

@@ -4,6 +4,7 @@ is wrong. Settings by themselves are tested in tests/unit/test_config.py; exit c
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import cases
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace
+from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace, write_config
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.rollout.engine import _check_same_tokens
+from rlhf_mc.trainer.update import _what_is_not_finite
 
 pytestmark = pytest.mark.dist
 
@@ -224,6 +228,18 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda w: _edit_tensors(w, lambda t: t.update({"model.layers.9.extra": t[NORM].clone()})),
         ["model.layers.9.extra", "no part of the qwen2 model"],
     ),
+    "tensor outside of the model": (
+        lambda w: _edit_tensors(w, lambda t: t.update({"v_head.weight": t[NORM].clone()})),
+        ["model.path: ", "v_head.weight", "no part of the qwen2 model"],
+    ),
+    "rope that is not supported": (
+        lambda w: _edit_json(w / "model" / "config.json", rope_parameters={"type": "longrope", "factor": 2.0}),
+        ["model.path: ", "config.json: rope_parameters.rope_type is 'longrope'; supported: default, linear"],
+    ),
+    "class of another model": (
+        lambda w: _edit_json(w / "model" / "config.json", architectures=["LlamaForCausalLM"]),
+        ["model.path: ", "config.json: architectures is ['LlamaForCausalLM']", "qwen2 means ['Qwen2ForCausalLM']"],
+    ),
     "no end token": (_no_eos, ["tokenizer", "end-of-sequence"]),
     "tokenizer of another model": (_more_tokens, ["model.tokenizer_path", "tokens", "vocab_size"]),
     "reward raises at import": (
@@ -240,6 +256,41 @@ def test_broken_files(pool: Any, workspace: Path, name: str) -> None:
     message = refusal(pool, workspace)
     for word in words:
         assert word in message
+
+
+def _last_output_is_nan(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.1.self_attn.o_proj.weight"][:, -1] = torch.nan
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
+def test_weights_that_are_not_finite_on_one_rank(pool: Any, workspace: Path, role: str) -> None:
+    """With TP 2 rank 1 alone has the last columns."""
+    where = "model"
+    if role != "actor":
+        where = role
+        shutil.copytree(workspace / "model", workspace / where)
+        path = workspace / where / "model.safetensors"
+        save_file(load_file(path) | {"score.weight": torch.ones(1, 128)}, path, metadata={"format": "pt"})
+    path = workspace / where / "model.safetensors"
+    tensors = load_file(path)
+    _last_output_is_nan(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    sections: dict[str, Any] = {"actor": layout(tp=2)}
+    if role != "actor":
+        sections[role] = {"model_path": str(workspace / where)}
+    message = refusal(pool, workspace, **sections)
+    assert (
+        f"{path}: model.layers.1.self_attn.o_proj.weight has values that are not finite (NaN or infinite): 128"
+        in message
+    )
+
+
+@pytest.mark.parametrize("role", ["critic", "reward_model"])
+def test_the_config_of_a_model_with_a_value_head_is_read_the_same_way(pool: Any, workspace: Path, role: str) -> None:
+    shutil.copytree(workspace / "model", workspace / role)
+    _edit_json(workspace / role / "config.json", partial_rotary_factor=0.5)
+    message = refusal(pool, workspace, **{role: {"model_path": str(workspace / role)}})
+    assert f"{role}.model_path" in message and "config.json: partial_rotary_factor is 0.5; only 1" in message
 
 
 def test_unknown_data_source(pool: Any, workspace: Path) -> None:
@@ -287,6 +338,35 @@ def test_a_reward_function_is_not_refused_for_a_row_that_is_not_there(pool: Any,
     (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
     for rows in pool(WORLD).run(cases.score_made_up_responses, directory=str(workspace), num_prompts=3):
         assert rows == [{"score": 1.0}] * 3
+
+
+def test_a_kl_that_is_not_finite_ends_an_adaptive_run(pool: Any, workspace: Path) -> None:
+    outcomes = pool(WORLD).outcomes(cases.step_with_a_reference_of_nan, config_path=str(write_config(workspace)))
+    message = the_one_line(outcomes)
+    assert message.startswith("algorithm.kl_ctrl.type adaptive: the KL of step 1 is nan; of ")
+    tokens, rest = message.split("; of ")[1].split(" tokens ")
+    assert rest.endswith(f"the actor's log-probs are not finite for 0 and the reference's for {tokens}")
+
+
+def test_what_is_said_of_updates_that_are_not_finite() -> None:
+    """Whether weights, batch or neither is at fault."""
+    batch = RaggedBatch(
+        tokens=torch.arange(4),
+        prompt_lens=torch.tensor([2]),
+        response_lens=torch.tensor([2]),
+        rollout_log_probs=torch.zeros(2),
+        finished=torch.ones(1, dtype=torch.bool),
+    )
+    good, bad = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}
+    with_nan = batch.with_fields(old_log_probs=torch.zeros(2), ref_log_probs=torch.tensor([torch.nan, 0.0]))
+    for params, mini, words in (
+        (good, batch, "weights and batch are finite, so .* try a smaller critic.optim.lr"),
+        (good, with_nan, r"weights are finite, and of the batch these have values that are not: ref_log_probs \(1\)$"),
+        (bad, with_nan, r"the model's weights are not finite \(b on rank 0\): resume from an earlier checkpoint$"),
+    ):
+        message = _what_is_not_finite("critic", mini, params)
+        assert re.search(words, message), message
+        assert ("optim.lr" in message) == (params is good and mini is batch)
 
 
 def test_ranks_of_one_engine_must_draw_the_same_tokens() -> None:

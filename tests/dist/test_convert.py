@@ -147,6 +147,27 @@ def test_a_checkpoint_of_another_architecture_is_refused(
     assert "is no part of the model" in message
 
 
+def test_weights_that_are_not_finite_are_refused(
+    pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """By whatever reads them: a run that loads a Megatron checkpoint, and the converters."""
+    source, directory = converted["tied_float32"][0], tmp_path / "with_nan"
+    messages = set(pool(2).run(model_cases.refuses_nan, checkpoint=str(source), directory=str(directory), tp=2))
+    name = "model.decoder.layers.1.mlp.linear_fc2.weight"
+    assert messages == {f"{directory}: tensor {name} has values that are not finite (NaN or infinite): 1"}
+    assert_one_line(to_hf(directory, tmp_path / "hf"), f"tensor {name} has values that are not finite")
+    file = Path(shutil.copytree(source, tmp_path / "source")) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][:] = float("inf")
+    # A rotary table is no weight, whatever its type and content.
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((16,), float("nan"), dtype=torch.bfloat16)
+    save_file(tensors, file, {"format": "pt"})
+    assert_one_line(
+        to_mcore(file.parent, tmp_path / "mcore"),
+        "model.norm.weight has values that are not finite (NaN or infinite): 128",
+    )
+
+
 @pytest.mark.parametrize("file", [".metadata", "metadata.json", "__0_0.distcp"])
 def test_a_corrupt_checkpoint_is_refused(
     pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path, file: str

@@ -373,7 +373,9 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
                 assert result["metrics"] == {"actor/skipped": 1.0}
     errors = {results[6]["error"] for results in ranks}
     assert len(errors) == 1
-    assert "actor: loss or gradient not finite in 3 updates in a row" in errors.pop()
+    message = errors.pop()
+    assert "actor: loss or gradient not finite in 3 updates in a row" in message
+    assert "weights and batch are finite" in message
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         f"nonfinite_step_{step}.json" for step, is_bad in enumerate(bad) if is_bad
     ]

@@ -233,20 +233,78 @@ def cut_short(start: Path) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 
 
+def with_tensors(**more: torch.Tensor):
+    """More tensors, or others; `__` stands for a dot."""
+    renamed = {name.replace("__", "."): tensor for name, tensor in more.items()}
+    return lambda d: rewrite(d, lambda tensors: tensors.update(renamed))
+
+
+def to_shards(index: dict[str, str] | None = None, **more: dict[str, torch.Tensor]):
+    """The checkpoint as one shard, a.safetensors, beside those given, with an index that says `index` besides."""
+
+    def change(directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
+        names = dict.fromkeys(load_file(directory / "a.safetensors"), "a.safetensors")
+        for file, tensors in more.items():
+            save_file(tensors, directory / f"{file}.safetensors")
+        content = {"weight_map": names | (index or {})}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return change
+
+
+def only_bin(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def empty_directory(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").mkdir()
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
         (lambda d: rewrite(d, lambda t: t.pop(NORM)), f"tensor {NORM} is missing"),
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(63)})), rf"{NORM} has shape \(63,\).*\(64,\)"),
-        (lambda d: rewrite(d, lambda t: t.update({"model.layers.3.x": torch.ones(1)})), "model.layers.3.x is no part"),
+        (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(0)})), rf"{NORM} has shape \(0,\).*\(64,\)"),
+        (with_tensors(model__layers__3__x=torch.ones(1)), "model.layers.3.x is no part of the qwen2 model"),
+        (with_tensors(v_head__weight=torch.ones(1, 64)), "v_head.weight is no part of the qwen2 model"),
+        (with_tensors(empty=torch.ones(0)), "empty is no part of the qwen2 model"),
+        (
+            with_tensors(**{f"base_model__{i}__lora_A": torch.ones(1) for i in range(9)}),
+            r"base_model\.0\.lora_A, .*base_model\.4\.lora_A and 4 more are no part",
+        ),
+        (
+            lambda d: rewrite(d, lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
+            rf"tensors of I8 \({NORM}\); expected float32, bfloat16, float16",
+        ),
         (cut_short, "model.safetensors: not a readable safetensors file"),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors: not a readable safetensors file"),
+        (empty_directory, "model.safetensors: not a readable safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (only_bin, r"only safetensors weights are read \(there is pytorch_model\.bin\)"),
         (lambda d: (d / "config.json").write_text("{"), "config.json: not valid JSON"),
         (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
+        (to_shards({NORM: "b.safetensors"}), r"b\.safetensors: missing, though .*index.json names it"),
+        (to_shards({NORM: "../b.safetensors"}), "expected a weight_map"),
+        (
+            to_shards({NORM: "b.safetensors"}, b={NORM: torch.ones(64)}),
+            rf"tensor {NORM} is in b\.safetensors and in a\.safetensors; one of them counts",
+        ),
+        (
+            to_shards({NORM: "b.safetensors"}, b={"x": torch.ones(64)}),
+            rf"b\.safetensors: tensor {NORM} is missing, though .*index.json names it",
+        ),
+        (
+            to_shards({"model.x": "b.safetensors"}, b={"model.x": torch.ones(1), "model.y": torch.ones(1)}),
+            r"b\.safetensors: tensor model\.y is not in model\.safetensors\.index\.json",
+        ),
         (
             lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "no.st"}}'),
-            "tensor model.embed_tokens.weight is missing",
+            r"holds model\.safetensors and .*index\.json, which names other files; remove one",
         ),
+        (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": []}'), "expected a weight_map from"),
     ],
 )
 def test_a_bad_checkpoint_gives_one_clear_line(tmp_path: Path, damage, message: str) -> None:
@@ -255,7 +313,56 @@ def test_a_bad_checkpoint_gives_one_clear_line(tmp_path: Path, damage, message: 
     damage(start)
     with pytest.raises(UserError, match=message) as caught:
         HFReader(start).check(shape)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and str(start) in str(caught.value)
+
+
+def test_rotary_tables_are_no_weights(tmp_path: Path) -> None:
+    """Older checkpoints have them, in float32 beside weights of another type."""
+    start = save_model(tmp_path / "start", dtype=torch.bfloat16)
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(3)}
+    rewrite(start, lambda tensors: tensors.update(buffers))
+    reader = HFReader(start)
+    reader.check(reader.shape())
+    assert reader.dtype_name() == "bfloat16"
+
+
+def test_tensors_of_several_types_are_named(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", dtype=torch.bfloat16)
+    rewrite(start, lambda tensors: tensors.update({NORM: tensors[NORM].float()}))
+    message = rf"tensors of float32 \({NORM}\), of bfloat16 \(lm_head.weight, model.embed.* and \d+ more\); expected"
+    with pytest.raises(UserError, match=message):
+        HFReader(start).dtype_name()
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.v_proj.weight", "model.embed_tokens.weight"])
+def test_values_that_are_not_finite_are_counted(tmp_path: Path, name: str) -> None:
+    """Where they lie, and on no rank that has no part of the tensor."""
+    start = save_model(tmp_path / "start")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][5, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+
+    rewrite(start, spoil)
+    reader = HFReader(start)
+    layouts = tp2_pp2(reader.shape())
+    bad = 0
+    for layout in layouts:
+        if any(p.tensor == name and p.box[0][0] <= 5 < p.box[0][1] for p in layout.pieces):
+            bad += 1
+            with pytest.raises(UserError, match=rf"model\.safetensors: {name} has values that are not finite .*: 3$"):
+                import_all(reader, [layout])
+        else:
+            import_all(reader, [layout])
+    assert bad == 1
+
+
+def test_values_that_a_narrower_type_cannot_hold_are_told(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start")
+    rewrite(start, lambda tensors: tensors[NORM][:2].fill_(1e5))
+    reader = HFReader(start)
+    import_all(reader, tp2_pp2(reader.shape()))
+    with pytest.raises(UserError, match=rf"{NORM} has values too large for float16: 2$"):
+        import_all(reader, tp2_pp2(reader.shape()), dtype=torch.float16)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -265,6 +372,18 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(UserError, match=f"{gone.name}: missing, though"):
         reader.check(ModelShape.from_hf_config(reader.config))
+
+
+def test_a_message_about_config_json_names_its_directory(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start")
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": 0.5}))
+    with pytest.raises(UserError, match=rf"^{start}/config\.json: partial_rotary_factor is 0\.5; only 1"):
+        HFReader(start).shape()
+    (start / "config.json").write_text(json.dumps(config))
+    (start / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"hf_quant_config\.json: quantized weights are not supported"):
+        HFReader(start).shape()
 
 
 def test_missing_directory(tmp_path: Path) -> None:
