@@ -235,7 +235,7 @@ def check_architecture(config: Mapping[str, Any], family: str, class_name: str) 
 def head_dim(config: Mapping[str, Any], family: str) -> int:
     """Return the width of a head: the key, or hidden_size / num_attention_heads."""
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-    if config.get("head_dim") is None and hidden % heads:
+    if hidden % heads and (config.get("head_dim") is None or family == "llama"):  # transformers refuses such a llama
         raise UserError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     found = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
     if family == "qwen2" and found * heads != hidden:
