@@ -193,7 +193,7 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
     """Raise UserError for a value in `ONLY` that is not supported, and for keys that contradict each other."""
     for key, rule in ONLY.items():
         value = config.get(key)
-        if value is None or value == {} or (rule.families is not None and family not in rule.families):
+        if value is None or (rule.families is not None and family not in rule.families):
             continue
         if value not in rule.values:
             raise _refused(key, value, _supported(rule.values) + rule.reason)

@@ -298,7 +298,6 @@ def test_ordinary_files_pass() -> None:
     assert shape_of("qwen2", **more, use_sliding_window=False, sliding_window=64, max_window_layers=1)
     assert shape_of("qwen2", layer_types=["full_attention"] * 2) == shape_of("qwen2")
     assert shape_of("gemma", hidden_act="gelu", hidden_activation=None) == shape_of("gemma")
-    assert shape_of("llama", quantization_config={}) == shape_of("llama")
 
 
 def test_vllm_goes_by_the_architecture() -> None:
