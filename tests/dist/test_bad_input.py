@@ -206,6 +206,7 @@ def _more_tokens(workspace: Path) -> None:
 
 
 NORM = "model.norm.weight"
+LONGROPE = {"type": "longrope", "factor": 2.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no parquet": (lambda w: (w / "train.parquet").unlink(), ["train.parquet", "no such file"]),
     "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["data.val_files ", "val.parquet: no such file"]),
@@ -233,7 +234,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["model.path: ", "v_head.weight", "no part of the qwen2 model"],
     ),
     "rope that is not supported": (
-        lambda w: _edit_json(w / "model" / "config.json", rope_parameters={"type": "longrope", "factor": 2.0}),
+        lambda w: _edit_json(w / "model" / "config.json", rope_parameters=LONGROPE),
         ["model.path: ", "config.json: rope_parameters.rope_type is 'longrope'; supported: default, linear"],
     ),
     "class of another model": (
