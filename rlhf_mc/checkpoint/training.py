@@ -18,6 +18,7 @@ import yaml
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
 from rlhf_mc.checkpoint.directory import File
+from rlhf_mc.checkpoint.inputs import Inputs
 from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology.agreement import gather_objects, on_rank_0
@@ -36,15 +37,22 @@ class Save:
         roles: Sequence[Role],
         loop: dict[str, Any],
         config: dict[str, Any],
+        inputs: Inputs,
         buffers: HostBuffers | None,
     ) -> None:
-        """Begins it. loop: the trainer's own state, plain values. buffers: where the tensors are copied to, so that
-        training can go on at once; None: they are on the disk when this returns."""
+        """Begins it. loop: the trainer's own state, plain values. inputs: the files that the run reads. buffers: where
+        the tensors are copied to, so that training can go on at once; None: they are on the disk when this returns."""
         self.step = step
         self._root = root
         self._what = f"{directory.staging_path(root, step)}: cannot be written"
         on_rank_0(self._what, lambda: directory.begin(root, step))
-        self._state = {"step": step, "loop": loop, "models": _models(roles), "versions": _versions()}
+        self._state = {
+            "step": step,
+            "loop": loop,
+            "models": _models(roles),
+            "inputs": inputs,
+            "versions": _versions(),
+        }
         self._config = config
         blocks = [block for role in roles for block in blocks_of(role)]
         self._writing = Writing(blocks, directory.staging_path(root, step), buffers)
@@ -85,6 +93,12 @@ def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
     read_tensors([block for role in roles for block in blocks_of(role)], path)
     loop: dict[str, Any] = state["loop"]
     return loop
+
+
+def stored_inputs(path: Path) -> Inputs | None:
+    """Return the inputs of the run that wrote a checkpoint. None: its version did not record them."""
+    inputs: Inputs | None = directory.read_json(path / STATE).get("inputs")
+    return inputs
 
 
 def stored_config(path: Path) -> dict[str, Any]:

@@ -284,6 +284,9 @@ class TrainerConfig:
     resume_from_path: str | None = None
     """resume_path: the checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
     checkpoints of its own, the same command goes on from them."""
+    resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
+    """Resume where data, model or tokenizer files are not those of the checkpoint (by size and content hash): refuse,
+    with a line that lists them, or allow, with a warning. A changed custom_reward_function is a warning."""
     export_freq: int = -1
     """Write the actor as a Hugging Face checkpoint to export/global_step_<n>/ every so many steps; -1: only after the
     last (to hf/)."""

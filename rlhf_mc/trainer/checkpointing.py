@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role
+from rlhf_mc.checkpoint.inputs import check_unchanged
 from rlhf_mc.checkpoint.lock import Lock
-from rlhf_mc.checkpoint.training import Save, load, stored_config
+from rlhf_mc.checkpoint.training import Save, load, stored_config, stored_inputs
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
@@ -31,6 +32,7 @@ _OF_NO_EFFECT = {
         "default_local_dir",
         "resume_mode",
         "resume_from_path",
+        "resume_changed_inputs",
         "save_freq",
         "export_freq",
         "max_ckpt_to_keep",
@@ -91,12 +93,16 @@ class Checkpoints:
         if path is None:
             self._skipped_go_on_after(0, {})  # an attempt that was killed before its first checkpoint left samples
         else:
+            allowed = self._cfg.resume_changed_inputs == "allow"
+            changed = check_unchanged(stored_inputs(path), self._run.inputs, allowed, str(path))
             loop = load(path, self._roles)
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
             self._skipped_go_on_after(self.position.step, loop["skipped_in_a_row"])
             self._say(f"resumed after step {self.position.step} from {path}")
             self._say_what_changed(path)
+            for line in changed:
+                self._say(f"WARNING: {line}")
             if path.parent.resolve() == self._root.resolve():
                 self._saved = self.position.step
                 on_rank_0(str(self._root), self._set_later_ones_aside)
@@ -196,7 +202,9 @@ class Checkpoints:
         buffers = None if wait else self._buffers
         with self._saying_what_is_kept():
             on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
-            self._in_flight = Save(self._root, position.step, self._roles, loop, to_dict(self._run.config), buffers)
+            self._in_flight = Save(
+                self._root, position.step, self._roles, loop, to_dict(self._run.config), self._run.inputs, buffers
+            )
 
     def advance(self, wait: bool = False) -> None:
         """Commits the checkpoint under way if all ranks have written their part of it, or once they have."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.checkpoint.inputs import Inputs, read_inputs
 from rlhf_mc.checkpoint.lock import check_free
 from rlhf_mc.checkpoint.save_load import load_mcore
 from rlhf_mc.config.errors import UserError, about
@@ -52,6 +53,8 @@ class Run:
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     total_steps: int
+    inputs: Inputs
+    """Size and content hash of every file that the run reads."""
     rewards: RewardManager
     actor: ModelEngine
     critic: ModelEngine
@@ -84,6 +87,7 @@ def build_run(cfg: Config) -> Run:
     rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
     starts = _starts(cfg, tokenizer)
+    inputs = read_inputs(cfg)
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
@@ -110,6 +114,7 @@ def build_run(cfg: Config) -> Run:
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         total_steps=total_steps,
+        inputs=inputs,
         rewards=rewards,
         actor=models["actor"],
         critic=models["critic"],

@@ -87,6 +87,7 @@ def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]
             finally:
                 checkpoints.let_go()
             run.config.trainer.resume_mode, run.config.trainer.resume_from_path = "auto", None
+            run.config.trainer.resume_changed_inputs = "refuse"
     return out
 
 

@@ -87,6 +87,14 @@ def no_critic(state: dict[str, Any]) -> None:
     del state["models"]["critic"]
 
 
+def other_prompts(state: dict[str, Any]) -> None:
+    state["inputs"]["data.train_files"]["file 1"]["sha256"] = "0" * 64
+
+
+def another_reward(state: dict[str, Any]) -> None:
+    state["inputs"]["custom_reward_function.path"]["file"]["bytes"] += 1
+
+
 def newer(path: Path) -> None:
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
@@ -118,6 +126,10 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     auto("vocabulary", with_state(a_larger_vocabulary), "the actor's vocab_size is")
     auto("type", with_state(another_type), "the critic was trained in bfloat16; set its megatron.dtype to that")
     auto("one model", with_state(no_critic), "holds no critic; it is a checkpoint of actor")
+    auto("prompts", with_state(other_prompts), "data.train_files has changed since the checkpoint: file 1: ")
+    harmed(good, tmp_path / "allowed", with_state(other_prompts))
+    ways.append(([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3"))
+    auto("reward", with_state(another_reward), "step 3")
     auto("newer", newer, "written by a newer version of the program (format 9")
     named("named", harmed(good, tmp_path / "n", cut) / "global_step_3", "damaged")
     named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")

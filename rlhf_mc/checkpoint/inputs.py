@@ -1,0 +1,196 @@
+"""Size and content hash of every file that a run reads: recorded in its checkpoints, compared when it resumes.
+
+Small files are hashed whole. Of a large file of weights its size, its header and blocks spread over it are hashed, so
+that a start does not read the model twice: a change of every weight (another model, a scaled one, a further trained
+one) changes these blocks; a change of single elements may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_mc.checkpoint.directory import summed
+from rlhf_mc.checkpoint.hf import ASSETS, INDEX, WEIGHTS
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config
+from rlhf_mc.topology.agreement import gather_objects, raise_together
+
+WHOLE_BYTES = 16 << 20
+"""Files of weights up to this size are hashed whole."""
+BLOCK_BYTES = 4096
+NUM_BLOCKS = 1024
+"""Blocks of a larger one, evenly spread from its first byte to its last. Of a safetensors file there is one more block
+from the middle of every tensor."""
+MAY_CHANGE = ("custom_reward_function.path",)
+"""Inputs whose change is listed and not refused: the hash cannot tell a comment from another reward, and a reward
+function is corrected during a run on purpose."""
+
+Inputs = dict[str, dict[str, dict[str, Any]]]
+"""{setting: {file: {"bytes": size, "sha256" or "sampled_sha256": hash}}}. A file's name is its place in a list of data
+files, or its name in its directory: where the directory lies is no part of the content."""
+
+
+@dataclass(frozen=True)
+class _File:
+    setting: str
+    name: str
+    path: Path
+    is_weights: bool = False
+
+
+def read_inputs(cfg: Config) -> Inputs:
+    """Hash every input of a run, spread over the ranks. UserError, on every rank, where a file cannot be read. Every
+    rank must call it."""
+    files = list(_files(cfg))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[int, dict[str, Any]] = {}
+    error: UserError | None = None
+    for number in range(rank, len(files), world):
+        file = files[number]
+        try:
+            found[number] = _hashed(file)
+        except (OSError, ValueError) as e:
+            reason = e.strerror if isinstance(e, OSError) else e
+            error = UserError(f"{file.setting}: {file.path} cannot be read ({reason})")
+            break
+    raise_together(error)
+    by_number = {number: entry for entries in gather_objects(found) for number, entry in entries.items()}
+    inputs: Inputs = {}
+    for number, file in enumerate(files):
+        inputs.setdefault(file.setting, {})[file.name] = by_number[number]
+    return inputs
+
+
+def paths(cfg: Config) -> list[tuple[str, Path]]:
+    """Return (setting, file) of every input."""
+    return [(file.setting, file.path) for file in _files(cfg)]
+
+
+def differences(before: Inputs, now: Inputs) -> dict[str, list[str]]:
+    """Return for each setting whose files differ one phrase for each such file."""
+    out: dict[str, list[str]] = {}
+    for setting in sorted(before.keys() | now.keys()):
+        old, new = before.get(setting, {}), now.get(setting, {})
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                out.setdefault(setting, []).append(f"{name}: {_phrase(old.get(name))} -> {_phrase(new.get(name))}")
+    return out
+
+
+def _phrase(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return "none"
+    return f"{entry['bytes']} bytes {str(entry.get('sha256') or entry.get('sampled_sha256'))[:8]}"
+
+
+# ---------------------------------------------------------------- which files
+
+
+def _files(cfg: Config) -> Iterator[_File]:
+    model = cfg.model
+    for setting, given in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        for number, path in enumerate(given):
+            yield _File(setting, f"file {number + 1}", Path(path))
+    yield from _model_files("model.path", model.path, with_weights=model.dist_checkpointing_path is None)
+    yield from _existing("model.tokenizer_path", Path(model.tokenizer_path or model.path), _TOKENIZER)
+    if model.dist_checkpointing_path is not None:
+        yield from _megatron_files("model.dist_checkpointing_path", Path(model.dist_checkpointing_path))
+    for setting, given in (
+        ("critic.model_path", cfg.critic.model_path),
+        ("reward_model.model_path", cfg.reward_model.model_path),
+    ):
+        if given is not None:
+            yield from _model_files(setting, given, with_weights=True)
+    if cfg.custom_reward_function.path is not None:
+        yield _File("custom_reward_function.path", "file", Path(cfg.custom_reward_function.path))
+
+
+_TOKENIZER = tuple(name for name in ASSETS if name != "generation_config.json")
+
+
+def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_File]:
+    root = Path(directory)
+    yield from _existing(setting, root, ("config.json", "generation_config.json"))
+    if with_weights:
+        # As HFReader chooses: the index where there is one.
+        names = {WEIGHTS}
+        if (root / INDEX).exists():
+            yield _File(setting, INDEX, root / INDEX)
+            names = set(json.loads((root / INDEX).read_text())["weight_map"].values())
+        yield from (_File(setting, name, root / name, is_weights=True) for name in sorted(names))
+
+
+def _megatron_files(setting: str, root: Path) -> Iterator[_File]:
+    yield from _existing(setting, root, (".metadata", "metadata.json", "common.pt"))
+    yield from (_File(setting, path.name, path, is_weights=True) for path in sorted(root.glob("__*_*.distcp")))
+
+
+def _existing(setting: str, root: Path, names: Iterable[str]) -> Iterator[_File]:
+    yield from (_File(setting, name, root / name) for name in names if (root / name).is_file())
+
+
+# ---------------------------------------------------------------- hashes
+
+
+def _hashed(file: _File) -> dict[str, Any]:
+    size = file.path.stat().st_size
+    if file.is_weights and size > WHOLE_BYTES:
+        return {"bytes": size, "sampled_sha256": _sampled(file.path, size)}
+    whole = summed(file.path)
+    return {"bytes": whole.num_bytes, "sha256": whole.sha256}
+
+
+def _sampled(path: Path, size: int) -> str:
+    """Return the hash of the sampled blocks. They are a function of the file's size and header alone."""
+    starts = {(size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)}
+    digest = hashlib.sha256()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if path.suffix == ".safetensors":
+            (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+            if length > size:
+                raise ValueError("no safetensors file")
+            header = os.pread(descriptor, length, 8)
+            digest.update(header)
+            starts |= _middles(header, 8 + length)
+        for start in sorted(starts):
+            digest.update(os.pread(descriptor, BLOCK_BYTES, start))
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def _middles(header: bytes, data: int) -> set[int]:
+    """Where a block in the middle of each tensor begins. data: where the first tensor begins."""
+    offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
+
+
+def warning_lines(changed: dict[str, list[str]]) -> list[str]:
+    """Return one line for each setting whose files have changed."""
+    return [f"{setting} has changed since the checkpoint: {'; '.join(files)}" for setting, files in changed.items()]
+
+
+def check_unchanged(before: Inputs | None, now: Inputs, allowed: bool, where: str) -> list[str]:
+    """Return what to warn of. UserError where an input differs whose change is refused. `before` None: the checkpoint
+    is of a version that did not record its inputs."""
+    if before is None:
+        return [f"{where} does not record the run's inputs; whether they have changed is not known"]
+    changed = differences(before, now)
+    refused = list(itertools.chain(*(warning_lines({k: v}) for k, v in changed.items() if k not in MAY_CHANGE)))
+    if refused and not allowed:
+        raise UserError(
+            f"{where}: {' | '.join(refused)} (bytes, SHA-256); give the files that the run began with, or "
+            "trainer.resume_changed_inputs=allow to resume with the new ones"
+        )
+    return warning_lines(changed)

@@ -1,0 +1,172 @@
+"""Which changes of a run's files are found when it resumes, and what they cost to find."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rlhf_mc.checkpoint import inputs
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def large_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of 100 kB count as large, and few blocks of them are hashed."""
+    monkeypatch.setattr(inputs, "WHOLE_BYTES", 100_000)
+    monkeypatch.setattr(inputs, "NUM_BLOCKS", 8)
+
+
+def weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> None:
+    """A file of 20 tensors of 200 kB, beginning and ending with zeros, and a norm of ones."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{i}.weight": torch.randn(100, 500, generator=generator) for i in range(20)}
+    tensors["embed"] = torch.zeros(1000, 500)
+    tensors["norm"] = torch.ones(16)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def workspace(root: Path) -> Config:
+    (root / "model").mkdir(parents=True)
+    weights(root / "model" / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (root / "model" / name).write_text("{}")
+    for name in ("train.parquet", "val.parquet", "reward.py"):
+        (root / name).write_bytes(name.encode() * 1000)
+    cfg = Config(
+        DataConfig([str(root / "train.parquet")], [str(root / "val.parquet")]),
+        ModelConfig(str(root / "model")),
+        TrainerConfig(default_local_dir=str(root / "run")),
+    )
+    cfg.custom_reward_function.path = str(root / "reward.py")
+    return cfg
+
+
+def edit(name: str, size_stays: bool = True) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        data = (root / name).read_bytes()
+        (root / name).write_bytes(data[::-1] if size_stays else data + b" ")
+
+    return change
+
+
+def reweighted(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    return lambda root: weights(root / "model" / "model.safetensors", change)
+
+
+def scale(tensors: dict[str, torch.Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor *= 1.5
+
+
+def one_layer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["layers.7.weight"] += 1e-3
+
+
+def renamed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["layers.20.weight"] = tensors.pop("layers.7.weight")
+
+
+@pytest.mark.usefixtures("large_from")
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [
+        (edit("train.parquet"), "data.train_files"),
+        (edit("val.parquet"), "data.val_files"),
+        (edit("model/config.json", size_stays=False), "model.path"),
+        (edit("model/tokenizer_config.json", size_stays=False), "model.tokenizer_path"),
+        (reweighted(scale), "model.path"),
+        (reweighted(one_layer), "model.path"),
+        (reweighted(renamed), "model.path"),
+    ],
+    ids=["train", "val", "config", "tokenizer", "scaled", "one layer", "renamed tensor"],
+)
+def test_a_changed_input_is_refused_or_warned_of(tmp_path: Path, change: Callable[[Path], None], setting: str) -> None:
+    cfg = workspace(tmp_path)
+    before = inputs.read_inputs(cfg)
+    assert inputs.check_unchanged(before, inputs.read_inputs(cfg), False, "a checkpoint") == []
+    change(tmp_path)
+    now = inputs.read_inputs(cfg)
+    with pytest.raises(
+        UserError, match=rf"^a checkpoint: {setting} has changed .*resume_changed_inputs=allow"
+    ) as error:
+        inputs.check_unchanged(before, now, False, "a checkpoint")
+    assert "\n" not in str(error.value)
+    (line,) = inputs.check_unchanged(before, now, True, "a checkpoint")
+    assert line.startswith(f"{setting} has changed since the checkpoint")
+
+
+def test_a_changed_reward_function_is_warned_of(tmp_path: Path) -> None:
+    cfg = workspace(tmp_path)
+    before = inputs.read_inputs(cfg)
+    edit("reward.py")(tmp_path)
+    (line,) = inputs.check_unchanged(before, inputs.read_inputs(cfg), False, "a checkpoint")
+    assert line.startswith("custom_reward_function.path has changed")
+
+
+@pytest.mark.usefixtures("large_from")
+def test_where_the_files_are_is_no_change(tmp_path: Path) -> None:
+    before = inputs.read_inputs(workspace(tmp_path / "here"))
+    there = workspace(tmp_path / "there")
+    shutil.rmtree(tmp_path / "here")
+    assert json.loads(json.dumps(before)) == inputs.read_inputs(there)
+
+
+@pytest.mark.usefixtures("large_from")
+def test_large_weights_are_not_read_whole(tmp_path: Path) -> None:
+    """One element between the blocks may change unnoticed; this is what a fast start costs."""
+    cfg = workspace(tmp_path)
+    before = inputs.read_inputs(cfg)
+    assert "sampled_sha256" in before["model.path"]["model.safetensors"]
+    change: Any = lambda tensors: tensors["embed"][2].fill_(1.0)  # noqa: E731
+    reweighted(change)(tmp_path)
+    assert inputs.read_inputs(cfg) == before
+    assert load_file(tmp_path / "model" / "model.safetensors")["embed"].any()
+
+
+@pytest.mark.usefixtures("large_from")
+def test_a_megatron_checkpoint_takes_the_place_of_the_weights(tmp_path: Path) -> None:
+    cfg = workspace(tmp_path)
+    mcore = tmp_path / "mcore"
+    mcore.mkdir()
+    for name in (".metadata", "metadata.json", "common.pt"):
+        (mcore / name).write_text(name)
+    torch.save(torch.randn(100_000), mcore / "__0_0.distcp")
+    cfg.model.dist_checkpointing_path = str(mcore)
+    before = inputs.read_inputs(cfg)
+    assert sorted(before["model.path"]) == ["config.json"]
+    reweighted(scale)(tmp_path)  # not read
+    assert inputs.read_inputs(cfg) == before
+    torch.save(torch.load(mcore / "__0_0.distcp") * 1.5, mcore / "__0_0.distcp")
+    assert list(inputs.differences(before, inputs.read_inputs(cfg))) == ["model.dist_checkpointing_path"]
+
+
+def test_several_files_of_weights_and_an_older_checkpoint(tmp_path: Path) -> None:
+    cfg = workspace(tmp_path)
+    model = tmp_path / "model"
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(3)}, model / "model-00002-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert len(inputs.read_inputs(cfg)["model.path"]) == 4
+    (line,) = inputs.check_unchanged(None, inputs.read_inputs(cfg), False, "a checkpoint")
+    assert "does not record" in line
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.path: .*00002-of-00002\.safetensors cannot be read"):
+        inputs.read_inputs(cfg)
