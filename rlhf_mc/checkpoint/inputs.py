@@ -23,7 +23,7 @@ from rlhf_mc.checkpoint.directory import summed
 from rlhf_mc.checkpoint.hf import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.topology.agreement import gather_objects, on_rank_0, raise_together
 
 WHOLE_BYTES = 16 << 20
 """Files of weights up to this size are hashed whole."""
@@ -51,8 +51,10 @@ class _File:
 def read_inputs(cfg: Config) -> Inputs:
     """Hash every input of a run, spread over the ranks. UserError, on every rank, where a file cannot be read. Every
     rank must call it."""
-    files = list(_files(cfg))
     rank, world = dist.get_rank(), dist.get_world_size()
+    listed: list[_File] = []
+    on_rank_0("inputs", lambda: listed.extend(_files(cfg)))
+    files = gather_objects(listed)[0]
     found: dict[int, dict[str, Any]] = {}
     error: UserError | None = None
     for number in range(rank, len(files), world):
@@ -99,18 +101,18 @@ def _phrase(entry: dict[str, Any] | None) -> str:
 def _files(cfg: Config) -> Iterator[_File]:
     model = cfg.model
     for setting, given in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
-        for number, path in enumerate(given):
-            yield _File(setting, f"file {number + 1}", Path(path))
+        for number, file in enumerate(given, start=1):
+            yield _File(setting, f"file {number}", Path(file))
     yield from _model_files("model.path", model.path, with_weights=model.dist_checkpointing_path is None)
     yield from _existing("model.tokenizer_path", Path(model.tokenizer_path or model.path), _TOKENIZER)
     if model.dist_checkpointing_path is not None:
         yield from _megatron_files("model.dist_checkpointing_path", Path(model.dist_checkpointing_path))
-    for setting, given in (
+    for setting, path in (
         ("critic.model_path", cfg.critic.model_path),
         ("reward_model.model_path", cfg.reward_model.model_path),
     ):
-        if given is not None:
-            yield from _model_files(setting, given, with_weights=True)
+        if path is not None:
+            yield from _model_files(setting, path, with_weights=True)
     if cfg.custom_reward_function.path is not None:
         yield _File("custom_reward_function.path", "file", Path(cfg.custom_reward_function.path))
 
@@ -131,7 +133,8 @@ def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_
 
 
 def _megatron_files(setting: str, root: Path) -> Iterator[_File]:
-    yield from _existing(setting, root, (".metadata", "metadata.json", "common.pt"))
+    # Not .metadata: it carries a random id, so that converting the same model again would be a change.
+    yield from _existing(setting, root, ("metadata.json", "common.pt"))
     yield from (_File(setting, path.name, path, is_weights=True) for path in sorted(root.glob("__*_*.distcp")))
 
 

@@ -152,6 +152,7 @@ def test_a_megatron_checkpoint_takes_the_place_of_the_weights(tmp_path: Path) ->
     before = inputs.read_inputs(cfg)
     assert sorted(before["model.path"]) == ["config.json"]
     reweighted(scale)(tmp_path)  # not read
+    (mcore / ".metadata").write_text("of the same model, converted again")
     assert inputs.read_inputs(cfg) == before
     torch.save(torch.load(mcore / "__0_0.distcp") * 1.5, mcore / "__0_0.distcp")
     assert list(inputs.differences(before, inputs.read_inputs(cfg))) == ["model.dist_checkpointing_path"]
