@@ -85,8 +85,9 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
 
 def test_where_no_checkpoint_comes_the_job_is_not_queued_again_for_ever(slurm: Path) -> None:
     assert [attempt(slurm, number)[2] for number in (0, 1)] == [1, 1]
-    (slurm / "run" / "global_step_9").mkdir(parents=True)
-    (slurm / "run" / "global_step_10").mkdir()
+    for name, step in (("global_step_9", 9), ("global_step_10", 10), ("global_step_99", 9)):  # the last one is a copy
+        (slurm / "run" / name).mkdir(parents=True)
+        (slurm / "run" / name / "manifest.json").write_text(f'{{"step": {step}}}')
     (slurm / "run" / "global_step_11.tmp").mkdir()  # does not count
     assert [attempt(slurm, number)[2] for number in (2, 3)] == [1, 1]
     code, said, asked = attempt(slurm, 4)
