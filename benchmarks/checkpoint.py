@@ -130,7 +130,7 @@ def measure(roles: list[Role], root: Path, rounds: int) -> None:
         step = 2 * number
 
         def begin(step: int, background: bool, save: list[Save] = save) -> None:
-            save.append(Save(root, step, roles, {}, {}, {}, buffers if background else None))
+            save.append(Save(root, step, roles, {}, {}, {}, "run", buffers if background else None))
 
         at_once = seconds_of(lambda: begin(step, False)) + seconds_of(lambda: save[-1].commit())  # noqa: B023
         started = time.perf_counter()

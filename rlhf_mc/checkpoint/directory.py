@@ -14,8 +14,9 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the checkpoint as a whole; a program reads its own and older ones."""
 _NAME = re.compile(r"global_step_(\d+)")
+QUARANTINED = ".aside"
+"""What follows the name of a directory that does not count any more; then there is a number."""
 _BLOCK_BYTES = 1 << 20
 _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
@@ -46,6 +49,16 @@ class File:
     sha256: str
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """What makes a directory a checkpoint."""
+
+    step: int
+    run_id: str | None
+    """The run that wrote it; None: its version had no ids."""
+    files: dict[str, File]
+
+
 def final_path(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return root / f"global_step_{step}"
@@ -57,9 +70,34 @@ def staging_path(root: Path, step: int) -> Path:
 
 
 def steps_with_checkpoint(root: Path) -> list[int]:
-    """Steps whose directory has a manifest, ascending. Whether that is whole has not been looked at."""
-    found = ((_NAME.fullmatch(path.name), path) for path in root.glob("global_step_*"))
-    return sorted(int(match[1]) for match, path in found if match and (path / MANIFEST).is_file())
+    """Return the steps whose directory has a manifest of that step, ascending. Whether its files are intact has not
+    been looked at."""
+    return sorted(step for path, step in _named(root) if _why_not_counted(path, step) is None)
+
+
+def not_counted(root: Path) -> list[str]:
+    """Return one line for each directory that is named like a checkpoint and is none, or is one of another step."""
+    reasons = ((path, _why_not_counted(path, step)) for path, step in sorted(_named(root)))
+    return [f"{path} {reason}; it does not count, and is left as it is" for path, reason in reasons if reason]
+
+
+def _named(root: Path) -> Iterator[tuple[Path, int]]:
+    """Return the directories that are named like checkpoints, each with the step that its name says."""
+    found = ((path, _NAME.fullmatch(path.name)) for path in root.glob("global_step_*"))
+    return ((path, int(match[1])) for path, match in found if match)
+
+
+def _why_not_counted(path: Path, step: int) -> str | None:
+    if not (path / MANIFEST).is_file():
+        return f"has no {MANIFEST}"
+    try:
+        step_of_manifest = read_manifest(path).step
+    except UserError:  # damaged, or of a newer program: said when it is chosen
+        step_of_manifest = step
+    if step_of_manifest != step:
+        return f"is a checkpoint of step {step_of_manifest}"
+    right = final_path(path.parent, step).name
+    return None if path.name == right else f"is not named {right}"
 
 
 # ---------------------------------------------------------------- writing
@@ -98,8 +136,9 @@ def summed(path: Path) -> File:
     return File(count, digest.hexdigest())
 
 
-def commit(root: Path, step: int, files: Mapping[str, File]) -> None:
-    """Makes the written directory count. One rank calls it, once every file is on the disk."""
+def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None = None) -> None:
+    """Makes the written directory count, as a checkpoint of the run `run_id`. One rank calls it, once every file is on
+    the disk."""
     path = staging_path(root, step)
     for name, file in files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -109,7 +148,7 @@ def commit(root: Path, step: int, files: Mapping[str, File]) -> None:
                 "trainer.default_local_dir must be one directory that all nodes share"
             )
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
-    body = {"format": FORMAT, "step": step, "files": listed}
+    body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
     write_json(path / MANIFEST, {**body, "sha256": _sum_of(body)})
     sync(path)
     if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
@@ -152,11 +191,21 @@ def remove_leftovers(root: Path) -> None:
 
 def set_aside(root: Path, step: int) -> Path:
     """Gives a checkpoint a name under which it does not count."""
-    path = final_path(root, step)
-    names = (path.with_name(f"{path.name}.aside{n}") for n in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
-    os.rename(path, aside)
-    return aside
+    return quarantine(final_path(root, step))
+
+
+def quarantine(path: Path) -> Path:
+    """Rename a file or directory so that nothing takes it for what it was. Return its new name."""
+    names = (path.with_name(f"{path.name}{QUARANTINED}{n}") for n in itertools.count(1))
+    new = next(name for name in names if not name.exists())
+    os.rename(path, new)
+    return new
+
+
+def free_name(path: Path) -> Path:
+    """Return the path, or where something is there, one beside it with a number."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{n}") for n in itertools.count(1)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> list[int]:
@@ -169,8 +218,9 @@ def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> 
 # ---------------------------------------------------------------- reading
 
 
-def read_manifest(path: Path) -> dict[str, File]:
-    """The files of a checkpoint. UserError where it is none, or of a newer program; Damaged where the manifest is."""
+def read_manifest(path: Path) -> Manifest:
+    """Return a checkpoint's manifest. UserError where there is none, or one of a newer program; Damaged where it is not
+    what was written."""
     try:
         if not again(path.is_dir):
             raise UserError(f"{path}: no such directory")
@@ -187,13 +237,13 @@ def read_manifest(path: Path) -> dict[str, File]:
         files = {name: File(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
         if any(name != os.path.basename(name) for name in files):
             raise ValueError("a file outside the directory is named")
+        return Manifest(int(content["step"]), content.get("run_id"), files)
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST}: damaged ({error})") from error
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from error
-    return files
 
 
 def again(read: Callable[[], T]) -> T:
@@ -221,7 +271,7 @@ def verify(path: Path) -> None:
     error: UserError | None = None
     files: dict[str, File] = {}
     try:
-        files = read_manifest(path)
+        files = read_manifest(path).files
     except UserError as e:
         error = e
     raise_together(error)
@@ -236,7 +286,10 @@ def verify(path: Path) -> None:
 
 def _check(path: Path, expected: File) -> None:
     try:
-        size = again(path.stat).st_size
+        found = again(path.stat)
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{path}: damaged (not a file)")
+        size = found.st_size
         if size != expected.num_bytes:
             raise Damaged(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
         if again(lambda: summed(path)).sha256 != expected.sha256:
@@ -251,6 +304,12 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of a checkpoint whose checksums were found right."""
-    content: dict[str, Any] = json.loads(path.read_text())
+    """Return a file of a checkpoint whose checksums were found right. Damaged where it is no JSON object all the
+    same."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise Damaged(f"{path}: damaged (no JSON object)")
     return content

@@ -41,6 +41,8 @@ ASSETS = (
     "chat_template.json",
 )
 """Files that an exported checkpoint takes unchanged from the one that training began with."""
+RUN_FILE = "run.json"
+"""Says of which run a directory is: an export (with the step), or trainer.default_local_dir."""
 STAGING = ".incomplete"
 """Folder inside the output directory for files that are not complete yet."""
 
@@ -259,27 +261,68 @@ def export_hf(
     assets_dir: str | os.PathLike[str],
     max_shard_bytes: int = 5_000_000_000,
     bucket_bytes: int = 256 << 20,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the model that `layouts` (one per rank of the group) spread over the ranks; every rank must call it.
 
     Shard i is gathered and written by rank i modulo their number, so that a rank holds one shard file's worth at
-    a time. `assets_dir` gives config and tokenizer. Nothing of the final names appears before all is written.
-    UserError, the same on every rank, if some rank cannot write.
+    a time. `assets_dir` gives config and tokenizer; `about` (run and step) goes to run.json. Nothing of the final names
+    appears before all is written. UserError, the same on every rank, if some rank cannot write.
     """
-    out = Path(out_dir)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    shards = _shards(shape, dtype.itemsize, max_shard_bytes)
-    _agree(_failure_of(_begin, out, Path(assets_dir)) if rank == 0 else None, rank, group)
-    for start in range(0, len(shards), len(layouts)):
-        names = shards[start : start + len(layouts)]
-        targets = [hf_layout(shape, names[r]) if r < len(names) else EMPTY for r in range(len(layouts))]
+
+    def gather(names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
+        targets = [hf_layout(shape, mine) if mine else EMPTY for mine in names]
         plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
         tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
         execute(plan.for_rank(rank), params, tensors, group, wire_dtype=dtype)
+        return tensors
+
+    _export(
+        gather, shape, Path(out_dir), rank, len(layouts), group, dtype_name, Path(assets_dir), max_shard_bytes, about
+    )
+
+
+def export_read(
+    read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
+    shape: ModelShape,
+    out_dir: str | os.PathLike[str],
+    rank: int,
+    group: dist.ProcessGroup | None,
+    dtype_name: str,
+    assets_dir: str | os.PathLike[str],
+    max_shard_bytes: int,
+    about: Mapping[str, Any],
+) -> None:
+    """As export_hf, of tensors that lie in files: `read` returns those of the names that it is given, and is called on
+    every rank of the group at the same time, with no names where the rank has no file to write."""
+    world = dist.get_world_size(group)
+    mine: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]] = lambda names: read(names[rank])  # noqa: E731
+    _export(mine, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, about)
+
+
+def _export(
+    tensors_of: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]],
+    shape: ModelShape,
+    out: Path,
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup | None,
+    dtype_name: str,
+    assets_dir: Path,
+    max_shard_bytes: int,
+    about: Mapping[str, Any] | None,
+) -> None:
+    """tensors_of: given by rank the names of what it writes next, returns this rank's tensors; a collective."""
+    shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
+    _agree(_failure_of(_begin, out, assets_dir) if rank == 0 else None, rank, group)
+    for start in range(0, len(shards), world):
+        names = shards[start : start + world]
+        tensors = tensors_of([*names, *[[]] * (world - len(names))])
         file = out / STAGING / _shard_name(start + rank, len(shards))
         _agree(_failure_of(_save, tensors, file) if tensors else None, rank, group)
         tensors.clear()
-    finish = (out, Path(assets_dir), shards, shape, dtype_name)
+    finish = (out, assets_dir, shards, shape, dtype_name, about)
     _agree(_failure_of(_finish, *finish) if rank == 0 else None, rank, group)
 
 
@@ -323,7 +366,10 @@ def _begin(out: Path, assets: Path) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    file.touch()
+    mode = file.stat().st_mode  # the umask's; safetensors replaces the file by one that only its owner can read
     save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str) -> dict[str, Any]:
@@ -338,7 +384,14 @@ def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str)
     return config
 
 
-def _finish(out: Path, assets: Path, shards: list[list[str]], shape: ModelShape, dtype_name: str) -> None:
+def _finish(
+    out: Path,
+    assets: Path,
+    shards: list[list[str]],
+    shape: ModelShape,
+    dtype_name: str,
+    about: Mapping[str, Any] | None,
+) -> None:
     """Adds what is not a shard, then gives all files their place: config.json, which makes it a checkpoint, last."""
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
@@ -352,14 +405,17 @@ def _finish(out: Path, assets: Path, shards: list[list[str]], shape: ModelShape,
         if (assets / asset).exists():
             shutil.copyfile(assets / asset, staging / asset)
             files.append(asset)
+    if about is not None:
+        _write_json(staging / RUN_FILE, about)
+        files.append(RUN_FILE)
     _write_json(staging / "config.json", _exported_config(_read_json(assets / "config.json"), shape, dtype_name))
     (out / "config.json").unlink(missing_ok=True)
-    for old in [out / WEIGHTS, out / INDEX, *out.glob("model-*-of-*.safetensors")]:
+    for old in [out / WEIGHTS, out / INDEX, out / RUN_FILE, *out.glob("model-*-of-*.safetensors")]:
         old.unlink(missing_ok=True)
     for file in [*files, "config.json"]:
         os.replace(staging / file, out / file)
     staging.rmdir()
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -6,9 +6,10 @@ Nothing random is saved: what is drawn, by whom ever, is a function of the seed 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform as python_platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import yaml
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
-from rlhf_mc.checkpoint.directory import File
+from rlhf_mc.checkpoint.directory import Damaged, File
 from rlhf_mc.checkpoint.inputs import Inputs
 from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.topology.agreement import gather_objects, on_rank_0
 
 STATE, CONFIG = "state.json", "config.yaml"
@@ -38,16 +40,19 @@ class Save:
         loop: dict[str, Any],
         config: dict[str, Any],
         inputs: Inputs,
+        run_id: str,
         buffers: HostBuffers | None,
     ) -> None:
         """Begins it. loop: the trainer's own state, plain values. inputs: the files that the run reads. buffers: where
-        the tensors are copied to, so that training can go on at once; None: they are on the disk when this returns."""
+        the tensors are copied to, so that training continues at once; None: they are on the disk when this returns."""
         self.step = step
         self._root = root
+        self._run_id = run_id
         self._what = f"{directory.staging_path(root, step)}: cannot be written"
         on_rank_0(self._what, lambda: directory.begin(root, step))
         self._state = {
             "step": step,
+            "run_id": run_id,
             "loop": loop,
             "models": _models(roles),
             "inputs": inputs,
@@ -78,32 +83,50 @@ class Save:
         path = directory.staging_path(self._root, self.step)
         files[STATE] = directory.write_json(path / STATE, self._state)
         files[CONFIG] = directory.write_bytes(path / CONFIG, yaml.safe_dump(self._config, sort_keys=False).encode())
-        directory.commit(self._root, self.step, files)
+        directory.commit(self._root, self.step, files, self._run_id)
 
 
 def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
     """Fills models, optimizers and schedules from a checkpoint that `directory.verify` found whole. Returns the loop's
     state. UserError where it is of other models. Every rank must call it."""
-    state = directory.read_json(path / STATE)
-    for role in roles:
-        _check_same_model(path, role, state["models"])
-    for role in roles:
-        role.engine.load_progress(state["models"][role.engine.name]["progress"])
+    with reading_state(path):
+        state = directory.read_json(path / STATE)
+        for role in roles:
+            _check_same_model(path, role, state["models"])
+        for role in roles:
+            role.engine.load_progress(state["models"][role.engine.name]["progress"])
+        loop: dict[str, Any] = state["loop"]
     # After the optimizers have made room for what the checkpoint holds of them.
     read_tensors([block for role in roles for block in blocks_of(role)], path)
-    loop: dict[str, Any] = state["loop"]
     return loop
 
 
-def stored_inputs(path: Path) -> Inputs | None:
-    """Return the inputs of the run that wrote a checkpoint. None: its version did not record them."""
-    inputs: Inputs | None = directory.read_json(path / STATE).get("inputs")
-    return inputs
+@contextlib.contextmanager
+def reading_state(path: Path) -> Iterator[None]:
+    """Damaged, on every rank alike, where state.json says other things than a run writes there."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise Damaged(f"{path / STATE}: damaged ({type(error).__name__}: {error})") from error
+
+
+def stored_origin(path: Path) -> tuple[Inputs | None, str | None]:
+    """Return the inputs, and the id, of the run that wrote a checkpoint. None: its version did not record them."""
+    state = directory.read_json(path / STATE)
+    return state.get("inputs"), state.get("run_id")
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint."""
-    config: dict[str, Any] = yaml.safe_load((path / CONFIG).read_text())
+    """Return the settings of the run that wrote a checkpoint. Damaged where they cannot be read."""
+    try:
+        config = yaml.safe_load((path / CONFIG).read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise Damaged(f"{path / CONFIG}: cannot be read ({reason})") from error
+    if not isinstance(config, dict):
+        raise Damaged(f"{path / CONFIG}: damaged (no settings)")
     return config
 
 
@@ -128,16 +151,28 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _check_same_model(path: Path, role: Role, stored: dict[str, Any]) -> None:
-    name = role.engine.name
-    if name not in stored:
-        raise UserError(f"{path}: holds no {name}; it is a checkpoint of {', '.join(stored)}")
-    theirs, ours = stored[name]["shape"], asdict(role.engine.shape)
+def stored_models(path: Path) -> dict[str, Any]:
+    """Return by role what a checkpoint says of its models: shape, type, progress."""
+    with reading_state(path):
+        models: dict[str, Any] = dict(directory.read_json(path / STATE)["models"])
+    return models
+
+
+def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
+    """UserError where the checkpoint's model of a role has another shape."""
+    theirs, ours = stored[name]["shape"], asdict(shape)
     for field, value in ours.items():
         if theirs.get(field) != value:
             raise UserError(
                 f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and {value} here"
             )
+
+
+def _check_same_model(path: Path, role: Role, stored: dict[str, Any]) -> None:
+    name = role.engine.name
+    if name not in stored:
+        raise UserError(f"{path}: holds no {name}; it is a checkpoint of {', '.join(stored)}")
+    check_shape(path, name, stored, role.engine.shape)
     if stored[name]["dtype"] != role.engine.dtype:
         raise UserError(
             f"{path}: the {name} was trained in {stored[name]['dtype']}; set its megatron.dtype to that "

@@ -260,7 +260,8 @@ class TrainerConfig:
     """The run: how long, how often, where to."""
 
     default_local_dir: str
-    """Directory of everything the run writes."""
+    """Directory of everything the run writes. It belongs to one run: where another one begins in it, the files of the
+    earlier one are moved to earlier_runs/<its id>/."""
     total_epochs: int = 30
     """Passes over the training prompts."""
     total_training_steps: int | None = None

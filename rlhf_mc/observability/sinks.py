@@ -10,10 +10,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -32,19 +32,25 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All of trainer.logger. Files lie in trainer.default_local_dir. A run that begins replaces those of an earlier one
-    there; one that goes on after a step keeps what they say up to it, and drops what they say of later steps."""
+    """All of trainer.logger. Files lie in trainer.default_local_dir. A run that resumes after a step keeps what they
+    say up to it, and drops what they say of later steps."""
 
     def __init__(
-        self, config: TrainerConfig, total_steps: int, after_step: int | None = None, stream: TextIO | None = None
+        self,
+        config: TrainerConfig,
+        total_steps: int,
+        after_step: int | None = None,
+        stream: TextIO | None = None,
+        run_id: str | None = None,
     ) -> None:
-        """after_step: where the run goes on, null: it begins. `stream`: where the progress line goes, null: standard
-        output. Raises UserError where a file cannot be written."""
+        """after_step: where the run resumes, null: it begins. `stream`: where the progress line goes, null: standard
+        output. run_id: what every row of metrics.jsonl names as its run. Raises UserError where a file cannot be
+        written."""
         directory = Path(config.default_local_dir)
         self._record: list[Sink] = []
         self._views: dict[str, Sink] = {}
         if "jsonl" in config.logger:
-            self._record.append(JsonlSink(directory / METRICS_FILE, after_step))
+            self._record.append(JsonlSink(directory / METRICS_FILE, after_step, run_id))
         if "tensorboard" in config.logger:
             self._show("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
         if "console" in config.logger:
@@ -84,21 +90,25 @@ def view(what: str, write: Callable[[], object]) -> bool:
 
 
 class JsonlSink:
-    """One JSON object a line and step, `{"step": n, key: value, ...}`, on disk as soon as the step is logged."""
+    """One JSON object a line and step, `{"step": n, "run_id": id, key: value, ...}`, on the disk itself when `log`
+    returns: a checkpoint of the step counts on it."""
 
-    def __init__(self, path: Path, after_step: int | None = None) -> None:
+    def __init__(self, path: Path, after_step: int | None = None, run_id: str | None = None) -> None:
         self._path = path
+        self._head: dict[str, str] = {} if run_id is None else {"run_id": run_id}
         with _disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if after_step is not None and path.exists():
                 _keep_up_to(path, after_step)
             self._file = path.open("w" if after_step is None else "a", encoding="utf-8")
+            _sync(path.parent)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {"step": step, **{key: _json_number(value) for key, value in metrics.items()}}
+        row = {"step": step, **self._head, **{key: _json_number(value) for key, value in metrics.items()}}
         with _disk_errors(self._path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with _disk_errors(self._path):
@@ -109,13 +119,16 @@ class TensorBoardSink:
     """TensorBoard scalars under the metrics' own names."""
 
     def __init__(self, directory: Path, after_step: int | None = None) -> None:
-        # purge_step: from there on TensorBoard shows nothing of an earlier run in the same directory.
+        self._directory = directory
+        # purge_step: from there on TensorBoard shows nothing of what the run does again.
         self._writer = SummaryWriter(str(directory), purge_step=0 if after_step is None else after_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
+        for file in sorted(self._directory.glob("events.*"))[-1:]:  # named by when they were begun
+            _sync(file)
 
     def close(self) -> None:
         self._writer.close()
@@ -134,15 +147,61 @@ class ConsoleSink:
         self._progress.close()
 
 
-def _keep_up_to(path: Path, step: int) -> None:
-    """Drops the lines of later steps, and what was cut short. The old file stays until the new one is whole."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:
+    """UserError unless the rows of metrics.jsonl up to a checkpoint's step are exactly those that it counts on, all of
+    one run. logged: the first and last step of each uninterrupted piece, ascending."""
+    wanted = [step for first, last in logged for step in range(first, last + 1)]
+    if not wanted:
+        return
+    rows = list(_rows(path))
+    other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
+    found = [row["step"] for _, row in rows if row["step"] <= wanted[-1]]
+    if other is not None:
+        fault = f"holds rows of another run, {other}, beside those of {run_id}"
+    elif found != wanted:
+        missing = sorted(set(wanted) - set(found))
+        fault = f"lacks the row of step {missing[0]}" if missing else "holds a step twice, in excess or out of order"
+        fault += f" ({len(missing)} of {len(wanted)} rows are missing)" if missing else ""
+    else:
+        return
+    raise UserError(
+        f"{path}: {fault}; the checkpoint of step {wanted[-1]} counts on rows {wanted[0]} to {wanted[-1]}. Restore the "
+        "file, or begin at that checkpoint in another trainer.default_local_dir: trainer.resume_mode=resume_path"
+    )
+
+
+def steps_logged(path: Path) -> list[int]:
+    """Return the steps of metrics.jsonl's rows, in their order."""
+    return [row["step"] for _, row in _rows(path)]
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return the complete lines that are a step's, each with what it says. A file that is not there has none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines(keepends=True):
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+            row = json.loads(line)
+            if line.endswith("\n") and isinstance(row["step"], int):
+                yield line, row
         except (ValueError, TypeError, KeyError):
             continue
+
+
+def _sync(path: Path) -> None:
+    """See to it that a file, or a directory's list of names, is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _keep_up_to(path: Path, step: int) -> None:
+    """Drops the lines of later steps, and what was cut short. The old file stays until the new one is whole."""
+    kept = [line for line, row in _rows(path) if row["step"] <= step]
     with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
         file.writelines(kept)
         file.flush()

@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role
-from rlhf_mc.checkpoint.inputs import check_unchanged
+from rlhf_mc.checkpoint.inputs import check_unchanged, paths
 from rlhf_mc.checkpoint.lock import Lock
-from rlhf_mc.checkpoint.training import Save, load, stored_config, stored_inputs
+from rlhf_mc.checkpoint.training import Save, load, reading_state, stored_config, stored_origin
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
+from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, steps_logged
 from rlhf_mc.topology.agreement import disk_error, gather_objects, on_rank_0, raise_together
-from rlhf_mc.trainer import success
+from rlhf_mc.trainer import run_directory, success
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 _OF_NO_EFFECT = {
@@ -76,62 +77,114 @@ class Checkpoints:
         self._saved: int | None = None
         self._lock = Lock(self._root)
         self.position = Position()
+        self.run_id = ""
+        """Of the run that the directory belongs to; `resume` finds or makes it."""
+        self._logged: list[list[int]] = []
+        """First and last step of each piece of metrics.jsonl that was there when the run began or resumed."""
+        self._logs_from: int | None = None
+        """The first step that this process logs there; None: trainer.logger has no jsonl."""
+        self._skipped: dict[str, int] = {}
+        """Consecutive skipped updates by model, as the checkpoint has them."""
         self._loop_state: dict[str, Any] = {}
         on_rank_0(f"trainer.default_local_dir: {self._root}", self._take)
 
     def _take(self) -> None:
         self._lock.take()
-        success.clear(self._root)
+        if (moved := run_directory.finish_moving(self._root)) is not None:
+            self._say(f"WARNING: the files of an earlier run, half moved away, are all in {moved} now")
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume
 
     def resume(self) -> Position:
-        """Takes the run to where the checkpoint of trainer.resume_mode was written; without one, nothing changes.
+        """Takes the run to where the checkpoint of trainer.resume_mode was written, and makes the directory its own.
         UserError where a checkpoint that was named, or all there are, cannot be used."""
-        path = self._find()
+        path = self._find_and_load()
         if path is None:
-            self._skipped_go_on_after(0, {})  # an attempt that was killed before its first checkpoint left samples
+            self._begin(None)
+        elif self._is_own(path):
+            self._continue(path)
         else:
-            allowed = self._cfg.resume_changed_inputs == "allow"
-            changed = check_unchanged(stored_inputs(path), self._run.inputs, allowed, str(path))
-            loop = load(path, self._roles)
-            self._run.kl_controller.load_state_dict(loop["kl_controller"])
-            self.position = Position(**loop["position"])
-            self._skipped_go_on_after(self.position.step, loop["skipped_in_a_row"])
-            self._say(f"resumed after step {self.position.step} from {path}")
-            self._say_what_changed(path)
-            for line in changed:
-                self._say(f"WARNING: {line}")
-            if path.parent.resolve() == self._root.resolve():
-                self._saved = self.position.step
-                on_rank_0(str(self._root), self._set_later_ones_aside)
-            else:
-                self.position.best_step = self.position.best_accuracy = None  # that one lies elsewhere
+            self.position.best_step = self.position.best_accuracy = None  # that one lies elsewhere
+            self._begin(path)
+        if "jsonl" in self._cfg.logger:
+            validates = self.position.step == 0 and self._cfg.val_before_train and bool(self._run.val_prompts)
+            self._logs_from = 0 if validates else self.position.step + 1
+        skipped = self._run.skipped
+        raise_together(disk_error(str(self._root), lambda: skipped.go_on_after(self.position.step, self._skipped)))
         self._note()
         return self.position
 
-    def _skipped_go_on_after(self, step: int, in_a_row: dict[str, int]) -> None:
-        skipped = self._run.skipped
-        raise_together(disk_error(str(self._root), lambda: skipped.go_on_after(step, in_a_row)))
+    def _begin(self, start: Path | None) -> None:
+        """Make the directory that of a new run, which begins at a checkpoint of another directory or at none."""
+        self.run_id = gather_objects(run_directory.new_id())[0]
+        self._logged = []
+        on_rank_0(str(self._root), lambda: self._claim(start))
 
-    def _find(self) -> Path | None:
-        """The checkpoint to go on from, its checksums found right."""
-        steps: list[int] = gather_objects(directory.steps_with_checkpoint(self._root))[0]
+    def _claim(self, start: Path | None) -> None:
+        inputs = [*paths(self._run.config), *([] if start is None else [("trainer.resume_from_path", start)])]
+        moved = run_directory.move_away(self._root, inputs)
+        if moved is not None:
+            self._say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
+        run_directory.claim(self._root, self.run_id, self.position.step, start)
+
+    def _continue(self, path: Path) -> None:
+        """Resume the run that the directory belongs to."""
+        self._saved = self.position.step
+        on_rank_0(str(self._root), self._check_and_clear)
+        self.run_id = gather_objects(self.run_id)[0]
+
+    def _check_and_clear(self) -> None:
+        """Nothing of another run, or of later steps, must be taken for this one's."""
+        owner = run_directory.owner(self._root)
+        self.run_id = self.run_id or owner or run_directory.new_id()  # an earlier version's checkpoint has none
+        if owner not in (None, self.run_id):
+            raise UserError(
+                f"{self._root}: its {run_directory.RUN_FILE} says run {owner}, its newest checkpoint is of run "
+                f"{self.run_id}; a directory belongs to one run: move the checkpoint to another "
+                "trainer.default_local_dir, or give it as trainer.resume_from_path with trainer.resume_mode=resume_path"
+            )
+        if self._logged and "jsonl" in self._cfg.logger:
+            check_metrics(self._root / METRICS_FILE, self.run_id, self._logged)
+        success.clear(self._root)
+        if owner is None:
+            run_directory.claim(self._root, self.run_id, 0, None)
+        for step in directory.steps_with_checkpoint(self._root):
+            if step > self.position.step:
+                self._say(f"global_step_{step} is set aside as {directory.set_aside(self._root, step).name}")
+        if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
+            self._say(
+                f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
+                "dropped: the run does those steps again"
+            )
+        for line in run_directory.drop_later(self._root, self.position.step):
+            self._say(line)
+
+    def _is_own(self, path: Path) -> bool:
+        return path.resolve() == directory.final_path(self._root, self.position.step).resolve()
+
+    def _find_and_load(self) -> Path | None:
+        """Load the checkpoint that the run resumes from, its checksums found right. Return where it is."""
+        steps: list[int] = []
+        on_rank_0(str(self._root), lambda: steps.extend(self._list()))
+        steps = gather_objects(steps)[0]
         given = self._cfg.resume_from_path if self._cfg.resume_mode == "resume_path" else None
         if self._cfg.resume_mode == "auto" or (given is not None and self._began_at(given, steps)):
-            return self._newest_whole(steps)
-        is_own = given is not None and Path(given).resolve().parent == self._root.resolve()
-        if steps and self._cfg.save_freq > 0 and not is_own:
-            raise UserError(
-                f"trainer.resume_mode is {self._cfg.resume_mode}, and {self._root} holds training checkpoints of an "
-                "earlier run, which this one's would be mixed with; remove them, or give another "
-                "trainer.default_local_dir"
-            )
+            return self._load_newest(steps)
         if given is None:
             return None
-        directory.verify(Path(given))
+        self._load(Path(given))
+        if Path(given).resolve().parent == self._root.resolve() and not self._is_own(Path(given)):
+            raise UserError(
+                f"trainer.resume_from_path: {given} is a checkpoint of step {self.position.step}; rename it to "
+                f"{directory.final_path(self._root, self.position.step).name}, or move it to another directory"
+            )
         return Path(given)
+
+    def _list(self) -> list[int]:
+        for line in directory.not_counted(self._root):
+            self._say(f"WARNING: {line}")
+        return directory.steps_with_checkpoint(self._root)
 
     def _began_at(self, given: str, steps: list[int]) -> bool:
         """Whether the newest checkpoint whose settings can be read is of a run that began at the given one too: the
@@ -143,29 +196,42 @@ class Checkpoints:
                 break
         return gather_objects(mine == given)[0]
 
-    def _newest_whole(self, steps: list[int]) -> Path | None:
+    def _load_newest(self, steps: list[int]) -> Path | None:
         for step in reversed(steps):
             path = directory.final_path(self._root, step)
             try:
-                directory.verify(path)
+                self._load(path)
                 return path
             except directory.Damaged as error:
                 self._say(f"WARNING: {error}; going back to the checkpoint before it")
         if steps:
             raise UserError(
                 f"{self._root}: none of the {len(steps)} training checkpoints is whole; to begin anew, give another "
-                "trainer.default_local_dir"
+                "trainer.default_local_dir, or trainer.resume_mode=disable"
             )
         return None
 
-    def _set_later_ones_aside(self) -> None:
-        """Damaged ones, and those of a run that went on from here before, must not be taken for this one's."""
-        for step in directory.steps_with_checkpoint(self._root):
-            if step > self.position.step:
-                self._say(f"global_step_{step} is set aside as {directory.set_aside(self._root, step).name}")
+    def _load(self, path: Path) -> None:
+        directory.verify(path)
+        allowed = self._cfg.resume_changed_inputs == "allow"
+        inputs, run_id = stored_origin(path)
+        with reading_state(path):
+            changed = check_unchanged(inputs, self._run.inputs, allowed, str(path))
+        config = stored_config(path)
+        loop = load(path, self._roles)
+        with reading_state(path):
+            self._run.kl_controller.load_state_dict(loop["kl_controller"])
+            self.position = Position(**loop["position"])
+            self._logged = loop.get("logged", [])  # an earlier version counted on none
+            self._skipped = dict(loop["skipped_in_a_row"])
+            self.run_id = run_id or ""
+        self._say(f"resumed after step {self.position.step} from {path}")
+        self._say_what_changed(config)
+        for line in changed:
+            self._say(f"WARNING: {line}")
 
-    def _say_what_changed(self, path: Path) -> None:
-        before, now = (_flat(tree) for tree in (stored_config(path), to_dict(self._run.config)))
+    def _say_what_changed(self, stored: dict[str, Any]) -> None:
+        before, now = (_flat(tree) for tree in (stored, to_dict(self._run.config)))
         changed = [key for key in now if before.get(key) != now[key] and key not in _OF_NO_EFFECT]
         if changed:
             listed = ", ".join(f"{key} {before.get(key)} -> {now[key]}" for key in changed)
@@ -198,13 +264,22 @@ class Checkpoints:
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
         if position.accuracy is not None and position.accuracy >= best:
             position.best_step, position.best_accuracy = position.step, position.accuracy
-        loop = {**self._loop_state, "position": asdict(position)}
+        loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._saying_what_is_kept():
             on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
-            self._in_flight = Save(
-                self._root, position.step, self._roles, loop, to_dict(self._run.config), self._run.inputs, buffers
-            )
+            config, inputs = to_dict(self._run.config), self._run.inputs
+            self._in_flight = Save(self._root, position.step, self._roles, loop, config, inputs, self.run_id, buffers)
+
+    def _all_logged(self) -> list[list[int]]:
+        """Which steps have a row in metrics.jsonl once that of the complete step is there, as it is when the checkpoint
+        counts."""
+        first, last = self._logs_from, self.position.step
+        if first is None or first > last:
+            return self._logged
+        if self._logged and self._logged[-1][1] + 1 == first:
+            return [*self._logged[:-1], [self._logged[-1][0], last]]
+        return [*self._logged, [first, last]]
 
     def advance(self, wait: bool = False) -> None:
         """Commits the checkpoint under way if all ranks have written their part of it, or once they have."""

@@ -20,6 +20,7 @@ from rlhf_mc.trainer.experience import (
     sampling_seeds,
     submit_responses,
 )
+from rlhf_mc.trainer.run_directory import GENERATIONS
 
 
 def accuracy(row: dict[str, float]) -> float:
@@ -66,6 +67,6 @@ def _as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, generation: Gen
 
 def write_generations(directory: Path, step: int, texts: Sequence[str], limit: int) -> None:
     """Writes the first `limit` samples to generations/step_<n>.txt."""
-    path = directory / "generations" / f"step_{step:06d}.txt"
+    path = directory / GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts[:limit]), encoding="utf-8")

@@ -30,6 +30,7 @@ from rlhf_mc.trainer import evaluate, experience, success, update
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.passes import micro_batch_limit
 from rlhf_mc.trainer.preemption import StopRequested, StopRequests
+from rlhf_mc.trainer.run_directory import EXPORT, HF, PLOT
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 SINKS = "trainer.default_local_dir"
@@ -62,11 +63,12 @@ def fit(run: Run, place: Place | None = None, stop: StopRequests | None = None) 
 
 def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) -> None:
     """The loop. Raises StopRequested where it can give way: while the weights are those of the last complete step."""
-    cfg = run.config.trainer
+    cfg, directory = run.config.trainer, Path(run.config.trainer.default_local_dir)
     with run.residency.phase(PhaseTimer(place=place), "save_checkpoint"):
         position = checkpoints.resume()
+    run_id = checkpoints.run_id
     sinks: list[Sinks] = []  # one, on rank 0
-    on_rank_0(SINKS, lambda: sinks.append(Sinks(cfg, run.total_steps, position.step or None)))
+    on_rank_0(SINKS, lambda: sinks.append(Sinks(cfg, run.total_steps, position.step or None, run_id=run_id)))
     for line in headlines(run):
         say(run, line)
     say(run, run.update.summary)
@@ -85,7 +87,7 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
             accuracy = validate(run, state)
             reached = is_target(run, accuracy)
         if cfg.export_freq > 0 and step % cfg.export_freq == 0:
-            export(run, state, Path(cfg.default_local_dir) / "export" / f"global_step_{step}")
+            export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
         checkpoints.step_done(step, accuracy)
         if checkpoints.is_due(is_last=last or reached):
             with run.residency.phase(state.timer, "save_checkpoint"):
@@ -93,17 +95,16 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
         log(sinks, state)
         checkpoints.advance()
         stop.steps_done += 1
-    directory = Path(cfg.default_local_dir)
     checkpoints.advance(wait=True)
-    export(run, StepState(run.total_steps, PhaseTimer(), {}), directory / "hf")
+    export(run, StepState(position.step, PhaseTimer(), {}), directory / HF, run_id)
     checkpoints.close()
     on_rank_0(SINKS, lambda: sinks[0].close())
     if sinks and "jsonl" in cfg.logger:
-        png = directory / "training.png"
+        png = directory / PLOT
         view(png.name, lambda: plot_run(directory / METRICS_FILE, png, title=directory.name))
     on_rank_0(SINKS, lambda: success.write(directory, checkpoints.position.step))
     why = "the target accuracy is reached" if reached else "all steps are done"
-    say(run, f"{why}; the trained actor is in {directory / 'hf'}, metrics, plot and samples beside it")
+    say(run, f"{why}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
 
 
 def begin_step(step: int, place: Place) -> StepState:
@@ -337,8 +338,8 @@ def is_target(run: Run, accuracy: float | None) -> bool:
     return accuracy is not None and target is not None and accuracy >= target
 
 
-def export(run: Run, state: StepState, directory: Path) -> None:
-    """Writes the actor as a Hugging Face checkpoint."""
+def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:
+    """Writes the actor as a Hugging Face checkpoint, which names the run."""
     with run.residency.phase(state.timer, "export"):
         export_hf(
             run.actor.params,
@@ -349,6 +350,7 @@ def export(run: Run, state: StepState, directory: Path) -> None:
             dist.group.WORLD,
             run.config.actor.megatron.dtype,
             run.config.model.path,
+            about=None if run_id is None else {"run_id": run_id, "step": state.step},
         )
 
 

@@ -12,7 +12,8 @@ NAME = "success.json"
 
 
 def clear(root: Path) -> None:
-    """Remove the mark of an earlier run. Called once the directory is held, before anything else is written there."""
+    """Remove the mark of a run that resumes, before anything else is written. (With an earlier run's files its mark is
+    moved away.)"""
     (root / NAME).unlink(missing_ok=True)
 
 

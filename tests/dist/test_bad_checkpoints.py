@@ -3,8 +3,10 @@ was complete stays."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +59,7 @@ def with_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], Non
 
 def with_file(path: Path, step: int, name: str, text: str) -> None:
     """The same checkpoint, whole, but for one file's content."""
-    files = directory.read_manifest(path)
+    files = directory.read_manifest(path).files
     path.rename(directory.staging_path(path.parent, step))
     files[name] = directory.write_bytes(directory.staging_path(path.parent, step) / name, text.encode())
     directory.commit(path.parent, step, files)
@@ -95,6 +97,58 @@ def another_reward(state: dict[str, Any]) -> None:
     state["inputs"]["custom_reward_function.path"]["file"]["bytes"] += 1
 
 
+def without(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def as_directory(name: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).mkdir()
+
+    return replace
+
+
+def random_bytes(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_bytes(random.Random(name).randbytes((path / name).stat().st_size))
+
+
+def cut_in_half(name: str) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / name, (path / name).stat().st_size // 2)
+
+
+def one_byte(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = bytearray((path / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (path / name).write_bytes(data)
+
+    return change
+
+
+FILES = (".metadata", "metadata.json", "common.pt", "state.json", "config.yaml", "manifest.json", "__0_0.distcp")
+HARMS = (without, as_directory, random_bytes, cut_in_half, one_byte)
+
+
+def rewritten(name: str, text: str) -> Callable[[Path], None]:
+    """A manifest that agrees with content that no run writes."""
+    return lambda path: with_file(path, 3, name, text)
+
+
+def copied(name: str) -> Callable[[Path], None]:
+    """A copy of step 2, newer by its name."""
+    return lambda path: shutil.copytree(path.with_name("global_step_2"), path.with_name(name)) and None
+
+
+def metrics_without(step: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        file = path.with_name("metrics.jsonl")
+        rows = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] != step]
+        file.write_text("".join(rows))
+
+    return change
+
+
 def newer(path: Path) -> None:
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
@@ -130,10 +184,22 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     harmed(good, tmp_path / "allowed", with_state(other_prompts))
     ways.append(([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3"))
     auto("reward", with_state(another_reward), "step 3")
+    for file, harm in itertools.product(FILES, HARMS):
+        auto(f"{file} {harm.__name__}", harm(file), "step 2")
+    for file, text in itertools.product(("state.json", "config.yaml"), ("{}", "[1, 2]", "[" * 100_000, '{"loop": 1}')):
+        if (file, text[:2]) not in (("config.yaml", "{}"), ("config.yaml", '{"')):  # settings that say nothing
+            auto(f"{file} rewritten {text[:2]}", rewritten(file, text), "step 2")
+    auto("copy 99", copied("global_step_99"), "step 3")
+    auto("copy 007", copied("global_step_007"), "step 3")
+    auto("gap", metrics_without(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
     auto("newer", newer, "written by a newer version of the program (format 9")
     named("named", harmed(good, tmp_path / "n", cut) / "global_step_3", "damaged")
     named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")
+    earlier = ("metrics.jsonl", "nonfinite_step_9.json")
+    (tmp_path / "fine").mkdir()
+    for name in earlier:
+        (tmp_path / "fine" / name).write_text("[]")
     named("fine", good / "global_step_2", "step 2")
     start = good / "global_step_1"
     for name, content in {"requeued": None, "not text": b"\xff\xfe", "no mapping": b"hello"}.items():
@@ -143,8 +209,7 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     samples.parent.mkdir()
     samples.write_text("[]")
     ways.append(([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0"))
-    mixed = f"default_local_dir={harmed(good, tmp_path / 'mixed', cut)}"
-    ways.append(([mixed, "resume_mode=disable"], "which this one's would be mixed with"))
+    ways.append(([f"default_local_dir={harmed(good, tmp_path / 'anew', cut)}", "resume_mode=disable"], "step 0"))
     # The same directory: later steps are of a run that went on from there before.
     branch = harmed(good, tmp_path / "branch", lambda path: None)
     point = f"resume_from_path={branch / 'global_step_1'}"
@@ -155,6 +220,8 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     )[0]
     for (way, outcome), text in zip(ways, said, strict=True):
         assert outcome in text and "\n" not in text, f"{way}: {text}"
+    assert (tmp_path / "copy 99" / "global_step_99").is_dir() and (tmp_path / "copy 007" / "global_step_007").is_dir()
+    assert not (tmp_path / "gap" / "earlier_runs").exists()
     assert sorted(p.name for p in (tmp_path / "two cut").glob("global*")) == [
         "global_step_1",
         "global_step_2.aside1",
@@ -162,7 +229,30 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     ]
     assert directory.steps_with_checkpoint(branch) == [1]
     assert not samples.exists()
+    (moved,) = (tmp_path / "fine" / "earlier_runs").iterdir()
+    assert {path.name for path in moved.iterdir()} == {*earlier, "run.json"}
+    (moved,) = (tmp_path / "anew" / "earlier_runs").iterdir()
+    assert sorted(path.name for path in (tmp_path / "anew").iterdir()) == ["earlier_runs", "run.json"]
+    assert {path.name for path in moved.iterdir()} == {path.name for path in good.iterdir()}
     assert not list(tmp_path.glob("*/run.lock"))
+
+
+def test_another_run_in_the_same_directory(pool: Any, config: Path, tmp_path: Path) -> None:
+    """The same command twice, without training checkpoints: two runs, each with all of its files."""
+    overrides = [f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
+    for _ in range(2):
+        pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, look_at=0)
+    (first,) = (tmp_path / "earlier_runs").iterdir()
+    files = {"metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "run.json"}
+    assert {path.name for path in first.iterdir()} == files
+    assert {path.name for path in tmp_path.iterdir()} == {*files, "earlier_runs"}
+    ids = []
+    for run in (first, tmp_path):
+        (row,) = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+        names = [row["run_id"], *(json.loads((run / at / "run.json").read_text())["run_id"] for at in (".", "hf"))]
+        assert len(set(names)) == 1
+        ids.append(names[0])
+    assert ids[0] == first.name != ids[1]
 
 
 def test_a_disk_that_refuses(pool: Any, config: Path, tmp_path: Path) -> None:

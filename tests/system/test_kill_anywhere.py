@@ -101,7 +101,7 @@ def outcome(run: Path) -> dict[str, object]:
     """What must not depend on what befell the run: metrics but for what a clock decides, the exported model, and the
     checksums of the last checkpoint's tensors (weights and optimizers)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varies = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
+    varies = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
     files = json.loads((run / f"global_step_{STEPS}" / "manifest.json").read_text())["files"]
     return {
         "steps": [row["step"] for row in rows],

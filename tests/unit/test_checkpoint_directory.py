@@ -68,7 +68,7 @@ def test_damage_is_found(tmp_path: Path, harm: str) -> None:
         manifest["files"]["b"]["bytes"] = 5
         (path / directory.MANIFEST).write_text(json.dumps(manifest))
     else:
-        body = {"format": 1, "step": 1, "files": {"../a": manifest["files"]["a"]}}
+        body = {"format": 1, "step": 1, "run_id": None, "files": {"../a": manifest["files"]["a"]}}
         (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._sum_of(body)}))
     with pytest.raises(directory.Damaged, match="b" if not harm.startswith("manifest") else directory.MANIFEST):
         directory.verify(path)

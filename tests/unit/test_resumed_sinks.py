@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlhf_mc.config.schema import TrainerConfig
@@ -30,6 +32,32 @@ def test_lines_of_later_steps_are_dropped(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["step"], row["a"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0), (5, 15.0)]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_row_is_on_the_disk_when_it_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of the step may count from then on, and a crash of the machine must not take its row."""
+    synced: dict[str, int] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    config = TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"])
+    sinks = Sinks(config, total_steps=9, run_id="first")
+    assert tmp_path.name in synced  # the file's name
+    for step in (1, 2):
+        sinks.log(step, {"a": 1.0})
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        for path in (tmp_path / "metrics.jsonl", events):
+            assert synced[path.name] == path.stat().st_size > 0
+    sinks.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]) == {
+        "step": 2,
+        "run_id": "first",
+        "a": 1,
+    }
 
 
 def test_a_run_that_goes_on_elsewhere_begins_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""trainer.default_local_dir belongs to one run, whose id is in run.json there, in the metrics, the checkpoints and the
+exports. Another run that begins there first moves all files of the earlier one to earlier_runs/<its id>/.
+
+One rank calls these functions, and holds the directory's lock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc.checkpoint import directory
+from rlhf_mc.checkpoint.hf import RUN_FILE
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.sinks import METRICS_FILE, TENSORBOARD_DIR
+from rlhf_mc.trainer import success
+
+EARLIER = "earlier_runs"
+HF, EXPORT, GENERATIONS, PLOT = "hf", "export", "generations", "training.png"
+_OUTPUTS = (
+    success.NAME,
+    METRICS_FILE,
+    TENSORBOARD_DIR,
+    GENERATIONS,
+    PLOT,
+    HF,
+    EXPORT,
+    "nonfinite_step_*.json",
+    "global_step_*",
+)
+"""What a run writes, beside run.json. Anything else in the directory (a quickstart's models and data, logs) stays."""
+_LEAVES = "is_moving_away"
+_ID = re.compile(r"\w[\w.-]*")
+
+
+def new_id() -> str:
+    """Return an id that no other run has: when it began, and something random."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+
+
+def owner(root: Path) -> str | None:
+    """Return the id of the run that the directory belongs to. None: of no run, or of one before there were ids."""
+    run_id = _read(root).get("run_id")
+    return run_id if isinstance(run_id, str) and _ID.fullmatch(run_id) else None
+
+
+def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None) -> None:
+    """Make the directory the run's. resumed_from: the checkpoint of another directory, of the step `begins_after`,
+    that it begins with."""
+    about = {"run_id": run_id, "begins_after_step": begins_after}
+    _write(root, about if resumed_from is None else {**about, "resumed_from": str(resumed_from)})
+
+
+def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
+    """Move all files of the run that was here to a directory of their own, which is returned; None: there are none.
+    Where this is interrupted, `finish_moving` does the rest. UserError where the new run reads one of them.
+
+    inputs: (setting, file) of all that the new run reads."""
+    outputs = list(_outputs(root))
+    if not outputs and not (root / RUN_FILE).exists():
+        return None
+    run_id = owner(root) or _id_without_file(root, outputs)
+    for setting, path in inputs:
+        inside = next((output for output in outputs if path.resolve().is_relative_to(output.resolve())), None)
+        if inside is not None:
+            raise UserError(
+                f"{setting}: {path} is of {inside}, a file of the earlier run {run_id} in this directory, which would "
+                "be moved away when another run begins here; give another trainer.default_local_dir"
+            )
+    _write(root, {**_read(root), "run_id": run_id, _LEAVES: True})
+    return _move(root)
+
+
+def finish_moving(root: Path) -> Path | None:
+    """Do the rest of a `move_away` that was interrupted. Return where the files are, None if there was none."""
+    return _move(root) if _read(root).get(_LEAVES) else None
+
+
+def _move(root: Path) -> Path:
+    about = _read(root)
+    target = root / EARLIER / (owner(root) or new_id())
+    target.mkdir(parents=True, exist_ok=True)
+    for path in _outputs(root):
+        os.rename(path, directory.free_name(target / path.name))
+    about.pop(_LEAVES)
+    _write(target, about)
+    (root / RUN_FILE).unlink()
+    directory.sync(target)
+    directory.sync(root)
+    return target
+
+
+def drop_later(root: Path, step: int) -> list[str]:
+    """Remove the generations of later steps, which the run will do again, and quarantine its exports of later steps.
+    Return one line for each of those."""
+    for path in (root / GENERATIONS).glob("step_*.txt"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+    lines = []
+    for path in (root / HF, *(root / EXPORT).glob("global_step_*")):
+        exported = _read(path).get("step")
+        if isinstance(exported, int) and exported > step and "." not in path.name:
+            quarantined = directory.quarantine(path)
+            lines.append(f"{path} is of step {exported}, later than {step}; quarantined as {quarantined.name}")
+    return lines
+
+
+def _outputs(root: Path) -> Iterator[Path]:
+    for pattern in _OUTPUTS:
+        yield from sorted(root.glob(pattern))
+    for name in (HF, EXPORT):
+        yield from sorted(root.glob(f"{name}{directory.QUARANTINED}*"))
+
+
+def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
+    """Return the id of a run that left no run.json: its checkpoints', or one of the time when it wrote last."""
+    for step in directory.steps_with_checkpoint(root):
+        run_id = directory.read_manifest(directory.final_path(root, step)).run_id
+        if run_id is not None:
+            return run_id
+    last = max((path.stat().st_mtime for path in outputs), default=0.0)
+    return f"unnamed-{time.strftime('%Y%m%d-%H%M%S', time.localtime(last))}"
+
+
+def _read(root: Path) -> dict[str, Any]:
+    """Return what run.json says; nothing where there is none, or another file of that name."""
+    try:
+        content = json.loads((root / RUN_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(root: Path, about: dict[str, Any]) -> None:
+    staging = root / f"{RUN_FILE}.tmp"
+    directory.write_json(staging, about)
+    os.replace(staging, root / RUN_FILE)
+    directory.sync(root)

@@ -1,0 +1,209 @@
+"""A directory belongs to one run: what another one that begins there finds moved away, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhf_mc.checkpoint import directory
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.sinks import check_metrics
+from rlhf_mc.trainer import run_directory
+
+INPUTS = ("train.parquet", "model_hf", "my_notes.txt", "run.lock")
+OUTPUTS = ("metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "export", "global_step_2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def a_run(root: Path, run_id: str | None = "first") -> None:
+    """What a run leaves that was ended after step 3, and what is beside it."""
+    root.mkdir(exist_ok=True)
+    for name in INPUTS:
+        (root / name).write_text(name)
+    for name in ("tensorboard", "generations", "hf", "export/global_step_1"):
+        (root / name).mkdir(parents=True)
+        (root / name / "file").write_text(f"{run_id} {name}")
+    (root / "nonfinite_step_3.json").write_text("[]")
+    (root / "training.png").write_bytes(b"png")
+    (root / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "run_id": run_id}) + "\n" for n in (1, 2, 3)))
+    path = directory.begin(root, 2)
+    files = {"a": directory.write_bytes(path / "a", b"a" * 100)}
+    directory.commit(root, 2, files, run_id)
+    if run_id is not None:
+        run_directory.claim(root, run_id, 0, None)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_another_run_finds_an_empty_place(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    before = {name: sorted((tmp_path / name).rglob("*")) for name in OUTPUTS}
+    moved = run_directory.move_away(tmp_path, [("data.train_files", tmp_path / "train.parquet")])
+    assert moved == tmp_path / "earlier_runs" / "first"
+    assert names(tmp_path) == {*INPUTS, "earlier_runs"}
+    assert names(moved) == {*OUTPUTS, "nonfinite_step_3.json", "run.json"}
+    for name, paths in before.items():
+        assert sorted((moved / name).rglob("*")) == [moved / path.relative_to(tmp_path) for path in paths]
+    directory.verify(moved / "global_step_2")
+    run_directory.claim(tmp_path, "second", 0, None)
+    assert run_directory.owner(tmp_path) == "second" and run_directory.owner(moved) == "first"
+
+
+def test_nothing_is_moved_where_nothing_was_run(tmp_path: Path) -> None:
+    for name in INPUTS:
+        (tmp_path / name).write_text(name)
+    assert run_directory.move_away(tmp_path, []) is None
+    assert names(tmp_path) == set(INPUTS)
+
+
+def test_moved_back_a_run_is_what_it_was(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    run = (tmp_path / "run.json").read_bytes()
+    moved = run_directory.move_away(tmp_path, [])
+    assert moved is not None
+    for path in moved.iterdir():
+        path.rename(tmp_path / path.name)
+    assert run_directory.finish_moving(tmp_path) is None
+    assert (tmp_path / "run.json").read_bytes() == run
+    assert directory.steps_with_checkpoint(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_killed_while_it_moves_the_next_start_moves_the_rest(
+    tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is mixed, wherever it was interrupted, and no checkpoint of the run that goes is resumed from."""
+    a_run(tmp_path)
+    whole = names(tmp_path) - set(INPUTS)
+    calls = 0
+
+    def counted(original: object) -> object:
+        def call(*args: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise KeyboardInterrupt
+            return original(*args)  # type: ignore[operator]
+
+        return call
+
+    for name in ("rename", "replace", "unlink"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    try:
+        run_directory.move_away(tmp_path, [])
+    except KeyboardInterrupt:
+        monkeypatch.undo()
+        if run_directory.finish_moving(tmp_path) is None:  # it had not begun, or was over but for its return
+            assert (whole - {"run.json"} <= names(tmp_path)) == (run_directory.move_away(tmp_path, []) is not None)
+    monkeypatch.undo()
+    assert names(tmp_path) - {"run.json.tmp"} == {*INPUTS, "earlier_runs"}
+    assert names(tmp_path / "earlier_runs" / "first") - {"run.json.tmp"} == whole
+
+
+def test_a_run_without_an_id(tmp_path: Path) -> None:
+    """Of an earlier version: named by its checkpoints' id, or by when it wrote last."""
+    a_run(tmp_path / "old", None)
+    moved = run_directory.move_away(tmp_path / "old", [])
+    assert moved is not None and moved.name.startswith("unnamed-2") and "metrics.jsonl" in names(moved)
+    a_run(tmp_path / "lost", "third")
+    (tmp_path / "lost" / "run.json").write_text('{"run_id": "../../elsewhere"}')
+    moved = run_directory.move_away(tmp_path / "lost", [])
+    assert moved == tmp_path / "lost" / "earlier_runs" / "third"
+
+
+def test_a_run_that_reads_what_would_be_moved_is_refused(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    before = names(tmp_path)
+    reads = [("data.train_files", tmp_path / "train.parquet"), ("model.path", tmp_path / "hf" / "file")]
+    with pytest.raises(UserError, match=r"^model\.path: .* of the earlier run first .*another trainer"):
+        run_directory.move_away(tmp_path, reads)
+    assert names(tmp_path) == before
+
+
+def test_what_is_later_than_the_checkpoint(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    for number in (2, 3):
+        (tmp_path / "generations" / f"step_{number:06d}.txt").write_text("sample")
+        (tmp_path / "export" / f"global_step_{number}").mkdir()
+        (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(json.dumps({"step": number}))
+    (tmp_path / "hf" / "run.json").write_text(json.dumps({"step": 3}))
+    lines = run_directory.drop_later(tmp_path, 2)
+    assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
+    assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
+    assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.aside1"}
+    assert "hf" not in names(tmp_path) and "hf.aside1" in names(tmp_path)
+    assert run_directory.drop_later(tmp_path, 2) == []
+
+
+# ---------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize(
+    ("steps", "logged", "fault"),
+    [
+        ([0, 1, 2, 3, 4], [[0, 3]], None),
+        ([4, 5, 6], [[4, 5]], None),
+        ([1, 2, 5, 6], [[1, 2], [5, 6]], None),
+        ([], [], None),
+        ([1, 2, 3], [[1, 6]], "lacks the row of step 4 (3 of 6 rows are missing)"),
+        ([1, 2, 4], [[1, 4]], "lacks the row of step 3"),
+        ([2, 3], [[0, 3]], "lacks the row of step 0"),
+        ([1, 2, 2, 3], [[1, 3]], "holds a step twice"),
+        ([1, 3, 2], [[1, 3]], "out of order"),
+        ([1, 2, 3, 4, 5, 6], [[1, 2], [5, 6]], "out of order"),
+    ],
+)
+def test_a_gap_in_the_metrics_is_found(
+    tmp_path: Path, steps: list[int], logged: list[list[int]], fault: str | None
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "run_id": "first"}) + "\n" for n in steps) + '{"step": 9, "cut')
+    if fault is None:
+        check_metrics(path, "first", logged)
+        return
+    with pytest.raises(UserError) as error:
+        check_metrics(path, "first", logged)
+    assert fault in str(error.value) and "resume_path" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_of_another_run_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(UserError, match="lacks the row of step 1"):
+        check_metrics(path, "first", [[1, 2]])
+    path.write_text("".join(json.dumps({"step": n, "run_id": run}) + "\n" for n, run in ((1, "first"), (2, "second"))))
+    with pytest.raises(UserError, match="rows of another run, second, beside those of first"):
+        check_metrics(path, "first", [[1, 2]])
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_a_directory_whose_name_is_not_its_step_does_not_count(tmp_path: Path) -> None:
+    for name in ("global_step_99", "global_step_007"):
+        a_run(tmp_path / name)
+        (tmp_path / name / "global_step_2").rename(tmp_path / f"{name}.tmp")
+    a_run(tmp_path)
+    for name in ("global_step_99", "global_step_007"):
+        os.rename(tmp_path / name, tmp_path / f"of {name}")
+        os.rename(tmp_path / f"{name}.tmp", tmp_path / name)
+    (tmp_path / "global_step_5").mkdir()
+    assert directory.steps_with_checkpoint(tmp_path) == [2]
+    lines = directory.not_counted(tmp_path)
+    assert [line.partition("global_step_")[2].partition(";")[0] for line in lines] == [
+        "007 is a checkpoint of step 2",
+        "5 has no manifest.json",
+        "99 is a checkpoint of step 2",
+    ]
