@@ -110,11 +110,25 @@ def _check_is_checkpoint(directory: str | Path) -> None:
                 f"{directory}: not a Megatron checkpoint ({name} is missing); tools/convert_hf_to_mcore.py writes one"
             )
     try:
-        is_ours = "sharded_backend" in json.loads((Path(directory) / "metadata.json").read_text())
-    except ValueError:
-        is_ours = False
-    if not is_ours:
-        raise UserError(f"{directory}: not a Megatron checkpoint (metadata.json names no sharded_backend)")
+        about = json.loads((Path(directory) / "metadata.json").read_text())
+        backends = (about["sharded_backend"], about["common_backend"]) if isinstance(about, dict) else None
+    except (OSError, ValueError, KeyError, RecursionError):
+        backends = None
+    if backends != ("torch_dist", "torch"):
+        raise UserError(f"{directory}: not a Megatron checkpoint (metadata.json names no sharded_backend torch_dist)")
+    _check_common(Path(directory) / "common.pt")
+
+
+def _check_common(path: Path) -> None:
+    """UserError unless dist_checkpointing can read the state that is not tensors. The loader is torch's, which executes
+    nothing."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # an archive, or a pickle, fails in every way there is
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{path}: damaged ({reason})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: damaged (holds a {type(content).__name__})")
 
 
 def _stored_tensors(directory: str | Path) -> dict[str, Any]:

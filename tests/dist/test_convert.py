@@ -168,16 +168,20 @@ def test_weights_that_are_not_finite_are_refused(
     )
 
 
-@pytest.mark.parametrize("file", [".metadata", "metadata.json", "__0_0.distcp"])
+@pytest.mark.parametrize("file", [".metadata", "metadata.json", "common.pt", "__0_0.distcp"])
 def test_a_corrupt_checkpoint_is_refused(
     pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path, file: str
 ) -> None:
     source, checkpoint = converted["tied_float32"]
-    for content in (None, b"garbage"):
-        broken = shutil.copytree(checkpoint, tmp_path / str(content is None))
+    whole = (checkpoint / file).read_bytes()
+    harms = {"missing": None, "directory": None, "garbage": b"garbage", "number": b"5", "cut": whole[: len(whole) // 2]}
+    for harm, content in harms.items():
+        broken = shutil.copytree(checkpoint, tmp_path / harm)
         (broken / file).unlink()
         if content is not None:
             (broken / file).write_bytes(content)
+        elif harm == "directory":
+            (broken / file).mkdir()
         (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(source), converted=str(broken))
         assert str(broken) in message and "\n" not in message and "nothing was refused" not in message
 
