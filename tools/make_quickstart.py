@@ -316,6 +316,8 @@ def main() -> None:
         raise UserError(f"--seed {args.seed}: the model starts above {MAX_START_ACCURACY:.0%}; take another seed")
     model.save_pretrained(args.output / "model_hf")
     tokenizer.save_pretrained(args.output / "model_hf")
+    for file in (args.output / "model_hf").glob("*.safetensors"):  # safetensors lets only their owner read them
+        file.chmod((file.parent / "config.json").stat().st_mode)
     loaded = AutoTokenizer.from_pretrained(args.output / "model_hf")
     assert len(loaded) == model.config.vocab_size and torch.equal(encode_prompts(val, loaded), val_prompts)
     print(f"Written to {args.output}: model_hf/, train.parquet, val.parquet")

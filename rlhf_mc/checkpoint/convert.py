@@ -9,9 +9,12 @@ import logging
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mc.config.errors import UserError
 
 # Megatron-Core takes many seconds to import: it is left until the input is known to be right.
 if TYPE_CHECKING:
@@ -93,6 +96,64 @@ def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: i
         layouts = training_layouts(shape, groups.mesh)
         export_hf(params, layouts, shape, output, groups.rank, dist.group.WORLD, dtype, assets, max_shard_bytes)
         _say(groups.rank, checkpoint, output, shape)
+
+
+def is_training_checkpoint(checkpoint: str) -> bool:
+    """Return whether a directory looks like one, be it damaged."""
+    return any((Path(checkpoint) / name).exists() for name in ("manifest.json", "state.json"))
+
+
+def training_checkpoint_to_hf(
+    checkpoint: str, output: str, role: str, hf_path: str | None, max_shard_bytes: int
+) -> None:
+    """Write the model of a role as a Hugging Face checkpoint, as the run itself would have exported it at that step.
+    Any number of processes may do it, whatever the run's layout was: each reads and writes its share of the files.
+
+    hf_path: the checkpoint that the role began with, for config.json and tokenizer; None: as the run's settings say.
+    UserError where the checkpoint is damaged or holds no such role."""
+    quiet()
+    import torch
+    import torch.distributed as dist
+
+    from rlhf_mc.checkpoint import directory
+    from rlhf_mc.checkpoint.blocks import Block
+    from rlhf_mc.checkpoint.hf import export_read, read_shape
+    from rlhf_mc.checkpoint.training import check_shape, stored_config, stored_models
+    from rlhf_mc.checkpoint.writer import read_tensors
+    from rlhf_mc.reshard.layout import logical_shapes
+    from rlhf_mc.topology.groups import world_of_a_tool
+
+    path = Path(checkpoint)
+    with world_of_a_tool() as groups:
+        directory.verify(path)
+        models = stored_models(path)
+        if role not in models:
+            raise UserError(f"--role {role}: {path} holds {', '.join(models)}")
+        start = Path(hf_path) if hf_path is not None else _start_of(role, stored_config(path))
+        if not start.is_dir():
+            raise UserError(f"{start}: no such directory; where the model of the run lies now is given as --hf-path")
+        shape = read_shape(start, value_head=role == "critic")
+        check_shape(path, role, models, shape)
+        dtype_name: str = models[role]["dtype"]
+        shapes, dtype = logical_shapes(shape), getattr(torch, dtype_name)
+
+        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+            tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
+            boxes = {name: tuple((0, size) for size in shapes[name]) for name in names}
+            blocks = [Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in names]
+            read_tensors(blocks, path)
+            return tensors
+
+        manifest = directory.read_manifest(path)
+        about = {"run_id": manifest.run_id, "step": manifest.step}
+        export_read(read, shape, output, groups.rank, dist.group.WORLD, dtype_name, start, max_shard_bytes, about)
+        _say(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
+
+
+def _start_of(role: str, config: dict[str, Any]) -> Path:
+    """Return the Hugging Face checkpoint that a role of a run began with, by the run's settings."""
+    own = config.get("critic", {}).get("model_path") if role == "critic" else None
+    return Path(own or config.get("model", {}).get("path", ""))
 
 
 def quiet() -> None:

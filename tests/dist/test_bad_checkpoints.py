@@ -243,7 +243,7 @@ def test_another_run_in_the_same_directory(pool: Any, config: Path, tmp_path: Pa
     for _ in range(2):
         pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, look_at=0)
     (first,) = (tmp_path / "earlier_runs").iterdir()
-    files = {"metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "run.json"}
+    files = {"metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "run.json", "success.json"}
     assert {path.name for path in first.iterdir()} == files
     assert {path.name for path in tmp_path.iterdir()} == {*files, "earlier_runs"}
     ids = []

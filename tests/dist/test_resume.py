@@ -4,16 +4,23 @@ same models and optimizers, and the same curves but for rounding."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import resume_cases
+import torch
+from safetensors.torch import load_file
 from tiny import make_workspace, write_config
+from transformers import AutoModelForSequenceClassification
 
 from rlhf_mc.trainer import success
 
+ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 4, 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"total_training_steps": STEPS, "save_freq": SAVED, "test_freq": 2, "critic_warmup": 1},
@@ -73,7 +80,7 @@ def runs(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> U
 def metrics(run: Path) -> dict[int, dict[str, float]]:
     """By step, from the saved one on, without what a clock or the process's size decides."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varies = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
+    varies = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
     rows = [{k: v for k, v in row.items() if not k.startswith(varies)} for row in rows]
     return {row["step"]: row for row in rows if row["step"] > SAVED}
 
@@ -112,6 +119,64 @@ def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, lay
         for when in ("then", "last"):
             assert [b[:3] for b in mine[when]] == [b[:3] for b in theirs[when]]
             assert all((a[3] == b[3]).all() for a, b in zip(mine[when], theirs[when], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2"])
+def test_a_checkpoint_is_exported_without_the_jobs_ranks(runs: Uninterrupted, tmp_path: Path, layout: str) -> None:
+    """As the run did after its last step; the critic in the form that a critic begins with."""
+    results, run = runs.results(layout), runs.directory(layout)
+    tool, checkpoint = str(ROOT / "tools" / "convert_mcore_to_hf.py"), str(run / f"global_step_{STEPS}")
+    for role in ("actor", "critic"):
+        done = forked.run([tool, "--checkpoint", checkpoint, "--output", str(tmp_path / role), "--role", role])
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1), done.stderr
+    exported = {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()} == exported
+    assert json.loads(exported["run.json"])["step"] == STEPS
+    pieces = ["--checkpoint", checkpoint, "--output", str(tmp_path / "pieces"), "--max-shard-gb", "0.0004"]
+    done = forked.run_ranks(2, [tool, *pieces])
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+    files = sorted((tmp_path / "pieces").glob("model-*.safetensors"))
+    whole = load_file(run / "hf" / "model.safetensors")
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 2 and found.keys() == whole.keys()
+    assert len(files) % 2 == 1 or layout == "TP 2"  # once one rank has nothing to write at last
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    critic = load_file(tmp_path / "critic" / "model.safetensors")
+    wanted = assembled(results, "last")
+    names = {key.removeprefix("critic.weight.") for key in wanted if key.startswith("critic.weight.")}
+    assert critic.keys() == {name for name in names if not name.endswith(" is filled")}
+    for name, tensor in critic.items():
+        assert (tensor.view(torch.uint8).numpy().ravel() == wanted[f"critic.weight.{name}"].ravel()).all(), name
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert classifier.config.num_labels == 1
+    assert torch.equal(classifier.score.weight, critic["score.weight"].to(classifier.score.weight.dtype))
+
+
+def test_an_export_that_cannot_be(runs: Uninterrupted, tmp_path: Path) -> None:
+    runs.results("one rank, bfloat16")
+    tool = str(ROOT / "tools" / "convert_mcore_to_hf.py")
+    whole = runs.directory("one rank, bfloat16") / f"global_step_{STEPS}"
+    harmed = shutil.copytree(whole, tmp_path / "harmed")
+    os.truncate(harmed / "__0_0.distcp", 1000)
+    for checkpoint, more, words in (
+        (harmed, [], "__0_0.distcp: damaged"),
+        (whole, ["--hf-path", str(tmp_path / "nowhere")], "nowhere: no such directory"),
+        (runs.config.parent / "model", ["--role", "actor"], "are for a run's global_step_N"),
+    ):
+        done = forked.run([tool, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *more])
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_file_has_the_umasks_mode(runs: Uninterrupted, tmp_path: Path) -> None:
+    runs.results("TP 2")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    wanted = {kind: (tmp_path / kind).stat().st_mode for kind in ("directory", "file")}
+    found = [*runs.directory("TP 2").rglob("*")]
+    assert any(path.suffix == ".safetensors" for path in found)
+    for path in found:
+        assert path.stat().st_mode == wanted["directory" if path.is_dir() else "file"], path
 
 
 @pytest.mark.parametrize(
