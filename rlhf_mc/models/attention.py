@@ -1,5 +1,6 @@
 """Attention and rotary positions over packed sequences without Transformer Engine: Megatron-Core's local
-layers with scaled_dot_product_attention per run of equally long sequences, so no padded token is computed.
+layers with scaled_dot_product_attention per run of equally long sequences, so no padded token is computed. And, with
+or without it, attention on more tensor-parallel ranks than there are KV heads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -85,6 +88,30 @@ class PackedAttention(torch.nn.Module):
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(out.transpose(1, 2).reshape(count * length, 1, -1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class ReplicatedKVAttention(SelfAttention):
+    """Megatron-Core's attention where tensor-parallel ranks outnumber KV heads.
+
+    The rows of the weights of q, k and v are cut evenly, so that no two ranks have the same. All ranks gather what
+    these rows give, and several ranks attend with the same keys and values, whose gradients are summed in the gather's
+    backward pass. The original does the same, and asks Megatron-Core's global state for the group, which is never set
+    here."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return this rank's q [T, 1, heads / ranks, head_dim], and k and v [T, 1, 1, head_dim] of its KV head."""
+        rows, _ = self.linear_qkv(hidden_states)
+        # Every tensor-parallel rank must reach this, with its part of all tokens.
+        rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=self.tp_group)
+        kv_head, part = divmod(self.tp_group.rank(), self.world_size // self.config.num_query_groups)
+        group = rows.unflatten(-1, (self.config.num_query_groups, -1, self.key_hidden_size))[:, :, kv_head]
+        size = self.config.num_attention_heads // self.world_size
+        query, key, value = group[:, :, part * size : (part + 1) * size], group[:, :, -2:-1], group[:, :, -1:]
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding
+from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, ReplicatedKVAttention
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.linear import multiply_as_matrices
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
@@ -208,12 +208,18 @@ class PackedGPT(GPTModel):
 def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None) -> Any:
     """Which modules this stage, or this chunk of it, is built of."""
     parts = {"num_experts": shape.num_experts or None, "moe_grouped_gemm": False, "qk_layernorm": shape.qk_norm}
+    replicated = config.num_query_groups < config.tensor_model_parallel_size
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(**parts)
+        spec = get_gpt_layer_with_transformer_engine_spec(**parts)
+        if replicated:
+            spec.submodules.self_attention.module = ReplicatedKVAttention
+        return spec
     # The router reads this name, which Megatron-Core 0.16 sets only where there is Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if replicated:
+        spec.submodules.self_attention.module = ReplicatedKVAttention
     norm = ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:

@@ -10,10 +10,11 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
-from rlhf_mc.reshard.params import SPLIT_DIMS, Param, params_of
+from rlhf_mc.reshard.params import SPLIT_DIMS, Param, Place, params_of
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
@@ -181,33 +182,30 @@ def mcore_layout(
 ) -> Layout:
     """One Megatron-Core rank: `layers` are its stage's layers (global numbers), `first` and `last` its place.
 
-    q, k and v are interleaved: for each KV group the rows of its query heads, of its key, of its value.
+    q, k and v are interleaved: for each KV group the rows of its query heads, of its key, of its value. These rows are
+    cut evenly, within a group and within heads where there are more ranks than groups: no rank holds another's rows.
     Of the experts of a layer the rank holds the ep_rank-th of ep_size equal runs, each of them split like the rest of
     the layer, or over a tensor parallelism of their own (etp).
     """
     check_mcore(shape, tp_size, ep_size=ep_size, etp_size=etp_size)
     if etp_rank is None or etp_size is None:
         etp_rank, etp_size = tp_rank, tp_size
-    groups = shape.num_kv_heads // tp_size
     per_rank = shape.num_experts // ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     places = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     places |= {"last of several"} if last and not first else set()
-    params = [p for p in params_of(shape) if p.place in places]
-    shapes, pieces = {}, []
-    for param, layer in _occurrences(params, layers):
-        local = (param.mcore_fused or param.mcore) if fused_norms else param.mcore
+    vocab = padded_vocab_size(shape.vocab_size, tp_size)
+    held = []
+    for param in (p for p in params_of(shape) if p.place in places):
         if _is_qkv(param):
-            cuts = [(n, tp_rank * groups + g, shape.num_kv_heads) for g in range(groups) for n in param.hf]
+            cuts = _qkv_cuts(param, shape, tp_rank, tp_size)
         elif param.place == "expert":
-            cuts = [(n, etp_rank, etp_size) for n in param.hf]
+            cuts = _even_cuts(param, shape, etp_rank, etp_size)
         else:
-            cuts = [(n, tp_rank, tp_size) for n in param.hf]
-        vocab = padded_vocab_size(shape.vocab_size, tp_size)
-        local = local.format(i=layer - layers.start, e=STACK)
-        shapes[local], found = _join(param, shape, local, layer, cuts, vocab, experts)
-        pieces += found
-    return Layout(shapes, tuple(pieces))
+            cuts = _even_cuts(param, shape, tp_rank, tp_size, vocab)
+        local = (param.mcore_fused or param.mcore) if fused_norms else param.mcore
+        held.append(_join(param, shape, local, cuts, experts))
+    return _of_layers(held, layers)
 
 
 @functools.cache
@@ -216,18 +214,17 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     Every rank has its part of every expert."""
     check_vllm(shape, tp_size)
     kv_cut = tp_size if shape.num_kv_heads >= tp_size else shape.num_kv_heads
-    params = [p for p in params_of(shape) if p.vllm]
-    shapes, pieces = {}, []
-    for param, layer in _occurrences(params, range(shape.num_layers)):
-        assert param.vllm is not None
-        cuts = [
-            (n, tp_rank * kv_cut // tp_size, kv_cut) if "kv" in dims else (n, tp_rank, tp_size)
-            for n, dims in param.hf.items()
-        ]
-        local, vocab = param.vllm.format(i=layer), padded_vocab_size(shape.vocab_size, 1)
-        shapes[local], found = _join(param, shape, local, layer, cuts, vocab, range(shape.num_experts))
-        pieces += found
-    return Layout(shapes, tuple(pieces))
+    vocab = padded_vocab_size(shape.vocab_size, 1)
+    held = []
+    for param in params_of(shape):
+        if param.vllm is None:
+            continue
+        cuts = _even_cuts(param, shape, tp_rank, tp_size, vocab)
+        if _is_qkv(param):
+            kv = _part(tp_rank * kv_cut // tp_size, kv_cut, shape.num_kv_heads * shape.head_dim)
+            cuts = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in cuts]
+        held.append(_join(param, shape, param.vllm, cuts, range(shape.num_experts)))
+    return _of_layers(held, range(shape.num_layers))
 
 
 _Obstacle = tuple[str, str]
@@ -238,12 +235,14 @@ _LAYER = "model.layers.0."
 def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1, etp_size: int | None = None) -> None:
     """UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
     etp_size (by default tp_size)."""
-    kv_heads = ("num_key_value_heads", shape.num_kv_heads, _LAYER + "self_attn.k_proj.weight")
     dense = [("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")]
     inside = [("moe_intermediate_size", shape.expert_ffn_hidden_size, _LAYER + "mlp.experts.0.gate_proj.weight")]
     number = [("num_experts", shape.num_experts, _LAYER + "mlp.experts.0.gate_proj.weight")]
     ffn = ([] if etp_size else inside) if shape.has_experts else dense
-    split = functools.partial(_indivisible, [_heads(shape), *ffn, kv_heads])
+
+    def split(parts: int) -> _Obstacle | None:
+        return _indivisible([_heads(shape), *ffn], parts) or _kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
+
     _check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, split)
     if not shape.has_experts:
         if ep_size > 1:
@@ -275,13 +274,25 @@ def _check_split(
         raise UserError(f"{key} {size} ({engine}): {what} ({tensor}); sizes that work: {works}")
 
 
-def _vllm_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
+def _kv_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
     kv = shape.num_kv_heads
     if kv % tp_size and tp_size % kv:
         return (
             f"num_key_value_heads is {kv}, and neither is a multiple of the other",
             _LAYER + "self_attn.k_proj.weight",
         )
+    return None
+
+
+def _uneven_rows(shape: ModelShape, tp_size: int) -> _Obstacle | None:
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    what = "the number of rows of q, k and v together"
+    return _indivisible([(what, rows, _LAYER + "self_attn.q_proj.weight")], tp_size)
+
+
+def _vllm_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
+    if found := _kv_obstacle(shape, tp_size):
+        return found
     if shape.has_experts and tp_size > shape.num_experts:
         return f"num_experts is {shape.num_experts}, fewer than ranks", _LAYER + "mlp.gate.weight"
     ffn = ("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")
@@ -305,7 +316,15 @@ def _is_qkv(param: Param) -> bool:
     return any("kv" in dims for dims in param.hf.values())
 
 
-def _occurrences(params: Sequence[Param], layers: range) -> Iterator[tuple[Param, int]]:
+class _Placed(Protocol):
+    @property
+    def place(self) -> Place: ...
+
+
+_P = TypeVar("_P", bound=_Placed)
+
+
+def _occurrences(params: Sequence[_P], layers: range) -> Iterator[tuple[_P, int]]:
     """Each parameter with the global number of its layer, layer by layer; those outside the layers with the first
     layer."""
     yield from ((p, layers.start) for p in params if p.place == "first")
@@ -315,31 +334,69 @@ def _occurrences(params: Sequence[Param], layers: range) -> Iterator[tuple[Param
     yield from ((p, layers.start) for p in params if p.place.startswith("last"))
 
 
-def _join(
-    param: Param,
-    shape: ModelShape,
-    local: str,
-    layer: int,
-    cuts: Sequence[tuple[str, int, int]],
-    padded_vocab: int,
-    experts: range,
-) -> tuple[tuple[int, ...], list[Piece]]:
-    """(local shape, pieces) of a parameter that joins `cuts` in order along the dimension that is split.
+_Cut = tuple[str, tuple[int, int]]
+"""(a tensor of a row of the table, the range of its split dimension that a rank holds)."""
 
-    A cut (name, index, count) is the index-th of count equal parts of the named tensor. A parameter of experts becomes
-    the stack of these experts'.
-    """
+
+def _even_cuts(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[_Cut]:
+    """The index-th of `count` equal parts of each tensor of a parameter; of a tensor that is not split, the whole."""
+    sizes = shape.dims() | {"vocab": padded_vocab}
+    split = {name: next((d for d in dims if d in SPLIT_DIMS), None) for name, dims in param.hf.items()}
+    return [(name, _part(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
+
+
+def _qkv_cuts(param: Param, shape: ModelShape, index: int, count: int) -> list[_Cut]:
+    """The index-th of `count` equal parts of the interleaved rows of q, k and v."""
+    sizes = {dim: size // shape.num_kv_heads for dim, size in shape.dims().items() if dim in ("q", "kv")}
+    rows = [(name, group, sizes[dims[0]]) for group in range(shape.num_kv_heads) for name, dims in param.hf.items()]
+    start, end = _part(index, count, sum(size for _, _, size in rows))
+    cuts, at = [], 0
+    for name, group, size in rows:
+        low, high = max(start, at), min(end, at + size)
+        if low < high:
+            first = group * size - at
+            cuts.append((name, (first + low, first + high)))
+        at += size
+    return cuts
+
+
+def _part(index: int, count: int, size: int) -> tuple[int, int]:
+    """The index-th of `count` equal ranges."""
+    return size * index // count, size * (index + 1) // count
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """One parameter in one process. `{i}` in its names stands for the layer."""
+
+    place: Place
+    local: str
+    size: tuple[int, ...]
+    """Its local shape."""
+    pieces: tuple[Piece, ...]
+
+
+def _of_layers(params: Sequence[_Joined], layers: range) -> Layout:
+    """The layout of a process that holds these parameters in each of these layers, which it counts from 0."""
+    shapes, pieces = {}, []
+    for param, layer in _occurrences(params, layers):
+        local = param.local.format(i=layer - layers.start)
+        shapes[local] = param.size
+        pieces += [Piece(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.pieces]
+    return Layout(shapes, tuple(pieces))
+
+
+def _join(param: Param, shape: ModelShape, local: str, cuts: Sequence[_Cut], experts: range) -> _Joined:
+    """Return a parameter that joins `cuts` in order along the dimension that is split, for experts their stack."""
     sizes = shape.dims()
     stacks = param.place == "expert"
     pieces, filled = [], 0
-    for name, index, count in cuts:
+    for name, (start, end) in cuts:
         dims = param.hf[name]
         box = [(0, sizes[d]) for d in dims]
         offset = [0] * len(dims)
         axis = next((a for a, d in enumerate(dims) if d in SPLIT_DIMS), None)
         if axis is not None:
-            size = padded_vocab if dims[axis] == "vocab" else sizes[dims[axis]]
-            start, end = size * index // count, size * (index + 1) // count
             # Rows past the logical tensor's end are padding.
             box[axis] = (min(start, sizes[dims[axis]]), min(end, sizes[dims[axis]]))
             offset[axis] = filled
@@ -348,8 +405,9 @@ def _join(
             box.insert(0, (experts.start, experts.stop))
             offset.insert(0, 0)
         if all(a < b for a, b in box):
-            pieces.append(Piece(name.format(i=layer, e=STACK), tuple(box), local, tuple(offset)))
+            pieces.append(Piece(name.replace("{e}", STACK), tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
     if axis is not None:
         local_shape[axis] = filled
-    return (len(experts), *local_shape) if stacks else tuple(local_shape), pieces
+    size = (len(experts), *local_shape) if stacks else tuple(local_shape)
+    return _Joined(param.place, local.replace("{e}", STACK), size, tuple(pieces))

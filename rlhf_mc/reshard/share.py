@@ -38,7 +38,7 @@ def shared_tensors(source: Layout, target: Layout, itemsize: int) -> dict[str, S
     found = {}
     shapes = source.stacked_shapes
     for local, pieces in target.by_local.items():
-        if any(piece.tensor not in held for piece in pieces):
+        if not all(piece.tensor in held for piece in pieces):
             continue
         size = target.stacked_shapes[local]
         places = {_place(piece, held[piece.tensor], shapes, size) for piece in pieces}

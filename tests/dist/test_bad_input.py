@@ -104,14 +104,14 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
     ("model", "sections", "words"),
     [
         (
-            {"num_kv_heads": 1},
+            {"num_attention_heads": 6, "num_kv_heads": 3, "hidden_size": 192},
             {"actor": layout(tp=2)},
             [
                 "tensor_model_parallel_size 2",
                 "Megatron",
-                "num_key_value_heads is 1",
-                "model.layers.0.self_attn.k_proj.weight [32, 128]",
-                "sizes that work: 1",
+                "num_key_value_heads is 3",
+                "model.layers.0.self_attn.k_proj.weight [96, 192]",
+                "sizes that work: 1, 3, 6",
                 "(training TP 2 x PP 1, rollout TP 1)",
             ],
         ),
@@ -132,9 +132,9 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
             ["critic.megatron.pipeline_model_parallel_size: 2", "3 layers", "1, 3", "(critic.megatron: TP 1 x PP 2)"],
         ),
         (
-            {"num_kv_heads": 1},
+            {"num_attention_heads": 6, "num_kv_heads": 3, "hidden_size": 192},
             {"ref": layout(tp=2)},
-            ["tensor_model_parallel_size 2", "num_key_value_heads is 1", "(ref.megatron: TP 2 x PP 1)"],
+            ["tensor_model_parallel_size 2", "num_key_value_heads is 3", "(ref.megatron: TP 2 x PP 1)"],
         ),
         ({"num_hidden_layers": 3}, {"actor": layout(pp=2)}, ["pipeline_model_parallel_size: 2", "3 layers", "1, 3"]),
         ({"hidden_size": 64}, {}, ["head dimension 16", "vLLM", "32"]),

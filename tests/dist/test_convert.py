@@ -89,7 +89,7 @@ def test_there_and_back_is_bit_for_bit(converted: dict[str, tuple[Path, Path]], 
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)])
 def test_a_megatron_checkpoint_loads_into_any_layout(
     pool: Any, converted: dict[str, tuple[Path, Path]], world: int, tp: int, pp: int
 ) -> None:

@@ -81,6 +81,17 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     check_against_transformers(pool(world), {n: workspaces[n] for n in DENSE}, family_batch, tp=tp, pp=pp)
 
 
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_more_ranks_than_kv_heads(
+    pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, sequence_parallel: bool
+) -> None:
+    """Two KV heads on four ranks, with norms of heads, and norms around zero; experts need split sequences."""
+    names = ["qwen3", "gemma", *(["qwen3_moe"] if sequence_parallel else [])]
+    directories = {name: workspaces[name] for name in names}
+    check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
+
+
 @pytest.mark.parametrize(("world", "pp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)])
 def test_experts_are_those_of_transformers_on_however_many_ranks(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_untied": {"family": "qwen2", "tied": False},
     "llama_untied": {"family": "llama", "tied": False},
     "llama_rope3": {"family": "llama", "tied": True, "rope_parameters": LLAMA3},
+    "qwen2_one_kv_head": {"family": "qwen2", "tied": True, "num_kv_heads": 1},
     "llama_biases": {"family": "llama", "tied": False, "attention_bias": True, "mlp_bias": True},
 }
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
@@ -181,7 +182,12 @@ def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
     micro-batches of a fixed number of sequences."""
     tied = checkpoints["qwen2_tied"]
     jobs = [Job(tied, r, mode, budget, ALL) for r in ("actor", "critic") for mode in MODES for budget in (BIG, SMALL)]
-    others = [("llama_biases", "actor", FIXED), ("qwen2_untied", "actor", SMALL), ("qwen2_untied", "critic", FIXED)]
+    others = [
+        ("qwen2_one_kv_head", "actor", SMALL),
+        ("llama_biases", "actor", FIXED),
+        ("qwen2_untied", "actor", SMALL),
+        ("qwen2_untied", "critic", FIXED),
+    ]
     return jobs + [Job(checkpoints[f], role, "token-mean", limit, ALL) for f, role, limit in others]
 
 
@@ -297,11 +303,20 @@ def test_the_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: Ragged
     assert 0.1 < stats["vf_clipfrac"] < 0.9
 
 
-@pytest.mark.parametrize(("world", "tp", "pp"), [(2, 1, 1), (4, 2, 1), (4, 1, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "family"),
+    [
+        (2, 1, 1, "qwen2_untied"),
+        (4, 2, 1, "qwen2_untied"),
+        (4, 2, 1, "qwen2_one_kv_head"),
+        (4, 1, 2, "qwen2_untied"),
+        (4, 1, 1, "qwen2_untied"),
+    ],
+)
 def test_the_distributed_optimizer_takes_the_same_steps(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, family: str
 ) -> None:
-    checkpoint = checkpoints["qwen2_untied"]
+    checkpoint = checkpoints[family]
     optim = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
     results = {
         distributed: pool(world).run(

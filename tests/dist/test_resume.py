@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP 2": (2, ["tensor_model_parallel_size=2"]),
     "DP 2": (2, []),
     "PP 2 of 2 chunks": (2, ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]),
+    "TP 4 of 2 KV heads": (4, ["tensor_model_parallel_size=4"]),
     "TP 2 x DP 2": (4, ["tensor_model_parallel_size=2"]),
 }
 """Number of ranks, settings of actor.megatron."""
@@ -180,7 +181,13 @@ def test_every_file_has_the_umasks_mode(runs: Uninterrupted, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("source", "layout"), [("TP 2", "one rank"), ("DP 2", "PP 2 of 2 chunks"), ("DP 2", "TP 2 x DP 2")]
+    ("source", "layout"),
+    [
+        ("TP 2", "one rank"),
+        ("DP 2", "PP 2 of 2 chunks"),
+        ("DP 2", "TP 4 of 2 KV heads"),
+        ("TP 4 of 2 KV heads", "TP 2 x DP 2"),
+    ],
 )
 def test_in_another_layout(runs: Uninterrupted, tmp_path: Path, source: str, layout: str) -> None:
     resumed = runs.resumed(source, layout, tmp_path)

@@ -305,7 +305,6 @@ def test_experts_that_cannot_be_spread(check: Any, sizes: dict, changes: dict, m
 @pytest.mark.parametrize(
     ("check", "tp", "message"),
     [
-        (check_mcore, 4, r"num_key_value_heads is 2.*\(model\.layers\.0\.self_attn\.k_proj\.weight \[6, 6\]\)"),
         (check_mcore, 3, r"num_attention_heads is 4.*\(model\.layers\.0\.self_attn\.q_proj\.weight \[12, 6\]\)"),
         (check_vllm, 3, r"num_key_value_heads is 2.*\(model\.layers\.0\.self_attn\.k_proj\.weight \[6, 6\]\)"),
     ],

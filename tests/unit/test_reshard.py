@@ -186,6 +186,12 @@ class Mesh:
         return [expected_mcore(self.shape, *c) for c in self.coordinates()]
 
 
+def can_split(shape: ModelShape, tp: int) -> bool:
+    """Whether Megatron-Core takes this tensor parallel size, of which those here divide the other sizes."""
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return shape.num_heads % tp == 0 and rows % tp == 0
+
+
 @st.composite
 def meshes(draw, value_heads: tuple[bool, ...] = (False,)) -> Mesh:
     num_layers = draw(st.integers(1, 3))
@@ -206,7 +212,7 @@ def meshes(draw, value_heads: tuple[bool, ...] = (False,)) -> Mesh:
     )
     cuts = sorted(draw(st.sets(st.integers(1, num_layers - 1), max_size=2))) if num_layers > 1 else []
     stages = [range(a, b) for a, b in zip([0, *cuts], [*cuts, num_layers], strict=True)]
-    tp = draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads % n == 0]))
+    tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if can_split(shape, n)]))
     return Mesh(shape, tp, draw(st.sampled_from([1, 2, 3, 4])), stages)
 
 
@@ -284,8 +290,7 @@ def test_import_and_export_are_exact(data) -> None:
 def test_training_to_training(data) -> None:
     mesh = data.draw(meshes((False, True)))
     layers = range(mesh.shape.num_layers)
-    kv_heads = mesh.shape.num_kv_heads
-    tp = data.draw(st.sampled_from([n for n in (1, 2, 4) if mesh.world % n == 0 and kv_heads % n == 0]))
+    tp = data.draw(st.sampled_from([n for n in (1, 2, 4, 8) if mesh.world % n == 0 and can_split(mesh.shape, n)]))
     other = Mesh(mesh.shape, tp, mesh.world // tp, [layers])
     plan = make_plan(mesh.layouts(), other.layouts(), 8, 2048)
     check_movement(plan, mesh.expected(), other.expected(), other.layouts(), 2048)
@@ -423,8 +428,15 @@ def test_fused_norm_names() -> None:
 @pytest.mark.parametrize(
     "check, tp, changes, message",
     [
-        (check_mcore, 3, {}, "tensor_model_parallel_size 3 .Megatron.: num_attention_heads is 4.*work: 1, 2$"),
-        (check_mcore, 4, {}, "num_key_value_heads is 2, which 4 does not divide.*work: 1, 2$"),
+        (check_mcore, 3, {}, "tensor_model_parallel_size 3 .Megatron.: num_attention_heads is 4.*work: 1, 2, 4$"),
+        (check_mcore, 8, {}, "num_attention_heads is 4, which 8 does not divide.*work: 1, 2, 4$"),
+        (check_mcore, 2, {"num_heads": 6, "num_kv_heads": 3}, "num_key_value_heads is 3, and neither.*work: 1$"),
+        (
+            check_mcore,
+            4,
+            {"num_kv_heads": 1, "head_dim": 1},
+            "rows of q, k and v together is 6, which 4 does not divide.*work: 1, 2$",
+        ),
         (check_mcore, 2, {"ffn_hidden_size": 15}, "intermediate_size is 15, which 2 does not divide.*work: 1$"),
         (check_vllm, 6, {"num_heads": 12, "num_kv_heads": 4}, "num_key_value_heads is 4.*work: 1, 2, 4$"),
         (check_vllm, 3, {"num_heads": 6, "num_kv_heads": 3, "ffn_hidden_size": 24}, "vocab_size is 128.*work: 1$"),
