@@ -126,7 +126,7 @@ def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
     training TP group, so that each rank's training shard is part of its generation shard
     (HybridFlow, arXiv 2409.19256, section 5). Where t divides rollout_tp, an engine takes whole neighbouring TP
     groups, ordered by training shard first, so that each rank's generation shard is part of its training shard.
-    Otherwise an engine takes consecutive ranks (neighbours on a node).
+    Otherwise an engine takes consecutive ranks (neighbours on a node); reshard/grouping.py knows better ones.
     """
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
     if mesh.tp % rollout_tp:

@@ -26,6 +26,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.execute import shared_storage
 from rlhf_mc.reshard.families import FAMILIES, ModelShape
+from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.hf_config import check_architecture
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
@@ -34,7 +35,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.topology.agreement import raise_together, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
-from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.residency import Residency, check_residency
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
@@ -259,13 +260,16 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) ->
 
 def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightUpdate, RolloutEngine]:
     """vLLM, and how the actor's weights come to it."""
-    engine_ranks = rollout_groups(actor.groups.mesh, cfg.rollout.tensor_model_parallel_size)
+    per_node = ranks_per_node()
+    engine_ranks = choose_rollout_groups(
+        actor.shape, actor.groups.mesh, cfg.rollout.tensor_model_parallel_size, per_node
+    )
     plan = make_plan(
         layouts_of(actor),
         rollout_layouts(actor.shape, engine_ranks),
         DTYPES[cfg.actor.megatron.dtype].itemsize,
         cfg.reshard.bucket_megabytes << 20,
-        ranks_per_node(),
+        per_node,
         share=cfg.reshard.share_weights,
     )
     update = WeightUpdate(plan, rank, cfg.reshard.verify)

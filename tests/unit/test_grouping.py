@@ -1,0 +1,120 @@
+"""Which ranks form an engine where neither tensor parallel size divides the other: no grouping moves fewer bytes, by
+the plan's own count and by trying all of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import pytest
+from test_reshard import make_shape
+
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.grouping import _assignment, choose_rollout_groups
+from rlhf_mc.reshard.layout import vllm_layout
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
+
+SIZES = {"hidden_size": 4, "ffn_hidden_size": 120, "num_heads": 60, "head_dim": 2, "vocab_size": 960}
+SHAPES = {
+    "heads": make_shape(num_layers=6, num_kv_heads=60, **SIZES),
+    "grouped heads": make_shape(num_layers=6, num_kv_heads=1, tie_embeddings=True, **SIZES | {"head_dim": 60}),
+}
+"""Sizes that all of the tensor parallel sizes below divide."""
+
+
+def small_meshes() -> list[tuple[Mesh, int]]:
+    """Every mesh of at most 12 ranks with every rollout size such that neither size divides the other."""
+    found = []
+    for world in range(1, 13):
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        for tp, pp, rollout_tp in itertools.product(divisors, repeat=3):
+            if world % (tp * pp) == 0 and 6 % pp == 0 and tp % rollout_tp and rollout_tp % tp:
+                found.append((Mesh(world, tp, pp), rollout_tp))
+    return found
+
+
+def received(shape: ModelShape, mesh: Mesh, groups: list[list[int]]) -> int:
+    return sum(make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups), 2, 1 << 30).received_bytes)
+
+
+def least(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
+    """Bytes of the best of all ways to give each rank a place, so that every place is taken equally often."""
+    training = training_layouts(shape, mesh)
+    # What each rank receives in each place, by plans in which all ranks have the same place.
+    costs = [
+        make_plan(training, [vllm_layout(shape, place, rollout_tp)] * mesh.world, 2, 1 << 30).received_bytes
+        for place in range(rollout_tp)
+    ]
+
+    @functools.cache
+    def best(rank: int, left: tuple[int, ...]) -> int:
+        if rank == mesh.world:
+            return 0
+        return min(
+            costs[place][rank] + best(rank + 1, (*left[:place], left[place] - 1, *left[place + 1 :]))
+            for place in range(rollout_tp)
+            if left[place]
+        )
+
+    return best(0, (mesh.world // rollout_tp,) * rollout_tp)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_grouping_of_a_small_world_receives_less(name: str) -> None:
+    shape, better = SHAPES[name], 0
+    meshes = small_meshes()
+    assert len(meshes) > 10
+    for mesh, rollout_tp in meshes:
+        groups = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node=mesh.world)
+        assert sorted(itertools.chain(*groups)) == list(range(mesh.world))
+        assert {len(group) for group in groups} == {rollout_tp}
+        got, usual = (received(shape, mesh, g) for g in (groups, rollout_groups(mesh, rollout_tp)))
+        assert got == least(shape, mesh, rollout_tp), f"{mesh} -> {rollout_tp}: {groups}"
+        assert got <= usual
+        better += got < usual
+        if got == usual:
+            assert groups == rollout_groups(mesh, rollout_tp)
+    assert better > 5
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 3, 4, 6, 8])
+def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -> None:
+    def nodes(groups: list[list[int]]) -> int:
+        return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
+
+    shape = SHAPES["heads"]
+    for mesh, rollout_tp in small_meshes():
+        groups, usual = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node), rollout_groups(mesh, rollout_tp)
+        assert nodes(groups) <= nodes(usual)
+        assert received(shape, mesh, groups) <= received(shape, mesh, usual)
+
+
+def test_six_ranks_of_tp_2_to_engines_of_three() -> None:
+    """Thirds of a tensor lie in its first half, across, and in its second half."""
+    shape, mesh = SHAPES["heads"], Mesh(world=6, tp=2, pp=1)
+    groups = choose_rollout_groups(shape, mesh, 3)
+    assert all(group == sorted(group) for group in groups)
+    assert all(rank % 2 == 0 for rank, *_ in groups) and all(group[2] % 2 for group in groups)
+    assert received(shape, mesh, rollout_groups(mesh, 3)) == 3 * received(shape, mesh, groups)
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(8, 4, 1, 2), (8, 2, 2, 4), (8, 2, 1, 8), (4, 1, 2, 2)])
+def test_where_one_size_divides_the_other_the_rule_is_best(world: int, tp: int, pp: int, rollout_tp: int) -> None:
+    shape, mesh = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=128), Mesh(world, tp, pp)
+    groups = choose_rollout_groups(shape, mesh, rollout_tp)
+    assert groups == rollout_groups(mesh, rollout_tp)
+    assert received(shape, mesh, groups) == least(shape, mesh, rollout_tp)
+
+
+def test_the_least_sum_of_an_assignment() -> None:
+    draw = random.Random(0)
+    for size in (1, 2, 3, 5, 6):
+        for _ in range(20):
+            cost = [[draw.randrange(-9, 10) for _ in range(size)] for _ in range(size)]
+            columns = _assignment(cost)
+            assert sorted(columns) == list(range(size))
+            sums = [sum(cost[r][c] for r, c in enumerate(way)) for way in itertools.permutations(range(size))]
+            assert sum(cost[r][c] for r, c in enumerate(columns)) == min(sums)
