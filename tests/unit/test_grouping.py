@@ -80,7 +80,7 @@ def test_no_grouping_of_a_small_world_receives_less(name: str) -> None:
     assert better > 5
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("ranks_per_node", [3, 4, 8])
 def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -> None:
     def nodes(groups: list[list[int]]) -> int:
         return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
@@ -89,7 +89,8 @@ def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -
     for mesh, rollout_tp in small_meshes():
         groups, usual = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node), rollout_groups(mesh, rollout_tp)
         assert nodes(groups) <= nodes(usual)
-        assert received(shape, mesh, groups) <= received(shape, mesh, usual)
+        if groups != usual:
+            assert received(shape, mesh, groups) < received(shape, mesh, usual)
 
 
 def test_six_ranks_of_tp_2_to_engines_of_three() -> None:
