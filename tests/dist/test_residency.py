@@ -29,7 +29,7 @@ ALL_BUT_SHARED = [
     *(f"{role}.megatron.param_offload=true" for role in ("critic", "ref")),
 ]
 """With vLLM on the actor's own weights (equal tensor parallelism)."""
-OF_THE_MACHINE = ("timing_s/", "perf/", "reshard/", "memory/")
+OF_THE_MACHINE = ("run_id", "timing_s/", "perf/", "reshard/", "memory/")
 
 
 @pytest.fixture(scope="module")
