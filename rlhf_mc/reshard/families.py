@@ -130,7 +130,7 @@ class ModelShape:
         """Return the shape that a parsed config.json describes. UserError for what is not supported."""
         family_name = need(config, "model_type")
         if not isinstance(family_name, str) or family_name not in FAMILIES:
-            raise UserError(f"config.json: model_type is {family_name!r}; known are {', '.join(FAMILIES)}")
+            raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
         family = FAMILIES[family_name]
         config = {**family.defaults, **config}
         hf_config.check_keys(config, family_name)
@@ -219,16 +219,12 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     everywhere: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
     for key, supported in everywhere.items():
         if config.get(key, supported) not in (supported, None):
-            raise UserError(
-                f"config.json: {key} is {config[key]}; only {supported} is supported: experts in all layers"
-            )
+            raise hf_config.refused(key, config[key], f"only {supported} is supported: experts in all layers")
     # transformers 5 writes num_local_experts, earlier ones num_experts.
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
     if config.get("num_local_experts") not in (None, config.get(key)):
-        raise UserError(
-            f"config.json: num_experts is {config[key]} and num_local_experts is {config['num_local_experts']}; "
-            "they are two names of one number"
-        )
+        other = f"num_experts is {config[key]}, and they are two names of one number"
+        raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
     num_experts, per_token = size(config, key), size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")

@@ -8,7 +8,6 @@ A key that neither of them reads may say anything. vLLM reads the same file, so 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -196,7 +195,7 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
         if value is None or (rule.families is not None and family not in rule.families):
             continue
         if value not in rule.values:
-            raise _refused(key, value, _supported(rule.values) + rule.reason)
+            raise refused(key, value, _supported(rule.values) + rule.reason)
     _check_windows(config, family)
     _check_biases(config, family)
 
@@ -206,30 +205,31 @@ def _check_windows(config: Mapping[str, Any], family: str) -> None:
     only_full = "only full attention is supported"
     if family in QWEN:
         if flag(config, "use_sliding_window"):
-            raise _refused("use_sliding_window", True, only_full)
+            raise refused("use_sliding_window", True, only_full)
     elif config.get("sliding_window") is not None:
-        shown = f"{config['sliding_window']} (given, or the default of {family})"
-        raise UserError(f'config.json: sliding_window is {shown}; {only_full}, which is "sliding_window": null')
+        missing = f"a {family} config without the key may have one"
+        raise refused("sliding_window", config["sliding_window"], f'{only_full}, "sliding_window": null ({missing})')
     types, layers = config.get("layer_types"), size(config, "num_hidden_layers")
-    if types not in (None, ["full_attention"] * layers):
-        raise _refused("layer_types", types, f'{only_full}: {layers} times "full_attention"')
+    full = isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)
+    if types is not None and not full:
+        raise refused("layer_types", types, f'{only_full}: {layers} times "full_attention"')
 
 
 def _check_biases(config: Mapping[str, Any], family: str) -> None:
     """vLLM's llama layers know biases that transformers' do not."""
     attention = flag(config, "attention_bias")
     if family in LLAMA_LIKE and "qkv_bias" in config and flag(config, "qkv_bias") != attention:
-        raise _refused("qkv_bias", config["qkv_bias"], f"attention_bias is {attention}, and vLLM prefers qkv_bias")
+        raise refused("qkv_bias", config["qkv_bias"], f"attention_bias is {attention}, and vLLM prefers qkv_bias")
     for key in ("attention_bias", "mlp_bias"):
         if family == "mistral" and flag(config, key):
-            raise _refused(key, True, "a mistral model has no biases, though vLLM would add them")
+            raise refused(key, True, "a mistral model has no biases, though vLLM would add them")
 
 
 def check_architecture(config: Mapping[str, Any], family: str, class_name: str) -> None:
     """Raise UserError where vLLM, which goes by `architectures`, would build another model than model_type says."""
     names = config.get("architectures") or [class_name]
     if names != [class_name]:
-        raise _refused("architectures", names, f"vLLM goes by it, and model_type {family} means [{class_name!r}]")
+        raise refused("architectures", names, f"vLLM goes by it, and model_type {family} means [{class_name!r}]")
 
 
 def head_dim(config: Mapping[str, Any], family: str) -> int:
@@ -240,7 +240,7 @@ def head_dim(config: Mapping[str, Any], family: str) -> int:
     found = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
     if family == "qwen2" and found * heads != hidden:
         wanted = f"hidden_size / num_attention_heads, {hidden // heads}"
-        raise _refused("head_dim", found, f"vLLM gives a qwen2 model heads of {wanted}")
+        raise refused("head_dim", found, f"vLLM gives a qwen2 model heads of {wanted}")
     return found
 
 
@@ -248,11 +248,11 @@ def activation(config: Mapping[str, Any], known: Mapping[str, str]) -> str:
     """Return the function that hidden_act means. `known`: what it may be -> transformers' name of the function."""
     name = config.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in known:
-        raise _refused("hidden_act", name, f"only {' or '.join(map(repr, known))} is supported")
+        raise refused("hidden_act", name, f"only {' or '.join(map(repr, known))} is supported")
     # Gemma's second key: vLLM prefers it and takes it as it is, transformers has stopped reading it.
     second = config.get("hidden_activation")
     if second is not None and second != known[name]:
-        raise _refused("hidden_activation", second, f"only {known[name]!r} is supported")
+        raise refused("hidden_activation", second, f"only {known[name]!r} is supported")
     return known[name]
 
 
@@ -282,19 +282,19 @@ def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     is plain up to max_position_embeddings, which no sequence passes here."""
     key, given = _rope_dict(config)
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
-    if "rope_theta" in given and config.get("rope_theta", theta) not in (theta, None):
-        raise _refused("rope_theta", config["rope_theta"], f"{key}.rope_theta is {theta}; keep one of them")
     if not _is_number(theta) or theta <= 0:
-        raise _refused("rope_theta", theta, "expected a positive number")
+        raise refused("rope_theta", theta, "expected a positive number")
+    if "rope_theta" in given and config.get("rope_theta", theta) not in (theta, None):
+        raise refused("rope_theta", config["rope_theta"], f"{key}.rope_theta is {theta}; keep one of them")
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("type", kind) != kind:
-        raise _refused(f"{key}.type", given["type"], f"{key}.rope_type is {kind!r}; keep one of them")
     if not isinstance(kind, str) or kind not in _NEEDS:
-        raise _refused(f"{key}.rope_type", kind, f"supported: {', '.join(ROPE_TYPES)}")
+        raise refused(f"{key}.rope_type", kind, f"supported: {', '.join(ROPE_TYPES)}")
+    if given.get("type", kind) != kind:
+        raise refused(f"{key}.type", given["type"], f"{key}.rope_type is {kind!r}; keep one of them")
     for name in given.keys() - _ROPE_KEYS:
-        raise _refused(f"{key}.{name}", given[name], f"a {kind} rope has no such key")
+        raise refused(f"{key}.{name}", given[name], f"a {kind} rope has no such key")
     if given.get("partial_rotary_factor") not in (None, 1):
-        raise _refused(f"{key}.partial_rotary_factor", given["partial_rotary_factor"], "only 1; " + _ROTATED.reason)
+        raise refused(f"{key}.partial_rotary_factor", given["partial_rotary_factor"], "only 1; " + _ROTATED.reason)
     return float(theta), None if kind == "default" else _scaling(config, key, kind, given)
 
 
@@ -303,9 +303,9 @@ def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, value in found.items():
         if not isinstance(value, Mapping):
-            raise _refused(key, value, "expected an object with rope_type")
+            raise refused(key, value, "expected an object with rope_type")
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
-        raise _refused("rope_scaling", found["rope_scaling"], "rope_parameters says something else; keep one of them")
+        raise refused("rope_scaling", found["rope_scaling"], "rope_parameters says something else; keep one of them")
     for key, value in found.items():
         return key, dict(value)
     return "rope_parameters", {}
@@ -316,16 +316,16 @@ def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str,
         value: Any = given.get(name)
         if not _is_number(value) or value < least or value == 0:
             expected = f"a number of at least {least:g}" if least else "a positive number"
-            raise _refused(f"{key}.{name}", value, f"a {kind} rope needs {expected}")
+            raise refused(f"{key}.{name}", value, f"a {kind} rope needs {expected}")
         return value
 
     out: dict[str, Any] = {"rope_type": kind}
     for name in _NEEDS[kind]:
         out[name] = number(name, 1.0 if name == "factor" else 0.0)
     if kind == "linear" and not isinstance(out["factor"], float):
-        raise _refused(f"{key}.factor", out["factor"], f"vLLM takes no whole number here; write {out['factor']}.0")
+        raise refused(f"{key}.factor", out["factor"], f"vLLM takes no whole number here; write {out['factor']}.0")
     if kind == "llama3" and out["low_freq_factor"] >= out["high_freq_factor"]:
-        raise _refused(f"{key}.low_freq_factor", out["low_freq_factor"], "expected less than high_freq_factor")
+        raise refused(f"{key}.low_freq_factor", out["low_freq_factor"], "expected less than high_freq_factor")
     if kind in ("llama3", "yarn"):
         out["original_max_position_embeddings"] = _original_length(config, key, given)
     if kind == "yarn":
@@ -335,7 +335,7 @@ def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str,
             out["truncate"] = flag(given, "truncate", prefix=f"{key}.")
         end = out["factor"] * out["original_max_position_embeddings"]
         if end < size(config, "max_position_embeddings"):
-            raise _refused(
+            raise refused(
                 f"{key}.factor",
                 out["factor"],
                 f"times original_max_position_embeddings it is {end:g}, beyond which vLLM has no angles, and "
@@ -352,6 +352,10 @@ def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, An
     return size(given, name, prefix=f"{key}.") if name in given else size(config, "max_position_embeddings")
 
 
+LIMIT = 1 << 31
+"""No size of a model comes near it."""
+
+
 def need(config: Mapping[str, Any], key: str, prefix: str = "") -> Any:
     """Return the value of a key that must be there."""
     if config.get(key) is None:
@@ -362,8 +366,8 @@ def need(config: Mapping[str, Any], key: str, prefix: str = "") -> Any:
 def size(config: Mapping[str, Any], key: str, prefix: str = "") -> int:
     """Return a positive whole number."""
     value = need(config, key, prefix)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refused(prefix + key, value, "expected a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < LIMIT:
+        raise refused(prefix + key, value, f"expected a positive whole number below {LIMIT}")
     return value
 
 
@@ -371,7 +375,7 @@ def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
     """Return a switch, which is off where it is missing or null."""
     value = config.get(key)
     if value not in (True, False, None) or isinstance(value, float):
-        raise _refused(prefix + key, value, "expected true or false")
+        raise refused(prefix + key, value, "expected true or false")
     return bool(value)
 
 
@@ -379,18 +383,19 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     """Return a positive number."""
     value = config.get(key, default)
     if not _is_number(value) or value <= 0:
-        raise _refused(key, value, "expected a positive number")
+        raise refused(key, value, "expected a positive number")
     return float(value)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def _supported(values: tuple[Any, ...]) -> str:
     return f"only {values[0]!r} is supported: " if values else "it is not supported: "
 
 
-def _refused(key: str, value: Any, expected: str) -> UserError:
+def refused(key: str, value: Any, expected: str) -> UserError:
+    """Return the error that names a key of config.json, its value, and what would be right."""
     shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return UserError(f"config.json: {key} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {expected}")

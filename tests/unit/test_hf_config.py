@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from rlhf_mc.config.errors import UserError
@@ -283,7 +285,7 @@ def test_what_is_refused_of_a_llama(changes: dict[str, Any], message: str) -> No
         ("qwen2", {"head_dim": 64}, "head_dim is 64; vLLM gives a qwen2 model heads of .*, 32"),
         ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'gelu_pyto"),
         ("gemma", {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ("qwen3_moe", {"num_local_experts": 8}, "num_experts is 4 and num_local_experts is 8"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts is 8; num_experts is 4, and they are"),
     ],
 )
 def test_what_is_refused_of_other_families(family: str, changes: dict[str, Any], message: str) -> None:
@@ -298,6 +300,24 @@ def test_ordinary_files_pass() -> None:
     assert shape_of("qwen2", **more, use_sliding_window=False, sliding_window=64, max_window_layers=1)
     assert shape_of("qwen2", layer_types=["full_attention"] * 2) == shape_of("qwen2")
     assert shape_of("gemma", hidden_act="gelu", hidden_activation=None) == shape_of("gemma")
+
+
+NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, True])
+SCALARS = st.none() | NUMBERS | st.text(max_size=5) | st.sampled_from(["yarn", "linear", "default"])
+ROPE = st.dictionaries(st.sampled_from(["type", "factor", "rope_theta", "beta_fast", "truncate", "x"]), SCALARS)
+ANYTHING = SCALARS | ROPE | st.lists(SCALARS, max_size=2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from(sorted(HONOURED | ONLY.keys())), ANYTHING, max_size=3),
+)
+def test_whatever_a_file_says_is_a_shape_or_one_line(family: str, changes: dict[str, Any]) -> None:
+    try:
+        shape_of(family, **changes)
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
 
 
 def test_vllm_goes_by_the_architecture() -> None:
