@@ -44,8 +44,9 @@ def load_tokenizer(path: str, key: str = "tokenizer") -> PreTrainedTokenizerBase
         _check_json(key, os.path.join(path, name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{key} {path}: cannot be loaded ({' '.join(str(error).split())})") from error
+    except Exception as error:  # the tokenizers library raises nothing more definite for a damaged file
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{key} {path}: cannot be loaded ({type(error).__name__}: {reason})") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key} {path}: the tokenizer has no end-of-sequence token (eos_token)")
     return tokenizer
@@ -56,7 +57,7 @@ def _check_json(key: str, path: str) -> None:
         try:
             with open(path, encoding="utf-8") as file:
                 json.load(file)
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{key}: tokenizer file {path}: not valid JSON ({error})") from error
 
 
@@ -150,7 +151,7 @@ def _to_prompt(
     text, add_special_tokens = _text(row[cfg.prompt_key], where, tokenizer, cfg)
     if len(text) > most_characters:
         raise _TooLong(f"{len(text)} characters, too many for")
-    token_ids = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    token_ids = _tokenised(tokenizer, text, add_special_tokens, where)
     if not token_ids:
         raise UserError(f"{where}: the prompt has no tokens")
     if len(token_ids) > cfg.max_prompt_length:
@@ -176,6 +177,14 @@ def _text(prompt: Any, where: str, tokenizer: PreTrainedTokenizerBase, cfg: Data
             " give plain strings, or a tokenizer with a template"
         )
     return render(tokenizer, messages, cfg.apply_chat_template_kwargs, where), False
+
+
+def _tokenised(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool, where: str) -> list[int]:
+    try:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except Exception as error:  # as in load_tokenizer
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{where}: the prompt cannot be tokenised ({type(error).__name__}: {reason})") from error
 
 
 def _messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
