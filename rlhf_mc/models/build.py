@@ -26,16 +26,14 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, ReplicatedKVAttention
+from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.linear import multiply_as_matrices
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
-from rlhf_mc.reshard.layout import check_mcore
 from rlhf_mc.topology.groups import Groups
-from rlhf_mc.topology.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -47,59 +45,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def uses_transformer_engine() -> bool:
     """Whether layers come from Transformer Engine (on GPUs that have it) or from Megatron-Core's local modules."""
     return platform.use_cuda() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:
-    """Refuses, before anything is built, a layout ({role}.megatron) that the model cannot be cut into."""
-    check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
-    if shape.has_experts:
-        _check_experts(shape, megatron, f"{role}.megatron")
-    _check_stages(shape.num_layers, megatron, f"{role}.megatron")
-    if shape.o_bias != shape.mlp_bias:
-        raise UserError(
-            f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
-            "Megatron-Core has both or none"
-        )
-
-
-def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> None:
-    pp = megatron.pipeline_model_parallel_size
-    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
-    vpp = megatron.virtual_pipeline_model_parallel_size or 1
-    if vpp > 1 and num_layers % (pp * vpp):
-        raise UserError(
-            f"{section}.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages do not divide "
-            f"the model's {num_layers} layers"
-        )
-    if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last, vpp=vpp).stage_sizes(num_layers) is not None:
-        return
-    if first is None and last is None:
-        fit = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
-        raise UserError(
-            f"{section}.pipeline_model_parallel_size: {pp} does not divide the model's {num_layers} "
-            f"layers; what divides them: {', '.join(map(str, fit))}; or set num_layers_in_first_pipeline_stage"
-        )
-    between = pp - (first is not None) - (last is not None)
-    rest = num_layers - (first or 0) - (last or 0)
-    raise UserError(
-        f"{section}.num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave "
-        f"{rest} of the model's {num_layers} layers for the other {between} of {pp} stages; "
-        "each of these needs one at least, and all of them as many"
-    )
-
-
-def _check_experts(shape: ModelShape, megatron: MegatronConfig, section: str) -> None:
-    tp = megatron.tensor_model_parallel_size
-    if tp > 1 and not megatron.sequence_parallel:
-        raise UserError(
-            f"{section}.tensor_model_parallel_size: {tp} with a mixture of experts needs "
-            f"{section}.sequence_parallel: true"
-        )
-    if shape.experts_per_token == 1 and shape.norm_topk_prob:
-        raise UserError(
-            "config.json: num_experts_per_tok is 1 and norm_topk_prob is true: every weight is 1 and the router "
-            "cannot learn; Megatron-Core refuses it"
-        )
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> TransformerConfig:

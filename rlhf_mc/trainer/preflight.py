@@ -4,8 +4,10 @@ Each rank looks for itself. What needs weights, tokenizer, rows or a GPU is chec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
@@ -13,8 +15,9 @@ from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.data.parquet import check_columns, columns_of
+from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.reshard.layout import check_mcore, check_vllm
+from rlhf_mc.reshard.layout import check_vllm
 
 
 def world_size() -> int:
@@ -51,10 +54,21 @@ def _check_models(cfg: Config) -> None:
         roles["reward_model"] = (key, _shape(key, cfg.reward_model.model_path, value_head=True))
     for role, (key, shape) in roles.items():
         megatron = layouts(cfg)[role]
-        with about(f"{key}: {role}.megatron:"):
-            check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
-    with about("model.path: rollout:"):
+        with _in_section(f"{role}.megatron", key):
+            check_layout(shape, megatron, role)
+    check_length(actor, cfg.data)
+    with _in_section("rollout", "model.path"):
         check_vllm(actor, cfg.rollout.tensor_model_parallel_size)
+
+
+@contextlib.contextmanager
+def _in_section(section: str, model: str) -> Iterator[None]:
+    """Name the section of a setting that a UserError begins with, and the setting of the model that it is about."""
+    try:
+        yield
+    except UserError as error:
+        has_section = str(error).startswith((f"{section}.", "config.json"))
+        raise UserError(f"{error if has_section else f'{section}.{error}'} ({model})") from None
 
 
 def _shape(key: str, directory: str, value_head: bool = False) -> ModelShape:

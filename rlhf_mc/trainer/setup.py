@@ -21,7 +21,8 @@ from rlhf_mc.config.load import validate
 from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
-from rlhf_mc.models.build import DTYPES, check_layout, uses_transformer_engine
+from rlhf_mc.models.build import DTYPES, uses_transformer_engine
+from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.execute import shared_storage
@@ -231,12 +232,7 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
     if cfg.model.dist_checkpointing_path is None:
         with about("model.path:"):
             reader.check(shape)
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise UserError(
-            f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the model's "
-            f"max_position_embeddings {shape.max_position_embeddings}"
-        )
+    check_length(shape, cfg.data)
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
             f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size "

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_mc.config.load import load_config, validate
 from rlhf_mc.config.schema import layouts
-from rlhf_mc.models.build import check_layout
+from rlhf_mc.models.checks import check_layout
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_vllm
 

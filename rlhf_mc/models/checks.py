@@ -1,0 +1,73 @@
+"""Which layouts a model can be trained in, told by its sizes alone. No torch: what is refused here is refused before
+torch is imported."""
+
+from __future__ import annotations
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import DataConfig, MegatronConfig
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import check_mcore
+from rlhf_mc.topology.mesh import Mesh
+
+
+def check_length(shape: ModelShape, data: DataConfig) -> None:
+    """Raise a UserError where a prompt and its response may have more tokens than the model has positions."""
+    longest = data.max_prompt_length + data.max_response_length
+    if longest > shape.max_position_embeddings:
+        raise UserError(
+            f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the model's "
+            f"max_position_embeddings {shape.max_position_embeddings}"
+        )
+
+
+def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:
+    """Refuses, before anything is built, a layout ({role}.megatron) that the model cannot be cut into."""
+    check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
+    if shape.has_experts:
+        _check_experts(shape, megatron, f"{role}.megatron")
+    _check_stages(shape.num_layers, megatron, f"{role}.megatron")
+    if shape.o_bias != shape.mlp_bias:
+        raise UserError(
+            f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
+            "Megatron-Core has both or none"
+        )
+
+
+def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> None:
+    pp = megatron.pipeline_model_parallel_size
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    vpp = megatron.virtual_pipeline_model_parallel_size or 1
+    if vpp > 1 and num_layers % (pp * vpp):
+        raise UserError(
+            f"{section}.virtual_pipeline_model_parallel_size: {vpp} chunks for each of {pp} stages do not divide "
+            f"the model's {num_layers} layers"
+        )
+    if Mesh(pp, 1, pp, first_stage_layers=first, last_stage_layers=last, vpp=vpp).stage_sizes(num_layers) is not None:
+        return
+    if first is None and last is None:
+        fit = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+        raise UserError(
+            f"{section}.pipeline_model_parallel_size: {pp} does not divide the model's {num_layers} "
+            f"layers; what divides them: {', '.join(map(str, fit))}; or set num_layers_in_first_pipeline_stage"
+        )
+    between = pp - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    raise UserError(
+        f"{section}.num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} leave "
+        f"{rest} of the model's {num_layers} layers for the other {between} of {pp} stages; "
+        "each of these needs one at least, and all of them as many"
+    )
+
+
+def _check_experts(shape: ModelShape, megatron: MegatronConfig, section: str) -> None:
+    tp = megatron.tensor_model_parallel_size
+    if tp > 1 and not megatron.sequence_parallel:
+        raise UserError(
+            f"{section}.tensor_model_parallel_size: {tp} with a mixture of experts needs "
+            f"{section}.sequence_parallel: true"
+        )
+    if shape.experts_per_token == 1 and shape.norm_topk_prob:
+        raise UserError(
+            "config.json: num_experts_per_tok is 1 and norm_topk_prob is true: every weight is 1 and the router "
+            "cannot learn; Megatron-Core refuses it"
+        )
