@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.families import FAMILIES, ModelShape
-from rlhf_mc.reshard.hf_config import HARMLESS, HONOURED, ONLY, check_architecture, rope, treatment
+from rlhf_mc.reshard.hf_config import HARMLESS, HONOURED, ONLY, check_architecture, rope
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -43,6 +43,8 @@ def shape_of(family: str = "llama", **changes: Any) -> ModelShape:
 
 
 # Every key has a treatment.
+
+KNOWN = HONOURED | ONLY.keys() | HARMLESS.keys()
 
 
 def source_of(package: str, file: str) -> ast.Module:
@@ -100,7 +102,7 @@ def test_every_key_of_the_configuration_classes_has_a_treatment() -> None:
         kind = CONFIG_MAPPING[family]
         declared = {field.name for field in fields(kind)} | set(kind.attribute_map) | set(kind.attribute_map.values())
         written = set(AutoConfig.for_model(family).to_dict())
-        unknown[family] = sorted(key for key in declared | written if treatment(key) is None and key[0] != "_")
+        unknown[family] = sorted(key for key in declared | written if key not in KNOWN and key[0] != "_")
     assert not any(unknown.values()), unknown
 
 
@@ -121,7 +123,7 @@ def test_every_key_that_the_base_class_takes_out_has_a_treatment() -> None:
         and isinstance(node.args[0], ast.Constant)
     }
     assert {"torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor"} <= popped
-    assert sorted(k for k in popped if treatment(k) is None) == ["_commit_hash"]
+    assert sorted(k for k in popped if k not in KNOWN) == ["_commit_hash"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,7 +135,7 @@ def test_every_key_that_a_model_reads_has_a_treatment(family: str) -> None:
         of_vllm |= keys_read(source_of("vllm", "model_executor/models/llama.py"))
         of_vllm |= {"llama_4_scaling"}
     assert "rope_parameters" in of_transformers and "hidden_size" in of_vllm
-    assert sorted(k for k in of_transformers | of_vllm if treatment(k) is None and k not in METHODS) == []
+    assert sorted(k for k in of_transformers | of_vllm if k not in KNOWN and k not in METHODS) == []
 
 
 def test_every_key_that_vllm_reads_for_all_models_has_a_treatment() -> None:
@@ -146,7 +148,7 @@ def test_every_key_that_vllm_reads_for_all_models_has_a_treatment() -> None:
     patched = source_of("vllm", "transformers_utils/config.py")
     keys |= names_in(patched, "patch_rope_parameters") | names_in(patched, "_mrope_section")
     assert {"num_kv_heads", "n_positions", "rotary_pct", "moe_topk", "quantization_config"} <= keys
-    assert sorted(k for k in keys - METHODS - ONLY_FOR_OTHERS if treatment(k) is None) == []
+    assert sorted(k for k in keys - METHODS - ONLY_FOR_OTHERS if k not in KNOWN) == []
 
 
 def test_a_key_is_in_one_table_and_has_a_reason() -> None:
@@ -244,6 +246,7 @@ def test_a_rope_is_what_transformers_reads(family: str, keys: dict[str, Any]) ->
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is null"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "expected less than high_freq"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000}}, "rope_scaling.alpha is 1000; a dynamic"),
+        ({"rope_scaling": {"a\nb": 1}}, r"rope_scaling\.'a\\nb' is 1; a default rope has no such key"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention is"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}}, "mrope_section"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
