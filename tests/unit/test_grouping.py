@@ -8,7 +8,8 @@ import itertools
 import random
 
 import pytest
-from test_reshard import make_shape
+import test_reshard
+from test_reshard import check_movement, expected_vllm, make_shape
 
 from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.grouping import _assignment, choose_rollout_groups
@@ -100,6 +101,17 @@ def test_six_ranks_of_tp_2_to_engines_of_three() -> None:
     assert all(group == sorted(group) for group in groups)
     assert all(rank % 2 == 0 for rank, *_ in groups) and all(group[2] % 2 for group in groups)
     assert received(shape, mesh, rollout_groups(mesh, 3)) == 3 * received(shape, mesh, groups)
+
+
+def test_a_plan_between_sizes_that_do_not_divide_is_exact() -> None:
+    """Halves to thirds, each element where it belongs and none received that is there."""
+    shape = make_shape(num_layers=2, num_heads=6, num_kv_heads=6, ffn_hidden_size=12, vocab_size=190)
+    training = test_reshard.Mesh(shape, tp=2, dp=3, stages=[range(2)])
+    groups = choose_rollout_groups(shape, Mesh(world=6, tp=2, pp=1), 3)
+    place = {rank: n for group in groups for n, rank in enumerate(group)}
+    target = rollout_layouts(shape, groups)
+    want = [expected_vllm(shape, place[rank], 3) for rank in range(6)]
+    check_movement(make_plan(training.layouts(), target, 8, 1000), training.expected(), want, target, 1000)
 
 
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(8, 4, 1, 2), (8, 2, 2, 4), (8, 2, 1, 8), (4, 1, 2, 2)])
