@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from rlhf_mc.checkpoint import hf
+from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.checkpoint.hf import HFReader, export_hf, import_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.families import ModelShape
@@ -354,6 +355,13 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path, name: str) -> No
         else:
             import_all(reader, [layout])
     assert bad == 1
+
+
+def test_a_sum_that_overflows_is_no_value_that_is_not_finite() -> None:
+    assert num_not_finite(torch.full((4,), 6e4, dtype=torch.float16)) == 0
+    assert num_not_finite(torch.full((4,), 3e38)) == 0
+    assert num_not_finite(torch.tensor([math.inf, -math.inf, 1.0, math.nan], dtype=torch.bfloat16)) == 3
+    assert num_not_finite(torch.empty(0)) == 0
 
 
 def test_values_that_a_narrower_type_cannot_hold_are_told(tmp_path: Path) -> None:
