@@ -32,9 +32,9 @@ def run(argv: list[str]) -> None:
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise UserError("usage: torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]")
     cfg = load_config(argv[0], argv[1:])
-    preflight(cfg, world_size())
     stop = StopRequests(cfg.trainer)
-    stop.take_signals()
+    stop.take_signals()  # before pyarrow, below, starts threads: one that does not block the signals dies of them
+    preflight(cfg, world_size())
     rank = int(os.environ.get("RANK", "0"))
     # Every rank says the same; one voice is enough. Libraries' advice about what they lack is not for the user.
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
