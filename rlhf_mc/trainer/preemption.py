@@ -10,11 +10,12 @@ import datetime
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
@@ -39,6 +40,7 @@ class StopRequests:
         self._cfg = cfg
         self._rank = int(os.environ.get("RANK", "0"))
         self._reason = ""
+        self._interrupted_at = math.inf
         self._lock = threading.Lock()
         self._stop_at: float | None = None
         self.steps_done = 0
@@ -51,21 +53,25 @@ class StopRequests:
         # A shell has SIGINT ignored in what it starts in the background, which is not to end with the terminal.
         in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         taken = SIGNALS if in_background else (*SIGNALS, signal.SIGINT)
+        # Libraries unblock them again in the main thread (multiprocessing's resource tracker): then they are handled
+        # there, and this tells another thread at once.
+        readable, writable = socket.socketpair()
+        writable.setblocking(False)
+        signal.set_wakeup_fd(writable.detach())
         signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         for number in taken:
-            signal.signal(number, signal.SIG_DFL)  # the launcher may have had it ignored until now
-        # A thread of its own: a handler would run in the main thread, which may be in a collective for minutes.
-        threading.Thread(target=self._take, args=(taken,), name="rlhf_mc signals", daemon=True).start()
+            signal.signal(number, lambda number, frame: None)  # the launcher may have had it ignored until now
+        # Threads of their own: a handler would run in the main thread, which may be in a collective for minutes.
+        for wait in (lambda: signal.sigwait(taken), lambda: readable.recv(1)[0]):
+            threading.Thread(target=self._take, args=(wait,), name="rlhf_mc signals", daemon=True).start()
 
-    def _take(self, taken: Sequence[signal.Signals]) -> None:
-        interrupted_at = math.inf
+    def _take(self, wait: Callable[[], int]) -> None:
         while True:
-            number = signal.Signals(signal.sigwait(taken))
-            now = time.monotonic()
-            if number in (signal.SIGINT, signal.SIGTERM) and now > interrupted_at + ONE_PRESS_SECONDS:
+            number, now = signal.Signals(wait()), time.monotonic()
+            if number in (signal.SIGINT, signal.SIGTERM) and now > self._interrupted_at + ONE_PRESS_SECONDS:
                 leave(INTERRUPTED)  # of a second Ctrl-C torchrun makes SIGTERM
             if number == signal.SIGINT:
-                interrupted_at = min(interrupted_at, now)
+                self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
                     print("rlhf_mc: interrupted: it saves and ends; a second Ctrl-C ends it at once", file=sys.stderr)
             self.request(number.name)
