@@ -102,7 +102,7 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
     if sinks and "jsonl" in cfg.logger:
         png = directory / PLOT
         view(png.name, lambda: plot_run(directory / METRICS_FILE, png, title=directory.name))
-    on_rank_0(SINKS, lambda: success.write(directory, checkpoints.position.step))
+    on_rank_0(SINKS, lambda: success.write(directory, run_id, checkpoints.position.step))
     why = "the target accuracy is reached" if reached else "all steps are done"
     say(run, f"{why}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
 

@@ -17,12 +17,12 @@ def clear(root: Path) -> None:
     (root / NAME).unlink(missing_ok=True)
 
 
-def write(root: Path, step: int) -> None:
+def write(root: Path, run_id: str, step: int) -> None:
     """Write the mark in one piece, to the disk itself. `step` is the last one of the run. Rank 0 calls it, after every
     other file of the run is written."""
     path = root / f"{NAME}.tmp"
     with path.open("w", encoding="utf-8") as file:
-        json.dump({"step": step}, file)
+        json.dump({"run_id": run_id, "step": step}, file)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -109,7 +109,8 @@ def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, lay
     resumed = runs.resumed(layout, layout, tmp_path)
     whole = runs.results(layout)
     assert not any(rank["marked_at_start"] for rank in resumed) and all(rank["marked"] for rank in resumed)
-    assert json.loads((tmp_path / success.NAME).read_text()) == {"step": 4}
+    run_id = json.loads((tmp_path / "run.json").read_text())["run_id"]
+    assert json.loads((tmp_path / success.NAME).read_text()) == {"run_id": run_id, "step": 4}
     assert whole[0]["steps"] == [1, 2, 3, 4] and resumed[0]["steps"] == [3, 4]
     assert sorted(metrics(tmp_path)) == [3, 4]
     assert metrics(tmp_path) == metrics(runs.directory(layout))
