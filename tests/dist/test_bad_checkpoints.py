@@ -149,6 +149,13 @@ def metrics_without(step: int) -> Callable[[Path], None]:
     return change
 
 
+def owned_by(run_id: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.with_name("run.json").write_text(json.dumps({"run_id": run_id}))
+
+    return change
+
+
 def newer(path: Path) -> None:
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
@@ -191,6 +198,7 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
             auto(f"{file} rewritten {text[:2]}", rewritten(file, text), "step 2")
     auto("copy 99", copied("global_step_99"), "step 3")
     auto("copy 007", copied("global_step_007"), "step 3")
+    auto("of another run", owned_by("another"), "its run.json says run another, its newest checkpoint is of run ")
     auto("gap", metrics_without(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
     auto("newer", newer, "written by a newer version of the program (format 9")
     named("named", harmed(good, tmp_path / "n", cut) / "global_step_3", "damaged")
