@@ -165,7 +165,8 @@ class RolloutConfig:
     n: int = 1
     """Responses per training prompt."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs are taken at the same one."""
+    """Sampling temperature; the trainer's log-probs are taken at the same one. At least 0.01: vLLM samples at
+    that where it is given less."""
     gpu_memory_utilization: float = 0.5
     """GPU only: share of the device's memory for vLLM's weights and KV cache."""
     cpu_kvcache_space_gb: int = 1
@@ -302,7 +303,7 @@ class TrainerConfig:
     critic_warmup: int = 0
     """PPO steps at the start in which the critic learns and the actor stays as it is."""
     seed: int = 1
-    """Seed of everything random."""
+    """Seed of everything random, below 2^32."""
     max_skipped_updates_in_a_row: int = 3
     """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
     dist_timeout_seconds: int = 600

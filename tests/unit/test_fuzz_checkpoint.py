@@ -1,0 +1,152 @@
+"""Damaged training checkpoints: files cut short, changed, deleted, replaced by others; and such as were damaged before
+their manifest was written, whose checksums are right. Each difference is found, and said in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from fuzzing import damages, examples, success_or_user_error
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+from rlhf_mc.checkpoint import directory
+from rlhf_mc.checkpoint.training import CONFIG, STATE, reading_state, stored_config, stored_origin
+from rlhf_mc.checkpoint.unpickling import check_metadata
+from rlhf_mc.config.errors import UserError
+
+STEP = 3
+METADATA = ".metadata"
+FILES = ("__0_0.distcp", METADATA, STATE, CONFIG)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_waiting() -> Iterator[None]:
+    """For a file server to come back."""
+    seconds, directory._AGAIN_SECONDS = directory._AGAIN_SECONDS, 0.0
+    yield
+    directory._AGAIN_SECONDS = seconds
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, bytes]:
+    """What a checkpoint holds beside its manifest."""
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), [])
+    state = {
+        "step": STEP,
+        "loop": {"position": {"step": STEP, "accuracy": 0.5}, "kl_controller": {}, "skipped_in_a_row": {}},
+        "models": {"actor": {"shape": {"num_layers": 2}, "dtype": "float32", "progress": {}}},
+        "versions": {},
+        "inputs": {},
+    }
+    config = {"trainer": {"resume_from_path": None, "seed": 1}, "data": {"train_files": ["a.parquet"]}}
+    return {
+        "__0_0.distcp": bytes(range(256)) * 8,
+        METADATA: pickle.dumps(Metadata({"actor.weight.x": tensor})),
+        STATE: json.dumps(state).encode(),
+        CONFIG: yaml.safe_dump(config).encode(),
+    }
+
+
+def written(root: Path, files: dict[str, bytes]) -> Path:
+    """A checkpoint of these files, with a manifest that is true of them."""
+    for path in root.iterdir():
+        shutil.rmtree(path)
+    path = directory.begin(root, STEP)
+    sums = {name: directory.write_bytes(path / name, data) for name, data in files.items()}
+    directory.commit(root, STEP, sums)
+    return directory.final_path(root, STEP)
+
+
+def read(path: Path) -> None:
+    """All that is read of a checkpoint before its tensors are."""
+    directory.verify(path)
+    with reading_state(path):
+        state = directory.read_json(path / STATE)
+        state["loop"], state["models"]
+        stored_origin(path)
+    stored_config(path)
+    check_metadata(path / METADATA)
+
+
+def test_the_whole_one_can_be_read(root: Path, whole: dict[str, bytes]) -> None:
+    read(written(root, whole))
+
+
+@examples(200)
+@given(
+    name=st.sampled_from(FILES),
+    kind=st.sampled_from(["damage", "damage", "damage", "delete", "directory", "swap", "link"]),
+    damage=damages(),
+)
+def test_what_differs_from_the_manifest_is_found(
+    root: Path, whole: dict[str, bytes], name: str, kind: str, damage: Callable[[bytes], bytes]
+) -> None:
+    path = written(root, whole)
+    file = path / name
+    changed = True
+    if kind == "damage":
+        file.write_bytes(damage(whole[name]))
+        changed = damage(whole[name]) != whole[name]
+    elif kind == "swap":
+        other = path / FILES[FILES.index(name) - 1]
+        os.rename(other, path / "x")
+        os.rename(file, other)
+        os.rename(path / "x", file)
+    else:
+        file.unlink()
+        if kind == "directory":
+            file.mkdir()
+        elif kind == "link":
+            file.symlink_to(path)
+    try:
+        read(path)
+        assert not changed
+    except directory.Damaged as error:
+        assert changed and "\n" not in str(error)
+
+
+@examples(150)
+@given(damage=damages())
+def test_damaged_manifests(root: Path, whole: dict[str, bytes], damage: Callable[[bytes], bytes]) -> None:
+    path = written(root, whole)
+    manifest = path / directory.MANIFEST
+    before = json.loads(manifest.read_bytes())
+    manifest.write_bytes(damage(manifest.read_bytes()))
+    try:
+        read(path)
+        assert json.loads(manifest.read_bytes()) == before
+    except UserError as error:
+        assert "\n" not in str(error) and str(path) in str(error)
+
+
+@examples(150)
+@given(name=st.sampled_from([METADATA, STATE, CONFIG]), damage=damages())
+def test_files_that_were_damaged_before_their_checksums_were_taken(
+    root: Path, whole: dict[str, bytes], name: str, damage: Callable[[bytes], bytes]
+) -> None:
+    path = written(root, {**whole, name: damage(whole[name])})
+    success_or_user_error(lambda: read(path))
