@@ -110,6 +110,7 @@ RANGES = {
     "trainer.critic_warmup": Range(0, 1_000_000_000),
     "trainer.seed": Range(0, 2**32 - 1),  # numpy takes 32 bits, which vLLM seeds too
     "trainer.max_skipped_updates_in_a_row": _COUNT,
+    "trainer.max_rollout_logprob_diff": _POSITIVE,
     "trainer.dist_timeout_seconds": Range(1, _SECONDS),
     "trainer.heartbeat_timeout_seconds": Range(1, _SECONDS),
     # torchrun and Slurm end the ranks that a crashed one leaves by SIGTERM, and kill them 30 s later. One that gives up

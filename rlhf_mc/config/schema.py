@@ -306,6 +306,12 @@ class TrainerConfig:
     """Seed of everything random, below 2^32."""
     max_skipped_updates_in_a_row: int = 3
     """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
+    max_rollout_logprob_diff: float | None = None
+    """Bound of |log-prob by the trainer - log-prob by vLLM| over the sampled tokens. Beyond it the run ends after its
+    first rollout and after the first one of a resume; later rollouts warn. It bounds the mean; ten times as much bounds
+    the 99th percentile, which shows a difference that few tokens have. The maximum is not judged: it grows with the
+    number of tokens, and in bfloat16 single tokens differ by much. The bound is at temperature 1; at
+    rollout.temperature T it is divided by T, as the logits are. null: 0.001 in float32, 0.1 in bfloat16."""
     dist_timeout_seconds: int = 600
     """Time after which a collective that some rank has not reached is an error, for every process group."""
     heartbeat_timeout_seconds: int = 120

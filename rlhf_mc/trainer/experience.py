@@ -26,6 +26,7 @@ from rlhf_mc.observability.metrics import summarize, summarize_lengths
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
 from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.passes import my_micro_batches
 
 TRAINING, VALIDATION = 0, 1
@@ -184,12 +185,14 @@ def rollout_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_len
     """Lengths, and how far vLLM's log-probs are from the trainer's on the sampled tokens."""
     assert batch.old_log_probs is not None
     probs_diff = (batch.old_log_probs.exp() - batch.rollout_log_probs.exp()).abs().double()
-    log_probs_diff = (batch.old_log_probs - batch.rollout_log_probs).abs()
+    difference = Difference.of(batch)
     return {
         **summarize_lengths("response_length", batch.response_lens, max_response_length),
         **summarize_lengths("prompt_length", batch.prompt_lens, max_prompt_length),
         "training/rollout_probs_diff_max": float(probs_diff.max()),
         "training/rollout_probs_diff_mean": float(probs_diff.mean()),
         "training/rollout_probs_diff_std": float(probs_diff.std(correction=0)),
-        "training/rollout_logprobs_diff_max": float(log_probs_diff.max()),
+        "training/rollout_logprobs_diff_mean": difference.mean,
+        "training/rollout_logprobs_diff_p99": difference.p99,
+        "training/rollout_logprobs_diff_max": difference.max,
     }

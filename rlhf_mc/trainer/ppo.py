@@ -122,6 +122,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         stop.check()
         scores = reward(run, state, prompts, batch)
         batch = score(run, state, batch)
+        run.log_prob_check.judge(batch, state.step)
         batch = rewarded(run, state, batch, scores)
         stop.check()
         batch = advantage(run, state, batch)

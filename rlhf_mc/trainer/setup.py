@@ -37,6 +37,7 @@ from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.topology.agreement import raise_together, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.residency import Residency, check_residency
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
@@ -70,6 +71,7 @@ class Run:
     """Who is on the device in which phase."""
     kl_controller: KLController
     skipped: SkippedUpdates
+    log_prob_check: LogProbCheck
 
 
 def build_run(cfg: Config) -> Run:
@@ -126,6 +128,7 @@ def build_run(cfg: Config) -> Run:
         update=update,
         residency=residency,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
+        log_prob_check=_log_prob_check(cfg, tokenizer),
         skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_in_a_row, Path(cfg.trainer.default_local_dir)),
     )
 
@@ -281,6 +284,16 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightUpdate, 
         storage=shared_storage(update.plan, actor.params) if cfg.reshard.share_weights else {},
     )
     return update, rollout
+
+
+def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbCheck:
+    dtype, bound = cfg.actor.megatron.dtype, cfg.trainer.max_rollout_logprob_diff
+    return LogProbCheck(
+        bound=DEFAULT_BOUND[dtype] if bound is None else bound,
+        temperature=cfg.rollout.temperature,
+        dtype=dtype,
+        token_text=lambda token: str(tokenizer.decode([token])),
+    )
 
 
 def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

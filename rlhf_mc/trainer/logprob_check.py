@@ -1,0 +1,104 @@
+"""Whether vLLM and the trainer compute the same model: after each rollout their log-probs of the sampled tokens are
+compared. Where they disagree the trainer would learn from samples of another distribution.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import RaggedBatch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
+"""trainer.max_rollout_logprob_diff where it is null, by the type of the weights."""
+TAIL = 10.0
+"""The 99th percentile may be this many times as large as the mean."""
+WORST = 3
+"""Tokens that a message names."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Statistics of |trainer's log-prob - vLLM's| over a batch's response tokens."""
+
+    mean: float
+    p99: float
+    """All but 1 % of the tokens, at least one token, differ by at most this."""
+    max: float
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> Difference:
+        """Return the statistics; NaN where a log-prob is NaN."""
+        each = token_differences(batch)
+        p99 = each.kthvalue(max(1, int(0.99 * len(each)))).values
+        return cls(float(each.mean()), float(p99), float(each.max()))
+
+
+def token_differences(batch: RaggedBatch) -> torch.Tensor:
+    """Return |trainer's log-prob - vLLM's| of each response token: [R] float64."""
+    assert batch.old_log_probs is not None
+    return (batch.old_log_probs.double() - batch.rollout_log_probs.double()).abs()
+
+
+@dataclass
+class LogProbCheck:
+    """Judges each rollout of a run. Every rank holds the whole batch, so all ranks raise together."""
+
+    bound: float
+    """Of the mean, at temperature 1."""
+    temperature: float
+    """Both engines divide logits by it, and so their differences."""
+    dtype: str
+    token_text: Callable[[int], str]
+    is_first: bool = True
+    """No rollout has been judged since the process started."""
+
+    def judge(self, batch: RaggedBatch, step: int) -> None:
+        """Raise a UserError where the first rollout's difference is beyond the bounds; warn for later ones."""
+        wrong = self._what_is_wrong(batch)
+        if wrong is not None and self.is_first:
+            raise UserError(
+                f"step {step}: {wrong}; check that config.json means the same to vLLM and to Megatron-Core (rope "
+                "scaling, a tied or untied lm_head), and that the weights arrive (reshard.verify=always)"
+            )
+        self.is_first = False
+        if wrong is not None:
+            logger.warning("warning: step %d: %s", step, wrong)
+
+    def _what_is_wrong(self, batch: RaggedBatch) -> str | None:
+        assert batch.old_log_probs is not None
+        engines = {"Megatron-Core (trainer)": batch.old_log_probs, "vLLM (rollout)": batch.rollout_log_probs}
+        for engine, log_probs in engines.items():
+            broken = ~log_probs.isfinite()
+            if broken.any():
+                return (
+                    f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; the first: "
+                    f"{self._token(batch, int(broken.nonzero()[0]))}"
+                )
+        found, mean, tail = Difference.of(batch), self.bound / self.temperature, TAIL * self.bound / self.temperature
+        if found.mean <= mean and found.p99 <= tail:
+            return None
+        each = token_differences(batch)
+        worst = "; ".join(self._token(batch, i) for i in each.topk(min(WORST, len(each))).indices.tolist())
+        return (
+            f"the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by {found.mean:.3g} on average and "
+            f"by {found.p99:.3g} at the 99th percentile of {len(each)} tokens, where trainer.max_rollout_logprob_diff "
+            f"allows {mean:.3g} and {tail:.3g} ({self.dtype}, temperature {self.temperature:g}); the worst: {worst}"
+        )
+
+    def _token(self, batch: RaggedBatch, index: int) -> str:
+        """Return where the index-th response token is, what it is, and both log-probs."""
+        assert batch.old_log_probs is not None
+        ends = batch.response_lens.cumsum(0)
+        row = int(torch.searchsorted(ends, index, right=True))
+        position = index - int(ends[row] - batch.response_lens[row])
+        token = batch.responses()[row][position]
+        sampled, scored = float(batch.rollout_log_probs[index]), float(batch.old_log_probs[index])
+        where = f"response {row}, position {position}, token {token} {self.token_text(token)!r}"
+        return f"{where}: {sampled:.4g} by vLLM, {scored:.4g} by the trainer"

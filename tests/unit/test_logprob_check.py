@@ -1,0 +1,110 @@
+"""logprob_check.py: what is judged of the difference between vLLM's and the trainer's log-probs, and how it is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.trainer.logprob_check import Difference, LogProbCheck
+
+
+def a_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBatch:
+    """Response tokens whose log-probs differ so; prompts of two tokens; response token i of a sequence is 100 + i."""
+    lens = lens or [len(differences)]
+    rollout = torch.full((len(differences),), -1.0)
+    return RaggedBatch(
+        tokens=torch.tensor([t for n in lens for t in (1, 2, *range(100, 100 + n))]),
+        prompt_lens=torch.full((len(lens),), 2),
+        response_lens=torch.tensor(lens),
+        rollout_log_probs=rollout,
+        finished=torch.ones(len(lens), dtype=torch.bool),
+        old_log_probs=rollout + torch.tensor(differences),
+    )
+
+
+def a_check(bound: float = 0.1, temperature: float = 1.0) -> LogProbCheck:
+    return LogProbCheck(bound, temperature, "bfloat16", lambda token: f"<{token}>\n")
+
+
+def test_a_first_rollout_beyond_the_bound_ends_the_run_with_one_line() -> None:
+    batch = a_batch([0.0, 0.1, -3.0, 0.0, 1.5, 0.3], lens=[2, 4])
+    with pytest.raises(UserError) as caught:
+        a_check().judge(batch, step=7)
+    line = str(caught.value)
+    assert "\n" not in line
+    for part in (
+        "step 7: ",
+        "vLLM (rollout)",
+        "Megatron-Core (trainer)",
+        "0.817 on average",
+        "of 6 tokens",
+        "trainer.max_rollout_logprob_diff allows 0.1 and 1 (bfloat16",
+        "; the worst: response 1, position 0, token 100 '<100>\\n': -1 by vLLM, -4 by the trainer; ",
+        "; response 1, position 2, token 102 ",
+        "reshard.verify=always",
+    ):
+        assert part in line, line
+
+
+@pytest.mark.parametrize(
+    ("differences", "passes"),
+    [
+        ([0.05] * 200, True),
+        ([0.11] * 200, False),  # the mean
+        ([0.0] * 990 + [9.0] * 10, True),  # one per cent, mean 0.09
+        ([0.0] * 970 + [1.5] * 30, False),  # more than one per cent; mean 0.045
+        ([0.01, 0.0, 0.02, 0.3], True),
+        ([-0.11], False),
+    ],
+)
+def test_mean_and_99th_percentile_are_judged(differences: list[float], passes: bool) -> None:
+    if passes:
+        a_check().judge(a_batch(differences), 1)
+        return
+    with pytest.raises(UserError):
+        a_check().judge(a_batch(differences), 1)
+
+
+def test_one_token_however_far_off_is_not_judged_by_itself() -> None:
+    """In bfloat16 a token near a routing boundary may take another expert."""
+    a_check().judge(a_batch([0.0] * 400 + [30.0]), 1)
+
+
+@pytest.mark.parametrize(("temperature", "passes"), [(1.0, False), (0.5, True), (2.0, False)])
+def test_the_bound_is_at_temperature_1(temperature: float, passes: bool) -> None:
+    """Half the temperature doubles the difference of the same logits."""
+    check, batch = a_check(temperature=temperature), a_batch([0.15] * 10)
+    if passes:
+        check.judge(batch, 1)
+    else:
+        with pytest.raises(UserError, match=f"temperature {temperature:g}"):
+            check.judge(batch, 1)
+
+
+def test_later_rollouts_warn(caplog: pytest.LogCaptureFixture) -> None:
+    check = a_check()
+    check.judge(a_batch([0.0] * 4), 1)
+    with caplog.at_level(logging.WARNING):
+        check.judge(a_batch([0.0] * 4), 2)
+        assert caplog.text == ""
+        check.judge(a_batch([5.0] * 4), 3)
+    assert "warning: step 3: the log-probs of vLLM" in caplog.text
+
+
+@pytest.mark.parametrize(("field", "engine"), [("old_log_probs", "Megatron-Core"), ("rollout_log_probs", "vLLM")])
+def test_log_probs_that_are_not_finite_are_named(field: str, engine: str) -> None:
+    batch = a_batch([0.0] * 4)
+    getattr(batch, field)[2] = torch.nan
+    with pytest.raises(UserError, match=rf"1 of 4 log-probs of {engine}.* not finite; the first: .*position 2"):
+        a_check().judge(batch, 1)
+
+
+def test_statistics() -> None:
+    found = Difference.of(a_batch([i / 100 for i in range(200)]))
+    assert found.mean == pytest.approx(0.995, abs=1e-6)
+    assert found.p99 == pytest.approx(1.97, abs=1e-6)
+    assert found.max == pytest.approx(1.99, abs=1e-6)
