@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
         model = build_model(shape, spread.megatron(groups.mesh, dtype), groups)
         params = {name: param.data for name, param in model.named_parameters()}
         import_hf(reader, training_layouts(shape, groups.mesh)[groups.rank], params)
-        save_mcore(model, output, hf_path)
+        save_mcore(model, output, reader)
         _say(groups.rank, hf_path, output, shape)
 
 
@@ -133,6 +133,8 @@ def training_checkpoint_to_hf(
         if not start.is_dir():
             raise UserError(f"{start}: no such directory; where the model of the run lies now is given as --hf-path")
         shape = read_shape(start, value_head=role == "critic")
+        # The run has compared the start's language-model head and embedding, and its weights may be gone.
+        shape = replace(shape, tie_embeddings=models[role]["shape"].get("tie_embeddings", shape.tie_embeddings))
         check_shape(path, role, models, shape)
         dtype_name: str = models[role]["dtype"]
         shapes, dtype = logical_shapes(shape), getattr(torch, dtype_name)

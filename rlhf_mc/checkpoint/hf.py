@@ -5,11 +5,14 @@ Both go through the planner of reshard/; nothing here knows how a model is split
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,9 @@ STAGING = ".incomplete"
 """Folder inside the output directory for files that are not complete yet."""
 
 
+logger = logging.getLogger(__name__)
+COMPARED_BYTES = 16 << 20
+"""Of each of two tensors, how much is compared at a time."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
 _HEADS = ("lm_head.weight", "score.weight", "score.bias")
@@ -101,8 +107,35 @@ class HFReader:
         return found
 
     def shape(self, value_head: bool = False) -> ModelShape:
-        """Return the shape of the model that config.json describes. UserError for what is not supported."""
-        return read_shape(self.directory, value_head)
+        """Return the shape of the model that config.json describes. UserError for what is not supported.
+
+        Of a language-model head it is believed only that it is the embedding where no other head is there."""
+        found = read_shape(self.directory, value_head)
+        if value_head or not found.tie_embeddings or not self._has_another_head:
+            return found
+        return replace(found, tie_embeddings=False)
+
+    @functools.cached_property
+    def _has_another_head(self) -> bool:
+        """Whether there is a language-model head that is not the embedding. As transformers and vLLM find out, but with
+        a few rows of both in memory at a time."""
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        if any(name not in self.names for name in names):
+            return False
+        head, embedding = self.slices(names).values()
+        rows, *width = head.get_shape()
+        step = max(1, COMPARED_BYTES // (4 * math.prod(width)))
+        parts = (slice(start, start + step) for start in range(0, rows, step))
+        if [rows, *width] == embedding.get_shape() and all(
+            torch.equal(head[part].float(), embedding[part].float()) for part in parts
+        ):
+            return False
+        logger.warning(
+            "%s: lm_head.weight differs from model.embed_tokens.weight; the two are not tied, whatever "
+            "tie_word_embeddings says in config.json",
+            self.directory,
+        )
+        return True
 
     @property
     def names(self) -> Collection[str]:

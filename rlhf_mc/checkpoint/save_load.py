@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.finite import check_finite
-from rlhf_mc.checkpoint.hf import ASSETS
+from rlhf_mc.checkpoint.hf import ASSETS, HFReader
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
@@ -31,10 +31,10 @@ def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str,
     return {name: value for name, value in state.items() if not name.removeprefix("model.").startswith(skip_prefixes)}
 
 
-def save_mcore(model: PackedGPT, directory: str | Path, assets_dir: str | Path) -> None:
-    """Writes the model, and beside it what describes it (from assets_dir), in place of a checkpoint that is there.
-    Every rank must call it. The writer starts helper processes: the program needs an `if __name__ == "__main__"`
-    guard."""
+def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> None:
+    """Writes the model, and beside it what describes it (from the reader's checkpoint), in place of a checkpoint that
+    is there. Every rank must call it. The writer starts helper processes: the program needs an
+    `if __name__ == "__main__"` guard."""
     directory = Path(directory)
     on_rank_0(f"{directory}: cannot be written", lambda: _begin(directory))
     with platform.megatron():
@@ -43,7 +43,7 @@ def save_mcore(model: PackedGPT, directory: str | Path, assets_dir: str | Path) 
         except CheckpointException as error:
             raise UserError(f"{directory}: the weights cannot be written ({_cause(error)})") from error
     # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
-    on_rank_0(f"{directory}: cannot be written", lambda: _copy_assets(directory, Path(assets_dir)))
+    on_rank_0(f"{directory}: cannot be written", lambda: _copy_assets(directory, reader))
 
 
 def _begin(directory: Path) -> None:
@@ -51,11 +51,13 @@ def _begin(directory: Path) -> None:
     _remove_checkpoint(directory)
 
 
-def _copy_assets(directory: Path, assets_dir: Path) -> None:
+def _copy_assets(directory: Path, reader: HFReader) -> None:
     (directory / HF_ASSETS).mkdir()
-    for name in ("config.json", *ASSETS):
-        if (assets_dir / name).exists():
-            shutil.copyfile(assets_dir / name, directory / HF_ASSETS / name)
+    for name in ASSETS:
+        if (reader.directory / name).exists():
+            shutil.copyfile(reader.directory / name, directory / HF_ASSETS / name)
+    config = {**reader.config, "tie_word_embeddings": reader.shape().tie_embeddings}
+    (directory / HF_ASSETS / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _remove_checkpoint(directory: Path) -> None:

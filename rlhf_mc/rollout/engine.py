@@ -41,9 +41,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.reshard.layout import check_vllm
-from rlhf_mc.rollout.vllm_patches import patch_cpu
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.reshard.layout import check_vllm, vllm_layout
+from rlhf_mc.rollout.vllm_patches import patch
+from rlhf_mc.topology.agreement import gather_objects, raise_together
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def _give_memory(storage: Mapping[str, torch.Tensor]) -> None:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             for name, param in model.named_parameters():
                 found = storage.get(name)
-                if found is None:
+                if found is None or found.shape != param.shape:  # which is refused once the engine is built
                     param.data.zero_()
                     continue
-                assert (found.shape, found.dtype) == (param.shape, param.dtype), name
+                assert found.dtype == param.dtype, name
                 param.data = found
 
     register_model_loader(LOAD_FORMAT)(Loader)
@@ -119,6 +119,7 @@ class RolloutEngine:
     def __init__(
         self,
         model_path: str,
+        shape: ModelShape,
         cfg: RolloutConfig,
         groups: Sequence[Sequence[int]],
         rank: int,
@@ -127,7 +128,9 @@ class RolloutEngine:
         seed: int,
         storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """storage: by vLLM's names, tensors that are to be its parameters, in place of memory of its own."""
+        """storage: by vLLM's names, tensors that are to be its parameters, in place of memory of its own.
+
+        Every rank must call it. UserError on all of them where vLLM's parameters are not those of the weight update."""
         self._group = next(list(g) for g in groups if rank in g)
         self._replica = next(i for i, g in enumerate(groups) if rank in g)
         self._num_replicas = len(groups)
@@ -144,7 +147,7 @@ class RolloutEngine:
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
-            patch_cpu()
+        patch()
         _give_memory(storage or {})
         with _groups_as_given(groups):
             self._llm = vllm.LLM(
@@ -154,6 +157,7 @@ class RolloutEngine:
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",
                 load_format=LOAD_FORMAT,
+                hf_overrides={"tie_word_embeddings": shape.tie_embeddings},
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_model_len,
@@ -163,6 +167,13 @@ class RolloutEngine:
                 disable_log_stats=True,
                 **options,
             )
+        written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
+        found = {name: tuple(param.shape) for name, param in self.params.items()}
+        try:
+            raise_together(_difference(model_path, written, found))
+        except UserError:
+            self.close()
+            raise
 
     @property
     def _model(self) -> torch.nn.Module:
@@ -242,6 +253,30 @@ class RolloutEngine:
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
+
+
+def _difference(
+    model_path: str, written: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> UserError | None:
+    """Return what is wrong where the parameters that a weight update writes (name -> shape) are not vLLM's.
+
+    A parameter that nothing writes would stay zero, and vLLM would generate with it."""
+    wrong = [
+        *(f"vLLM alone has {name} {shape}" for name, shape in found.items() if name not in written),
+        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in found),
+        *(
+            f"{name} has shape {found[name]} in vLLM, {shape} in the weight update"
+            for name, shape in written.items()
+            if name in found and found[name] != shape
+        ),
+    ]
+    if not wrong:
+        return None
+    more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    return UserError(
+        f"model.path {model_path}: vLLM's model is not the trainer's: {'; '.join(wrong[:3])}{more}; "
+        "a key of config.json means something else to vLLM than to the trainer"
+    )
 
 
 def _to_generation(output: Any) -> Generation:

@@ -9,20 +9,24 @@ from typing import Any
 
 import numpy as np
 import vllm._custom_ops
+from vllm.config import ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from rlhf_mc import platform
 from rlhf_mc.rollout.experts import fused_moe
 
 
-def patch_cpu() -> None:
-    """Patch the CPU engine. Call before an engine is built; a second call changes nothing."""
-    _keep_weights_plain()
-    # vLLM's own collectives in shared memory spin for ever where a rank has died; gloo's raise.
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    CPUModelRunner.sample_tokens = _sample_tokens
+def patch() -> None:
+    """Patch vLLM. Call before an engine is built; a second call changes nothing."""
+    ModelConfig.maybe_untie_word_embeddings = _keep_tie_word_embeddings
+    if not platform.use_cuda():
+        _keep_weights_plain()
+        # vLLM's own collectives in shared memory spin for ever where a rank has died; gloo's raise.
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+        CPUModelRunner.sample_tokens = _sample_tokens
 
 
 def _keep_weights_plain() -> None:
@@ -31,6 +35,12 @@ def _keep_weights_plain() -> None:
     vllm._custom_ops._supports_onednn = False
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     cpu_moe.cpu_fused_moe = fused_moe
+
+
+@functools.wraps(ModelConfig.maybe_untie_word_embeddings)
+def _keep_tie_word_embeddings(config: Any) -> None:
+    """Do nothing. vLLM unties the language-model head where the checkpoint has one, and ties it again where the loaded
+    tensors are equal. It loads nothing here: the trainer has compared them, and `hf_overrides` has the result."""
 
 
 @functools.wraps(GPUModelRunner.sample_tokens)

@@ -274,6 +274,7 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightUpdate, 
     update = WeightUpdate(plan, rank, cfg.reshard.verify)
     rollout = RolloutEngine(
         cfg.model.path,
+        actor.shape,
         cfg.rollout,
         engine_ranks,
         rank,

@@ -8,6 +8,7 @@ import torch
 from cases import a_run
 from model_cases import TEMPERATURE, make_engine, mesh_groups
 
+from rlhf_mc.checkpoint.hf import HFReader
 from rlhf_mc.checkpoint.save_load import load_mcore, save_mcore
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
@@ -19,7 +20,7 @@ def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) ->
     """Writes the model as a Megatron checkpoint with its experts over ep ranks and reads it with them over other_ep.
     Names of this rank's parameters that are then not what the Hugging Face checkpoint gives."""
     with mesh_groups(1, 1, ep) as groups:
-        save_mcore(make_engine(checkpoint, "actor", groups).model, directory, checkpoint)
+        save_mcore(make_engine(checkpoint, "actor", groups).model, directory, HFReader(checkpoint))
     with mesh_groups(1, 1, other_ep) as groups:
         wanted = make_engine(checkpoint, "actor", groups)
         loaded = ModelEngine("actor", wanted.shape, wanted._megatron, groups)

@@ -5,36 +5,56 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from cases import a_run
 from safetensors.torch import load_file
+from vllm.config import ModelConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from rlhf_mc.checkpoint.hf import HFReader
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.layout import vllm_layout
+from rlhf_mc.rollout import engine as rollout_engine
+from rlhf_mc.rollout import vllm_patches
 from rlhf_mc.rollout.engine import RolloutEngine, Sampling
-from rlhf_mc.trainer import ppo
+from rlhf_mc.trainer import logprob_check, ppo
 from rlhf_mc.trainer.preemption import StopRequests
 
 
 @contextlib.contextmanager
-def an_engine(checkpoint: str, rollout_tp: int, max_model_len: int, **cfg: int) -> Iterator[RolloutEngine]:
-    """Engines over all ranks in float32 with the checkpoint's weights."""
+def an_engine(
+    checkpoint: str,
+    rollout_tp: int,
+    max_model_len: int,
+    shape: ModelShape | None = None,
+    storage: Mapping[str, torch.Tensor] | None = None,
+    **cfg: int,
+) -> Iterator[RolloutEngine]:
+    """Engines over all ranks in float32 with the checkpoint's weights; shape: another than the checkpoint's."""
     groups = [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
     engine = RolloutEngine(
         checkpoint,
+        shape or HFReader(checkpoint).shape(),
         RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=64, **cfg),
         groups,
         dist.get_rank(),
         max_model_len,
         "float32",
         seed=0,
+        storage=storage,
     )
     try:
         engine._model.load_weights(iter(load_file(Path(checkpoint) / "model.safetensors").items()))
@@ -72,6 +92,54 @@ def generate_unpatched(checkpoint: str, max_model_len: int, prompts: Sequence[Se
         finally:
             CPUModelRunner.sample_tokens = patched
     return "no error"
+
+
+def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
+    """Builds engines for a model that is in the trainer's eyes another than vLLM's; for tests of what is refused."""
+    shape = replace(HFReader(checkpoint).shape(), **changes)
+    with an_engine(checkpoint, rollout_tp, 64, shape=shape):
+        pass
+
+
+def build_unpatched(checkpoint: str) -> None:
+    """vLLM decides whether the language-model head is tied."""
+    shape = HFReader(checkpoint).shape()
+    embedding = "model.embed_tokens.weight"
+    storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
+    original = vllm_patches._keep_tie_word_embeddings.__wrapped__
+    with (
+        mock.patch.object(rollout_engine, "patch", lambda: None),
+        mock.patch.object(ModelConfig, "maybe_untie_word_embeddings", original),
+        an_engine(checkpoint, 1, 64, storage=storage),
+    ):
+        pass
+
+
+def disagree(config_path: str, from_step: int) -> list[str]:
+    """Two PPO steps. From that one on vLLM's last norm is three times the trainer's. Returns what was warned of."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    with a_run(config_path, ["reshard.share_weights=false"]) as run:
+        updated = run.rollout.weights_updated
+
+        def spoil() -> None:
+            run.rollout.params["model.norm.weight"].mul_(3 if state.step >= from_step else 1)
+            updated()
+
+        run.rollout.weights_updated = spoil  # type: ignore[method-assign]
+        logprob_check.logger.addHandler(handler)
+        try:
+            for step in (1, 2):
+                state = ppo.begin_step(step, Place())
+                ppo.one_step(run, state, StopRequests(run.config.trainer))
+        except UserError:
+            run.rollout.close()
+            run.rewards.close()
+            raise
+        finally:
+            logprob_check.logger.removeHandler(handler)
+    return warned
 
 
 def gsm8k_steps(config_path: str) -> dict[str, Any]:

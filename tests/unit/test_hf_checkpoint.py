@@ -211,13 +211,54 @@ def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> No
         import_all(HFReader(start), tp2_pp2(shape))
 
 
-def test_tied_checkpoint_may_hold_the_head_too(tmp_path: Path) -> None:
+def add_head(start: Path, change: float) -> torch.Tensor:
+    """Gives a tied checkpoint a language-model head: the embedding, with `change` added to its last element. The two
+    are in different files."""
+    head = load_file(start / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1, -1] += change
+    save_file({"lm_head.weight": head}, start / "head.safetensors")
+    names = dict.fromkeys(load_file(start / "model.safetensors"), "body.safetensors")
+    (start / "model.safetensors").rename(start / "body.safetensors")
+    index = {"metadata": {}, "weight_map": names | {"lm_head.weight": "head.safetensors"}}
+    (start / "model.safetensors.index.json").write_text(json.dumps(index))
+    return head
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+@pytest.mark.parametrize("compared_bytes", [1000, hf.COMPARED_BYTES])
+def test_a_tied_checkpoint_with_a_head_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, change: float, compared_bytes: int
+) -> None:
+    """An equal head is tied. Another one is untied, as transformers has it, and so in what is exported."""
+    monkeypatch.setattr(hf, "COMPARED_BYTES", compared_bytes)
     start = save_model(tmp_path / "start", "qwen2-tied")
-    tensors = load_file(start / "model.safetensors")
-    assert "lm_head.weight" not in tensors
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, start / "model.safetensors")
+    assert "lm_head.weight" not in HFReader(start).names
+    head = add_head(start, change)
     reader = HFReader(start)
-    reader.check(ModelShape.from_hf_config(reader.config))
+    shape = reader.shape()
+    assert shape.tie_embeddings == (change == 0)
+    assert ("lm_head.weight differs" in caplog.text) == (change != 0)
+    reader.check(shape)
+    layouts = tp2_pp2(shape)
+    params, layout = merged(import_all(reader, layouts), layouts)
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    exported = all_tensors(tmp_path / "end")
+    assert torch.equal(exported["lm_head.weight"], head) if change else "lm_head.weight" not in exported
+    assert HFReader(tmp_path / "end").config["tie_word_embeddings"] == (change == 0)
+    before, after = (AutoModelForCausalLM.from_pretrained(d) for d in (start, tmp_path / "end"))
+    tokens = torch.arange(12)[None]
+    assert torch.equal(before(tokens).logits, after(tokens).logits)
+    critic = reader.shape(value_head=True)
+    reader.check(critic)
+    assert not critic.has_lm_head and not critic.shares_embeddings
+
+
+def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    rewrite(start, lambda tensors: tensors.update({"lm_head.weight": torch.ones(448, 64)}))
+    reader = HFReader(start)
+    with pytest.raises(UserError, match=r"lm_head.weight has shape \(448, 64\), config.json describes \(447, 64\)"):
+        reader.check(reader.shape())
 
 
 def rewrite(start: Path, change) -> None:
