@@ -163,6 +163,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if os.environ.get("RANK", "0") != "0":  # once is enough
+        logging.getLogger("rlhf_mc").setLevel(logging.ERROR)
 
 
 def _say(rank: int, source: str, output: str, shape: ModelShape) -> None:
