@@ -16,7 +16,11 @@ from rlhf_mc.data.batch import RaggedBatch
 logger = logging.getLogger(__name__)
 
 DEFAULT_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
-"""trainer.max_rollout_logprob_diff where it is null, by the type of the weights."""
+"""trainer.max_rollout_logprob_diff where it is null, by the type of the weights.
+
+On a CPU, models of 4 to 24 layers with random weights and 10,000 tokens each had means of 6e-7 in float32 and of 0.006
+to 0.04 in bfloat16 (99th percentiles to 0.14, largest differences to 0.54). Wrong rotary angles, a layer without
+attention and a head of zeros had means of 0.4 to 0.8 in bfloat16, and 99th percentiles of 1.6 to 2.5."""
 TAIL = 10.0
 """The 99th percentile may be this many times as large as the mean."""
 WORST = 3
