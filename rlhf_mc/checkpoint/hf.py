@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
+from rlhf_mc.checkpoint.tying import are_equal
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.families import ModelShape
@@ -51,8 +52,6 @@ STAGING = ".incomplete"
 
 
 logger = logging.getLogger(__name__)
-COMPARED_BYTES = 16 << 20
-"""Of each of two tensors, how much is compared at a time."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
 _HEADS = ("lm_head.weight", "score.weight", "score.bias")
@@ -117,18 +116,9 @@ class HFReader:
 
     @functools.cached_property
     def _has_another_head(self) -> bool:
-        """Whether there is a language-model head that is not the embedding. As transformers and vLLM find out, but with
-        a few rows of both in memory at a time."""
+        """Whether there is a language-model head that is not the embedding."""
         names = ("lm_head.weight", "model.embed_tokens.weight")
-        if any(name not in self.names for name in names):
-            return False
-        head, embedding = self.slices(names).values()
-        rows, *width = head.get_shape()
-        step = max(1, COMPARED_BYTES // (4 * math.prod(width)))
-        parts = (slice(start, start + step) for start in range(0, rows, step))
-        if [rows, *width] == embedding.get_shape() and all(
-            torch.equal(head[part].float(), embedding[part].float()) for part in parts
-        ):
+        if any(name not in self.names for name in names) or are_equal(*self.slices(names).values()):
             return False
         logger.warning(
             "%s: lm_head.weight differs from model.embed_tokens.weight; the two are not tied, whatever "

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from rlhf_mc.checkpoint import hf
+from rlhf_mc.checkpoint import hf, tying
 from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.checkpoint.hf import HFReader, export_hf, import_hf
 from rlhf_mc.config.errors import UserError
@@ -225,12 +225,12 @@ def add_head(start: Path, change: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0])
-@pytest.mark.parametrize("compared_bytes", [1000, hf.COMPARED_BYTES])
+@pytest.mark.parametrize("compared_bytes", [1000, tying.COMPARED_BYTES])
 def test_a_tied_checkpoint_with_a_head_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, change: float, compared_bytes: int
 ) -> None:
     """An equal head is tied. Another one is untied, as transformers has it, and so in what is exported."""
-    monkeypatch.setattr(hf, "COMPARED_BYTES", compared_bytes)
+    monkeypatch.setattr(tying, "COMPARED_BYTES", compared_bytes)
     start = save_model(tmp_path / "start", "qwen2-tied")
     assert "lm_head.weight" not in HFReader(start).names
     head = add_head(start, change)
