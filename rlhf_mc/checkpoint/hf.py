@@ -108,7 +108,7 @@ class HFReader:
     def shape(self, value_head: bool = False) -> ModelShape:
         """Return the shape of the model that config.json describes. UserError for what is not supported.
 
-        Of a language-model head it is believed only that it is the embedding where no other head is there."""
+        Embeddings are tied only where the checkpoint has no other language-model head."""
         found = read_shape(self.directory, value_head)
         if value_head or not found.tie_embeddings or not self._has_another_head:
             return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import weakref
 from pathlib import Path
 
@@ -253,12 +254,23 @@ def test_a_tied_checkpoint_with_a_head_of_its_own(
     assert not critic.has_lm_head and not critic.shares_embeddings
 
 
-def test_a_head_of_another_size_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [(448, 64), (447, 0), ()])
+def test_a_head_of_another_size_is_refused(tmp_path: Path, size: tuple[int, ...]) -> None:
     start = save_model(tmp_path / "start", "qwen2-tied")
-    rewrite(start, lambda tensors: tensors.update({"lm_head.weight": torch.ones(448, 64)}))
+    rewrite(start, lambda tensors: tensors.update({"lm_head.weight": torch.ones(size)}))
     reader = HFReader(start)
-    with pytest.raises(UserError, match=r"lm_head.weight has shape \(448, 64\), config.json describes \(447, 64\)"):
+    message = f"lm_head.weight has shape {size}, config.json describes (447, 64)"
+    with pytest.raises(UserError, match=re.escape(message)):
         reader.check(reader.shape())
+
+
+@pytest.mark.parametrize("size", [(447, 0), ()])
+def test_head_and_embedding_of_no_size_are_refused(tmp_path: Path, size: tuple[int, ...]) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        rewrite(start, lambda tensors, name=name: tensors.update({name: torch.ones(size)}))
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight has shape"):
+        HFReader(start).check(HFReader(start).shape())
 
 
 def rewrite(start: Path, change) -> None:
