@@ -64,6 +64,7 @@ def run(argv: list[str]) -> None:
             if not is_over:
                 note_exit_code(TO_BE_CONTINUED)
             meet()
+    run.rollout.close()  # while its process groups are there: collected later, it would print a stack trace
     # Nobody watches from here on: the ranks part at different times.
     shut_down()
     if not is_over:
