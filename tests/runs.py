@@ -6,8 +6,8 @@ import json
 import time
 from pathlib import Path
 
-VARIES = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
-"""Metrics that a clock decides."""
+VARIES = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
+"""What is another in each run, and metrics that a clock decides."""
 
 
 def outcome(run: Path, last_step: int) -> dict[str, object]:

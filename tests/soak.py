@@ -375,11 +375,29 @@ def misspell_a_setting(campaign: Campaign) -> str:
 
 
 def start_another_run(campaign: Campaign) -> str:
-    """A run that would mix its files with this one's is refused."""
+    """Another run in the directory moves this one's files away as a whole. They are put back here."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
-    refused(campaign, "trainer.default_local_dir", overrides=["trainer.resume_mode=disable"])
-    return "refused"
+    earlier, root = campaign.run / "earlier_runs", campaign.run
+    before = {path.name for path in root.iterdir()} - {"run.lock", earlier.name}
+    known = set(earlier.iterdir()) if earlier.exists() else set()
+    attempt = Attempt(campaign, "trainer.resume_mode=disable")
+    attempt.sleep(at := campaign.moment(first=0.7))
+    attempt.signal(signal.SIGKILL)
+    attempt.end()
+    moved = (set(earlier.iterdir()) if earlier.exists() else set()) - known
+    if not moved:
+        return f"killed at {at:.1f} s, before it began"
+    (directory,) = moved
+    missing = before - {path.name for path in directory.iterdir()} - {path.name for path in root.iterdir()}
+    require(not missing, f"{sorted(missing)} are neither in {root} nor in {directory}")
+    if (directory / "run.json").exists():  # the last file to be moved: what else is here is the other run's
+        for path in set(root.iterdir()) - {earlier}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in directory.iterdir():
+        path.rename(root / path.name)
+    directory.rmdir()
+    return f"{len(before)} files and directories moved away, killed at {at:.1f} s, put back"
 
 
 def connect_and_say_nothing(campaign: Campaign) -> str:
@@ -455,6 +473,8 @@ class Soak:
             actor={"optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
             critic={"ppo_epochs": 1},
         )
+        (root / "first").mkdir(exist_ok=True)  # the process that all ranks are forked from imports all libraries, once
+        Attempt(Campaign(root / "first", self._config, ["actor.ppo_epoch=2"], 0.0, rng)).end()
         self._uninterrupted: dict[str, tuple[dict[str, object], float]] = {}
         self.faults: collections.Counter[str] = collections.Counter()
         self.starts, self.compared = 0, 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from runs import gone, members
 from tiny import make_workspace, write_config
 
 pytestmark = pytest.mark.system
@@ -111,31 +112,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def members(session: int) -> list[int]:
-    """The processes of a session that are still there; dead ones that nobody has waited for do not count."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # gone in the meantime
-                continue
-            if int(stat[3]) == session and stat[0] not in "ZX":
-                found.append(int(entry.name))
-    return found
-
-
-def gone(session: int) -> bool:
-    """Whether nothing of the session is left a moment after its first process has ended: Python's resource tracker
-    ends once it has seen that, so a busy machine may still show it."""
-    deadline = time.monotonic() + 10
-    while (left := members(session)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
-        print("still there:", Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return not left
 
 
 def workers_of(torchrun: int) -> list[int]:

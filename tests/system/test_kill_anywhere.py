@@ -3,7 +3,6 @@ was left in peace, bit for bit."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import select
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from runs import outcome
 from tiny import make_workspace, write_config
 
 pytestmark = pytest.mark.system
@@ -97,20 +97,6 @@ def start_and_strike(config: Path, logs: Path, blow: Blow | None, overrides: Seq
     return [process.exitcode or 0 for process in ranks], fell
 
 
-def outcome(run: Path) -> dict[str, object]:
-    """What must not depend on what befell the run: metrics but for what a clock decides, the exported model, and the
-    checksums of the last checkpoint's tensors (weights and optimizers)."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varies = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
-    files = json.loads((run / f"global_step_{STEPS}" / "manifest.json").read_text())["files"]
-    return {
-        "steps": [row["step"] for row in rows],
-        "metrics": [{key: value for key, value in row.items() if not key.startswith(varies)} for row in rows],
-        "model": (run / "hf" / "model.safetensors").read_bytes(),
-        "tensors": {name: file["sha256"] for name, file in files.items() if name.endswith(".distcp")},
-    }
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = make_workspace(tmp_path_factory.mktemp("workspace"), num_hidden_layers=2)
@@ -135,7 +121,7 @@ def in_peace(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     root = tmp_path_factory.mktemp("peace")
     codes, _ = start_and_strike(config, root / "logs", None, [f"trainer.default_local_dir={root / 'run'}"])
     assert codes == [0, 0], (root / "logs" / "stderr").read_text()
-    return outcome(root / "run")
+    return outcome(root / "run", STEPS)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -155,6 +141,6 @@ def test_killed_anywhere(config: Path, in_peace: dict[str, object], tmp_path: Pa
     assert len(fallen) == len(KINDS), "a run came to its end before it was struck"
     codes, _ = start_and_strike(config, tmp_path / "logs", None, overrides)
     assert codes == [0, 0], (tmp_path / "logs" / "stderr").read_text()
-    result = outcome(tmp_path / "run")
+    result = outcome(tmp_path / "run", STEPS)
     for key, value in in_peace.items():
         assert result[key] == value, key
