@@ -26,23 +26,31 @@ class NodeMemory:
         file = os.memfd_create("rlhf_mc_reshard")
         # The first bytes say where the message to each rank begins.
         self._header_bytes = 8 * world
-        os.ftruncate(file, self._header_bytes + num_bytes)
-        self._memory = {self._rank: mmap.mmap(file, 0)}
+        self._memory: dict[int, mmap.mmap] = {}
+        allocated = self._allocate(file, self._header_bytes + num_bytes)
         mine = (_namespace(), os.getpid(), file, self._header_bytes + num_bytes)
         everyone = gather_objects(mine, group)
         neighbours = [rank for rank, other in enumerate(everyone) if other[0] == mine[0]]
-        opened = all(self._open(rank, *everyone[rank][1:]) for rank in neighbours if rank != self._rank)
+        opened = allocated and all(self._open(rank, *everyone[rank][1:]) for rank in neighbours if rank != self._rank)
         all_opened = gather_objects(opened, group)
         os.close(file)  # the mappings stay
         self.ranks = frozenset(neighbours if all(all_opened[rank] for rank in neighbours) else ())
         """Ranks whose vectors this rank can read, itself included; empty where the system does not allow it."""
         self._barrier_group = self._build_barrier_group([other[0] for other in everyone], group)
 
+    def _allocate(self, file: int, size: int) -> bool:
+        try:
+            os.ftruncate(file, size)  # beyond a limit of the process's file size it fails
+            self._memory[self._rank] = mmap.mmap(file, 0)
+        except OSError:
+            return False
+        return True
+
     def _open(self, rank: int, pid: int, file: int, size: int) -> bool:
         try:
             with open(f"/proc/{pid}/fd/{file}", "rb") as other:
                 self._memory[rank] = mmap.mmap(other.fileno(), size, access=mmap.ACCESS_READ)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: it is shorter than its owner wanted
             return False
         return True
 

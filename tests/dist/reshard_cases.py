@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from unittest import mock
 
 import torch
@@ -49,8 +50,9 @@ def held(layout: Layout) -> dict[str, torch.Tensor]:
 def update_by(
     way: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
 ) -> tuple[bool, int]:
-    """One movement through the node's memory, through sockets, or by sockets because one rank may not open another's
-    memory. Returns (whether the rank holds just what it should, how many ranks' memory it reads)."""
+    """Run one movement through the node's memory, through sockets, or by sockets because one rank may not open the
+    others' memory (refused) or allocate its own (limited). Return whether the rank holds just what it should, and how
+    many ranks' memory it reads."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
     training = training_layouts(SHAPE, mesh)
@@ -58,10 +60,15 @@ def update_by(
     part = make_plan(training, rollout, 4, bucket, ranks_per_node).for_rank(rank)
     node = None
     if way != "sockets":
-        refused = way == "refused" and rank == world - 1
-        opener = (lambda self, *args: False) if refused else NodeMemory._open
-        with mock.patch.object(NodeMemory, "_open", opener):
-            node = NodeMemory(part.outbox_bytes, dist.group.WORLD)
+        is_last = rank == world - 1
+        opener = (lambda self, *args: False) if way == "refused" and is_last else NodeMemory._open
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 if way == "limited" and is_last else soft, hard))
+        try:
+            with mock.patch.object(NodeMemory, "_open", opener):
+                node = NodeMemory(part.outbox_bytes, dist.group.WORLD)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     source, wanted = held(training[rank]), held(rollout[rank])
     target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
     for _ in range(2):  # the second finds the node's memory used

@@ -19,7 +19,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("bucket", [4096, 1 << 20])
-@pytest.mark.parametrize("way", ["node", "sockets", "refused"])
+@pytest.mark.parametrize("way", ["node", "sockets", "refused", "limited"])
 @pytest.mark.parametrize(("world", "tp", "pp", "first", "rollout_tp"), LAYOUTS)
 def test_every_way_gives_every_rank_its_blocks(
     pool: Any, way: str, world: int, tp: int, pp: int, first: int | None, rollout_tp: int, bucket: int
