@@ -120,7 +120,7 @@ class _Reading:
             elif isinstance(value, dict) or value is None:  # None: a section header with nothing under it
                 settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin))
             else:
-                raise UserError(f"{origin}: {key}: a section of settings, found {_show(value)}")
+                raise UserError(f"{origin}: {key}: expected a section of settings, found {_show(value)}")
         return settings
 
 
@@ -135,7 +135,8 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
     """The top level of a file; `by` says which file asks for it."""
     try:
         if not path.is_file():
-            raise UserError(f"config file {path}: no such file{by}" + _hint(str(path)))
+            what = "not a file" if path.exists() else "no such file"
+            raise UserError(f"config file {path}: {what}{by}" + _hint(str(path)))
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
     except OSError as error:

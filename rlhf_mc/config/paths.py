@@ -110,9 +110,10 @@ def _check_output_apart(cfg: Config) -> None:
             continue
         real = os.path.realpath(path)
         if _is_inside(output, real):
+            what = f"is {key}" if output == real else f"lies inside {key} {path}"
             raise UserError(
-                f"{OUTPUT} {cfg.trainer.default_local_dir} is {key}, or lies inside it ({path}); the run would write "
-                "among its inputs: give another directory"
+                f"{OUTPUT} {cfg.trainer.default_local_dir} {what}; the run would write among its inputs: give another "
+                "directory"
             )
         if any(_is_inside(real, os.path.join(output, name)) for name in _REPLACED):
             raise UserError(

@@ -96,7 +96,7 @@ RANGES = {
     "algorithm.kl_ctrl.kl_coef": _COEFFICIENT,
     "algorithm.kl_ctrl.target_kl": _COEFFICIENT,
     "algorithm.kl_ctrl.horizon": _COUNT,
-    "reward.num_workers": Range(0, 1_024),
+    "reward.num_workers": Range(1, 1_024),
     "reward.timeout_seconds": Range(0, _SECONDS, open=True),
     "reshard.bucket_megabytes": Range(1, 65_536),
     "trainer.total_epochs": _COUNT,

@@ -84,9 +84,14 @@ def explain(unknown: Sequence[tuple[str, str]], known: Sequence[str]) -> str:
     if len(unknown) == 1:
         origin, key = unknown[0]
         return f"{origin}: unknown key {key!r}; {_what_instead(key, known)}"
-    listed = [f"{key!r} ({origin}): {_what_instead(key, known)}" for origin, key in unknown[:_MOST_NAMED]]
+    origins = {origin for origin, _ in unknown}
+    where = f"{origins.pop()}: " if len(origins) == 1 else ""
+    listed = [
+        f"{key!r}{'' if where else f' ({origin})'}: {_what_instead(key, known)}"
+        for origin, key in unknown[:_MOST_NAMED]
+    ]
     more = [f"and {len(unknown) - _MOST_NAMED} more"] if len(unknown) > _MOST_NAMED else []
-    return f"{len(unknown)} unknown keys: {'; '.join([*listed, *more])}"
+    return f"{where}{len(unknown)} unknown keys: {'; '.join([*listed, *more])}"
 
 
 def _what_instead(key: str, known: Sequence[str]) -> str:
@@ -129,7 +134,9 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
             return rest[same_name[0]]
         flat = {inside.replace(".", "_"): key for inside, key in rest.items()}
         last = {inside.rsplit(".", 1)[-1]: key for inside, key in rest.items()}
-        if close := _closest("_".join(parts[1:]), list(flat)):
+        # Names as a whole, so that a section may be missing; a long common section alone makes nothing near.
+        close = _closest("_".join(parts[1:]), list(flat))
+        if close and (_are_near(parts[-1], flat[close].rsplit(".", 1)[-1]) or len(parts) == 2):
             return flat[close]
         if close := _closest(parts[-1], list(last)):
             return last[close]
@@ -139,3 +146,7 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
 
 def _closest(word: str, words: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word[:100], words, n=1, cutoff=_NEAR)), None)
+
+
+def _are_near(word: str, other: str) -> bool:
+    return bool(_closest(word, [other]))

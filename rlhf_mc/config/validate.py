@@ -215,11 +215,6 @@ def _check_algorithm(cfg: Config) -> None:
 
 
 def _check_validation(cfg: Config) -> None:
-    _require(
-        cfg.reward.num_workers >= 1,
-        "reward.num_workers is 0; it must be at least 1: reward functions run in processes of their own, since one that"
-        " ends its process, or never returns, would do the same to a rank",
-    )
     _require(len(cfg.data.train_files) > 0, "data.train_files is empty; it must name at least one parquet file")
     val = cfg.rollout.val_kwargs
     _require(

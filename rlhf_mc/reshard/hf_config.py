@@ -69,7 +69,7 @@ class Only:
 
 _ROTATED = Only((1,), "heads are rotated as a whole; transformers and vLLM differ in what they make of less")
 _CAUSAL = "attention is causal"
-_QUANTIZED = Only((), "weights are trained in float32, bfloat16 or float16")
+_QUANTIZED = Only((), "weights are read in float32, bfloat16 or float16")
 _NESTED = Only((), "the model is a plain language model")
 _OTHER_MODEL = Only((), "no supported family computes it")
 _KV_HEADS = Only((), "vLLM takes it for the number of KV heads; the key is num_key_value_heads")

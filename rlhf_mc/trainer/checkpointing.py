@@ -151,7 +151,7 @@ class Checkpoints:
             run_directory.claim(self._root, self.run_id, 0, None)
         for step in directory.steps_with_checkpoint(self._root):
             if step > self.position.step:
-                self._say(f"global_step_{step} is set aside as {directory.set_aside(self._root, step).name}")
+                self._say(f"global_step_{step} is quarantined as {directory.set_aside(self._root, step).name}")
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
             self._say(
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "

@@ -38,6 +38,18 @@ def preflight(cfg: Config, world: int) -> None:
         for file in files:
             with about(f"{key} {file}:"):
                 check_columns(file, columns_of(cfg.data))
+    _check_environment()
+
+
+def _check_environment() -> None:
+    """Raise a UserError where this is a rank and the environment does not say where rank 0 is."""
+    if "RANK" not in os.environ:
+        return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise UserError(
+            f"RANK is set in the environment, and {' and '.join(missing)} not; torchrun and launch/slurm_job.sh set "
+            "them, and without RANK the run has one process"
+        )
 
 
 def _check_models(cfg: Config) -> None:
@@ -82,4 +94,8 @@ def _shape(key: str, directory: str, value_head: bool = False) -> ModelShape:
             raise NodeError(f"{path} is not valid JSON ({error})") from error
         if not isinstance(content, dict):
             raise NodeError(f"{path} is not a JSON object")
-        return ModelShape.from_hf_config(content, value_head=value_head)
+        try:
+            return ModelShape.from_hf_config(content, value_head=value_head)
+        except UserError as error:
+            message = str(error)
+            raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None

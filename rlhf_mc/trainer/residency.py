@@ -63,8 +63,8 @@ def check_residency(rollout: RolloutConfig) -> None:
         memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
         if rollout.cpu_kvcache_space_gb * ranks > memory_gb:
             raise UserError(
-                f"rollout.cpu_kvcache_space_gb is {rollout.cpu_kvcache_space_gb}, for each of {ranks} ranks of this "
-                f"machine, which has {memory_gb} GiB of memory"
+                f"rollout.cpu_kvcache_space_gb is {rollout.cpu_kvcache_space_gb}, and {ranks} ranks share this "
+                f"machine's {memory_gb} GiB of memory; it must be at most {memory_gb // ranks}"
             )
 
 

@@ -146,10 +146,7 @@ def _what_is_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch
     bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]
     if bad:
         return f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
-    return (
-        "weights and batch are finite, so the loss or its gradient overflows: try a smaller "
-        f"{name}.optim.lr, or another {name}.megatron.dtype than float16"
-    )
+    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {name}.optim.lr"
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:

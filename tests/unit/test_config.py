@@ -222,6 +222,8 @@ def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, wor
         ("rollout.frobnicate", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
         ("trainer.name", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
         ("quux", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
+        ("actor.megatron.tp", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
+        ("rollout.val_kwargs.m", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
         # The same section goes before others.
         ("critic.lr", "the nearest known key is 'critic.optim.lr'"),
         ("critic.tensor_model_parallel_size", "the nearest known key is 'critic.megatron.tensor_model_parallel_size'"),
@@ -268,7 +270,11 @@ def test_all_unknown_keys_are_told_at_once(config_file: Path) -> None:
         assert words in message
     config_file.write_text(MINIMAL + "other: {" + ", ".join(f"k{i}: 1" for i in range(300)) + "}\n")
     message = error_of(config_file)
-    assert message.startswith("300 unknown keys: ") and message.endswith("; and 290 more") and len(message) < 3000
+    assert (
+        message.startswith(f"{config_file}: 300 unknown keys: 'other.k0': nothing near it")
+        and message.endswith("; and 290 more")
+        and len(message) < 3000
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
@@ -545,10 +551,8 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
                 ("reward_model.forward_max_token_len_per_gpu", ("reward_model.model_path=rm",)),
             )
         ),
-        (
-            ("reward.num_workers=0",),
-            ("reward.num_workers is 0; it must be at least 1: reward functions run in processes of their own",),
-        ),
+        (("reward.num_workers=0",), ("reward.num_workers is 0; it must be at least 1",)),
+        (("reward.num_workers=-2",), ("reward.num_workers is -2; it must be at least 1",)),
         (("reward.timeout_seconds=0",), ("reward.timeout_seconds is 0.0; it must be above 0",)),
         (
             ("actor.megatron.tensor_model_parallel_size=3",),

@@ -195,7 +195,7 @@ def test_a_run_does_not_write_into_its_inputs(directory: Path) -> None:
     (directory / "link").symlink_to(directory / "model")
     for output in ("model", "model/run", "link/deeper/run", "other/../model"):
         message = error_of(directory, f"trainer.default_local_dir={directory}/{output}")
-        assert "is model.path, or lies inside it" in message
+        assert f"/{output} {'is' if output.endswith('model') else 'lies inside'} model.path" in message
     (directory / "run/hf").mkdir(parents=True)
     (directory / "model/config.json").rename(directory / "run/hf/config.json")
     message = error_of(directory, f"model.path={directory}/run/hf")
@@ -258,3 +258,9 @@ def test_without_an_agent_rank_0_speaks_and_of_files_each_node(
 def test_a_world_size_that_is_no_number(directory: Path) -> None:
     done = ended(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="many")
     assert done.returncode == 2 and "WORLD_SIZE is 'many'" in done.stderr
+
+
+def test_a_rank_that_is_not_told_where_rank_0_is(directory: Path) -> None:
+    done = ended(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
+    assert done.returncode == 2 and "RANK is set in the environment, and MASTER_ADDR not" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
