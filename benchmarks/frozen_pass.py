@@ -31,7 +31,7 @@ WAYS = ("trainable", "frozen")
 
 
 def make_engines(directory: str, dtype: str) -> dict[str, ModelEngine]:
-    """The checkpoint's model twice, over all ranks by tensor parallelism."""
+    """Build the checkpoint's model twice, over all ranks by tensor parallelism."""
     reader, world = HFReader(directory), dist.get_world_size()
     groups = build_groups(Mesh(world, world, 1))
     engines = {}

@@ -65,7 +65,7 @@ BUCKET = 256 << 20
 
 
 def mesh_of(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
-    """The mesh; where stages cannot be equal, the last one has fewer layers."""
+    """Return the mesh; where stages cannot be equal, the last one has fewer layers."""
     last = shape.num_layers - (p - 1) * -(-shape.num_layers // p)
     return Mesh(ranks, t, p, ep, last_stage_layers=last if shape.num_layers % p else None)
 
@@ -80,7 +80,7 @@ class Bound:
         self._layer = functools.cache(self._count_layer)
 
     def received(self) -> list[int]:
-        """Bytes, by rank."""
+        """Return the bytes, by rank."""
         place = {r: i for group in rollout_groups(self.mesh, self.g) for i, r in enumerate(group)}
         return [BF16 * self._missing(rank, place[rank]) for rank in range(self.mesh.world)]
 
@@ -96,7 +96,7 @@ class Bound:
         return total + (vocab - self._vocab(g, at.tp) if last else vocab + shape.hidden_size)
 
     def _count_layer(self, g: int, t: int | None) -> int:
-        """Elements of a layer that rollout rank g needs; of them, those that a training rank with shard t has."""
+        """Return how many elements of a layer rollout rank g needs; with t, how many of them training shard t has."""
         shape, tp = self.shape, self.mesh.tp
         norms = 2 * shape.hidden_size + 2 * shape.head_dim
         router = shape.num_experts * shape.hidden_size
@@ -108,7 +108,8 @@ class Bound:
         return norms + router + shape.hidden_size * (o_proj + rows + self._qkv(g, t))
 
     def _qkv(self, g: int, t: int | None) -> int:
-        """Rows of q, k and v. In training they lie [q of a group; its k; its v], group by group, and are cut evenly."""
+        """Return the number of rows of q, k and v. In training they lie [q of a group; its k; its v], group by group,
+        and are cut evenly."""
         shape = self.shape
         per_group, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
         heads = range(*_part(g, self.g, shape.num_heads))
@@ -137,7 +138,7 @@ def _common(wanted: tuple[int, int], held: tuple[int, int] | None) -> int:
 
 
 def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[str, Any]:
-    """Plans one update as a rank would. To be called once in a process: memory is the process's peak."""
+    """Plan one update as a rank would. To be called once in a process: memory is the process's peak."""
     shape = ModelShape.from_hf_config(MODELS[model])
     before = _peak()
     begin, cpu = time.perf_counter(), time.process_time()
@@ -162,7 +163,7 @@ def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[s
 
 
 def _peak() -> float:
-    """The most memory that this process has had, in MB."""
+    """Return the most memory that this process has had, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
 
 

@@ -460,7 +460,7 @@ FAULTS: tuple[Callable[[Campaign], str], ...] = (
 
 
 class Soak:
-    """Campaigns until the time is over, with a tally of what was met."""
+    """Runs campaigns until the time is over, and counts the faults."""
 
     def __init__(self, root: Path, rng: random.Random, faults: Sequence[Callable[[Campaign], str]]) -> None:
         self._root, self._rng, self._kinds = root, rng, faults
@@ -529,7 +529,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no campaign after so many minutes")
     parser.add_argument("--seed", type=int, default=1, help="of which faults are drawn, and when they fall")
     parser.add_argument("--output", type=Path, help="directory of the runs and logs; default: a temporary one")
-    parser.add_argument("--faults", nargs="+", help="draw only these; default: all")
+    names = [fault.__name__ for fault in FAULTS]
+    parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help="draw only these; default: all")
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.faults is None or fault.__name__ in arguments.faults]
     root = arguments.output or Path(tempfile.mkdtemp(prefix="soak"))

@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Converts a checkpoint of either kind."""
+    """Convert a checkpoint of either kind."""
     limit = int(args.max_shard_gb * 1e9)
     if is_training_checkpoint(args.checkpoint):
         training_checkpoint_to_hf(args.checkpoint, args.output, args.role or "actor", args.hf_path, limit)

@@ -137,7 +137,7 @@ def summed(path: Path) -> File:
 
 
 def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None = None) -> None:
-    """Makes the written directory count, as a checkpoint of the run `run_id`. One rank calls it, once every file is on
+    """Make the written directory count as a checkpoint of the run `run_id`. One rank calls it, once every file is on
     the disk."""
     path = staging_path(root, step)
     for name, file in files.items():

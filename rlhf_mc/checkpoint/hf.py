@@ -317,8 +317,9 @@ def export_read(
     max_shard_bytes: int,
     about: Mapping[str, Any],
 ) -> None:
-    """As export_hf, of tensors that lie in files: `read` returns those of the names that it is given, and is called on
-    every rank of the group at the same time, with no names where the rank has no file to write."""
+    """Write a checkpoint as export_hf does, of tensors that lie in files. `read` returns the tensors of the names that
+    it is given. It is called on every rank of the group at the same time, with no names where a rank has no file to
+    write."""
     world = dist.get_world_size(group)
     mine: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]] = lambda names: read(names[rank])  # noqa: E731
     _export(mine, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, about)
@@ -336,7 +337,8 @@ def _export(
     max_shard_bytes: int,
     about: Mapping[str, Any] | None,
 ) -> None:
-    """tensors_of: given by rank the names of what it writes next, returns this rank's tensors; a collective."""
+    """Write the files. tensors_of: a collective that takes, by rank, the names of the tensors that it writes next, and
+    returns this rank's tensors."""
     shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
     _agree(_failure_of(_begin, out, assets_dir) if rank == 0 else None, rank, group)
     for start in range(0, len(shards), world):

@@ -174,7 +174,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 def _middles(header: bytes, data: int) -> set[int]:
-    """Where a block in the middle of each tensor begins. data: where the first tensor begins."""
+    """Return where a block in the middle of each tensor begins. data: where the first tensor begins."""
     offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 

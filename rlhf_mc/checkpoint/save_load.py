@@ -32,8 +32,8 @@ def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str,
 
 
 def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> None:
-    """Writes the model, and beside it what describes it (from the reader's checkpoint), in place of a checkpoint that
-    is there. Every rank must call it. The writer starts helper processes: the program needs an
+    """Write the model, and beside it config.json and tokenizer of the reader's checkpoint, in place of a checkpoint
+    that is there. Every rank must call it. The writer starts helper processes: the program needs an
     `if __name__ == "__main__"` guard."""
     directory = Path(directory)
     on_rank_0(f"{directory}: cannot be written", lambda: _begin(directory))
@@ -122,8 +122,8 @@ def _check_is_checkpoint(directory: str | Path) -> None:
 
 
 def _check_common(path: Path) -> None:
-    """UserError unless dist_checkpointing can read the state that is not tensors. The loader is torch's, which executes
-    nothing."""
+    """Raise UserError unless dist_checkpointing can read the state that is not tensors. It is read by torch's
+    weights-only reader, which executes nothing."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an archive, or a pickle, fails in every way there is

@@ -103,7 +103,7 @@ def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading_state(path: Path) -> Iterator[None]:
-    """Damaged, on every rank alike, where state.json says other things than a run writes there."""
+    """Raise Damaged, on every rank alike, where state.json says other things than a run writes there."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,7 +159,7 @@ def stored_models(path: Path) -> dict[str, Any]:
 
 
 def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
-    """UserError where the checkpoint's model of a role has another shape."""
+    """Raise UserError where the checkpoint's model of a role has another shape."""
     theirs, ours = stored[name]["shape"], asdict(shape)
     for field, value in ours.items():
         if theirs.get(field) != value:

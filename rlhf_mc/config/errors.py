@@ -22,7 +22,7 @@ class JoinError(Exception):
     """Not all ranks of the run have found each other."""
 
     def __init__(self, message: str, speaks: bool) -> None:
-        """speaks: whether this rank is to say so; the others have the same to say."""
+        """speaks: whether this rank prints the message, which is the same on all ranks."""
         super().__init__(message)
         self.speaks = speaks
 

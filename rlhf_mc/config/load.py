@@ -107,7 +107,7 @@ class _Reading:
         return self._flatten(value, Config, "", origin)
 
     def _flatten(self, tree: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> dict[str, _Setting]:
-        """A tree of sections as {dotted key: setting}; notes keys that schema.py does not have."""
+        """Return a tree of sections as {dotted key: setting}; note keys that schema.py does not have."""
         hints = typing.get_type_hints(cls)
         settings: dict[str, _Setting] = {}
         for name, value in tree.items():
@@ -132,7 +132,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _read_tree(path: Path, by: str) -> dict[Any, Any]:
-    """The top level of a file; `by` says which file asks for it."""
+    """Return the top level of a file; `by` says which file asks for it."""
     try:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
@@ -151,7 +151,7 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
 
 
 def _leaves(key: str, value: Any) -> list[str]:
-    """The dotted keys below an unknown one, or that one."""
+    """Return the dotted keys below an unknown one, or that one."""
     if not isinstance(value, dict) or not value:
         return [key]
     return [leaf for name, inside in value.items() for leaf in _leaves(f"{key}.{name}", inside)]
@@ -257,7 +257,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether the value is of what JSON has too: no dates, bytes or sets, and mappings of strings."""
+    """Return whether JSON has such values: no dates, bytes or sets, and mappings of strings only."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
     if isinstance(value, list):
@@ -266,7 +266,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _hint(value: Any, hint: Any = str) -> str:
-    """What a user who wrote so may not know, to be added to the message; or nothing."""
+    """Return an explanation to add to the message where the value is a known misunderstanding; or nothing."""
     wants = _describe(hint)
     values = value if isinstance(value, list) else [value]
     if any(isinstance(item, str) and re.search(r"\$\{|\$[A-Za-z_]", item) for item in values):

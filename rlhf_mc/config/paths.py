@@ -59,7 +59,7 @@ def check_present(cfg: Config) -> None:
 
 
 def _paths(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Each path with its key; those that are null are left out."""
+    """Yield each path with its key; those that are null are left out."""
     for key in (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT):
         value: Any = cfg
         for name in key.split("."):
@@ -134,6 +134,6 @@ def _has_checkpoints(directory: str) -> bool:
 
 
 def _here() -> str:
-    """Where there are several nodes, the one that says so."""
+    """Return, where there are several nodes, words that name this one."""
     nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or "1"
     return "" if nodes == "1" else f" on {socket.gethostname()}"

@@ -45,7 +45,7 @@ def _check_ranges(cfg: Config) -> None:
 
 
 def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Each setting with its key."""
+    """Yield each setting with its key."""
     for field in fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if is_dataclass(value):

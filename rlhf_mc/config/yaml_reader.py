@@ -91,7 +91,7 @@ def _check_size(root: yaml.Node) -> None:
     above: set[int] = set()
 
     def size(node: yaml.Node, depth: int) -> int:
-        """Of the tree below the node, each alias counted as what it stands for."""
+        """Return the number of nodes of the tree below, each alias counted as what it stands for."""
         if depth > _DEEPEST:
             raise yaml.constructor.ConstructorError(None, None, "nested too deeply", node.start_mark)
         if id(node) in above:

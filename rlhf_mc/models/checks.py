@@ -21,7 +21,7 @@ def check_length(shape: ModelShape, data: DataConfig) -> None:
 
 
 def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:
-    """Refuses, before anything is built, a layout ({role}.megatron) that the model cannot be cut into."""
+    """Raise a UserError for a layout ({role}.megatron) that the model cannot be cut into."""
     check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
     if shape.has_experts:
         _check_experts(shape, megatron, f"{role}.megatron")

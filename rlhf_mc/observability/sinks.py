@@ -148,8 +148,8 @@ class ConsoleSink:
 
 
 def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:
-    """UserError unless the rows of metrics.jsonl up to a checkpoint's step are exactly those that it counts on, all of
-    one run. logged: the first and last step of each uninterrupted piece, ascending."""
+    """Raise UserError unless the rows of metrics.jsonl up to a checkpoint's step are exactly those that it counts on,
+    all of one run. logged: the first and last step of each uninterrupted piece, ascending."""
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
         return
@@ -200,7 +200,7 @@ def _sync(path: Path) -> None:
 
 
 def _keep_up_to(path: Path, step: int) -> None:
-    """Drops the lines of later steps, and what was cut short. The old file stays until the new one is whole."""
+    """Drop the lines of later steps, and a line that was cut short. The old file stays until the new one is whole."""
     kept = [line for line, row in _rows(path) if row["step"] <= step]
     with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
         file.writelines(kept)

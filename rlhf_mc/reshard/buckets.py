@@ -29,7 +29,7 @@ class Move:
     extent: tuple[int, ...]
 
     def part(self, number: int, parts: Parts) -> Move | None:
-        """The number-th of the ranges, nearly equal in size, that `parts` cuts it into; None if it is empty."""
+        """Return the number-th of the ranges, nearly equal in size, that `parts` cuts it into; None if it is empty."""
         if parts == (1, 1):
             return self
         outer, inner = divmod(number, parts[1])
@@ -83,14 +83,14 @@ class Pattern:
         return loads
 
     def num_parts(self, limit: int) -> Parts:
-        """How each move is cut so that one range of every move stays within the limit."""
+        """Return how each move is cut so that one range of every move stays within the limit."""
         outer = self._num_ranges(0, limit)
         stacks = len(self.moves[0].extent) == 3
         single = stacks and all(move.extent[0] <= outer for move in self.moves)
         return outer, self._num_ranges(1, limit) if single else 1
 
     def _num_ranges(self, axis: int, limit: int) -> int:
-        """Into how many ranges each move is cut along an axis, before which it has one of everything."""
+        """Return into how many ranges each move is cut along an axis, when it is cut to size 1 along those before."""
         load = self._most(axis)
         if load <= limit:
             return 1
@@ -100,7 +100,7 @@ class Pattern:
         return min(sizes, -(-load // room)) if room > 0 else sizes
 
     def _most(self, axis: int) -> int:
-        """The most elements that a rank sends or receives of every move's extent from an axis on."""
+        """Return the most elements that a rank sends or receives, of every move's extent from an axis on."""
         loads: _Loads = defaultdict(int)
         for move in self.moves:
             numel = math.prod(move.extent[axis:])
@@ -110,7 +110,7 @@ class Pattern:
 
 
 def _share_of(extent: tuple[int, ...], number: int, parts: Parts) -> int:
-    """Elements in the number-th range of a block."""
+    """Return the number of elements in the number-th range of a block."""
     if parts == (1, 1):
         return math.prod(extent)
     outer, inner = divmod(number, parts[1])

@@ -140,15 +140,15 @@ def unpack(flat: torch.Tensor, transfers: Sequence[Transfer], target: Mapping[st
 
 
 def destination(transfer: Transfer, target: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The views [n, rows, ...] of the target's tensors that a transfer writes, in order: one, or one for each expert
-    where it is of stacked experts."""
+    """Return the views [n, rows, ...] of the target's tensors that a transfer writes, in order: one, or for stacked
+    experts one for each expert."""
     return _blocks(target, transfer.dst_local, transfer.dst_offset, transfer.dst_step, transfer)
 
 
 def source_blocks(
     transfer: Transfer, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What a transfer reads, block by block as `destination` is written; views where what it reads are tensors."""
+    """Return the blocks that a transfer reads, in the order of `destination`; views where it reads from tensors."""
     tensors = target if transfer.relayed else source
     return _blocks(tensors, transfer.src_local, transfer.src_offset, transfer.src_step, transfer)
 

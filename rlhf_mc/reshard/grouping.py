@@ -16,7 +16,7 @@ from rlhf_mc.reshard.layout import Box, Layout, mcore_layout, vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LARGEST_BLOCK = 64
-"""Ranks among which places are dealt out at a time: the time grows with the third power."""
+"""Ranks whose places are assigned at a time: the time grows with the third power of their number."""
 
 _Held = tuple[int, ...]
 """Of one rank, by place in an engine: the elements of that place's shard that training has on the rank."""
@@ -25,10 +25,10 @@ _Held = tuple[int, ...]
 def choose_rollout_groups(shape: ModelShape, mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list[list[int]]:
     """Return the ranks of each rollout engine, each list in the order of the engine's tensor-parallel rank.
 
-    What a rank receives depends on its place in its engine alone, so places are dealt out: in blocks of consecutive
-    ranks, such that the ranks of a block have as much as possible of what they need. Of several block sizes that one is
-    taken with which all ranks receive least; engines lie on no more nodes than consecutive ranks would. With equal
-    bytes, engines whose ranks ascend are preferred."""
+    The bytes that a rank receives depend on its place in its engine alone. So places are assigned to ranks, in blocks
+    of consecutive ranks, such that the ranks of a block hold as much as possible of the shards that they need. Of
+    several block sizes the one with the fewest received bytes is taken. Engines lie on no more nodes than those of
+    consecutive ranks. With equal bytes, engines whose ranks ascend are preferred."""
     usual = rollout_groups(mesh, rollout_tp)
     if mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0:
         return usual
@@ -51,7 +51,7 @@ def choose_rollout_groups(shape: ModelShape, mesh: Mesh, rollout_tp: int, ranks_
 
 
 def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
-    """Ascending, each a multiple of the rollout's size and a divisor of the world."""
+    """Return the sizes to try, ascending: each a multiple of the rollout's size and a divisor of the world."""
     sizes = {
         rollout_tp,
         math.lcm(rollout_tp, mesh.tp),
@@ -63,7 +63,8 @@ def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
 
 
 def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> list[_Held]:
-    """All layers are alike, and so are all experts: one layer, on one shard of the experts, stands for them."""
+    """Return what each rank holds. All layers are alike, and so are all experts: one layer, on one shard of the
+    experts, stands for them."""
     one = replace(shape, num_layers=1)
     rollout = [vllm_layout(one, place, rollout_tp) for place in range(rollout_tp)]
 
@@ -79,7 +80,7 @@ def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> list[_Held]
 
 
 def _common(have: Layout, want: Layout) -> int:
-    """Elements that both layouts hold."""
+    """Return the number of elements that both layouts hold."""
     boxes: dict[str, list[Box]] = defaultdict(list)
     for piece in have.stacked:
         boxes[piece.tensor].append(piece.box)
@@ -113,8 +114,8 @@ def _deal(held: tuple[_Held, ...], rollout_tp: int, consecutive: bool) -> list[l
 
 
 def _assignment(cost: Sequence[Sequence[int]]) -> list[int]:
-    """The column of each row of a square matrix, all different, with the least sum: the Hungarian method, by shortest
-    augmenting paths."""
+    """Return the column of each row of a square matrix, all different, with the least sum of costs: the Hungarian
+    method, by shortest augmenting paths."""
     size = len(cost)
     row_potential, column_potential = [0] * size, [0] * (size + 1)
     row_of = [-1] * (size + 1)  # by column; the last column stands for the row that is being added

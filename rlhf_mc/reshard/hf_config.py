@@ -193,7 +193,7 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
 
 
 def _check_windows(config: Mapping[str, Any], family: str) -> None:
-    """qwen's window has a switch; the others' window counts as soon as it is given."""
+    """Raise UserError for a sliding window: qwen's has a switch, the others' counts as soon as it is given."""
     only_full = "only full attention is supported"
     if family in QWEN:
         if flag(config, "use_sliding_window"):
@@ -208,7 +208,7 @@ def _check_windows(config: Mapping[str, Any], family: str) -> None:
 
 
 def _check_biases(config: Mapping[str, Any], family: str) -> None:
-    """vLLM's llama layers know biases that transformers' do not."""
+    """Raise UserError for biases that vLLM's llama layers have and transformers' do not."""
     attention = flag(config, "attention_bias")
     if family in LLAMA_LIKE and "qkv_bias" in config and flag(config, "qkv_bias") != attention:
         raise refused("qkv_bias", config["qkv_bias"], f"attention_bias is {attention}, and vLLM prefers qkv_bias")

@@ -25,7 +25,7 @@ STACK = "*"
 
 
 def member(name: str, index: int) -> str:
-    """The name of one tensor of a stack."""
+    """Return the name of one tensor of a stack."""
     return name.replace(STACK, str(index))
 
 
@@ -43,12 +43,12 @@ class Piece:
     """Where the block begins in it. Longer than the box where the tensor stacks blocks: fixed indices come first."""
 
     def indices(self) -> range:
-        """The members of the local stack that it lies in."""
+        """Return the members of the local stack that it lies in."""
         (start, end), *_ = self.box
         return range(self.offset[0], self.offset[0] + end - start)
 
     def singles(self) -> Iterator[Piece]:
-        """The same of single tensors, one for each expert."""
+        """Yield the same piece as pieces of single tensors, one for each expert."""
         if STACK not in self.tensor:
             yield self
             return
@@ -153,7 +153,7 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as runs [start, end) of consecutive ones."""
+    """Yield ascending numbers as runs [start, end) of consecutive ones."""
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         found = [number for _, number in run]
         yield found[0], found[-1] + 1
@@ -325,8 +325,8 @@ _P = TypeVar("_P", bound=_Placed)
 
 
 def _occurrences(params: Sequence[_P], layers: range) -> Iterator[tuple[_P, int]]:
-    """Each parameter with the global number of its layer, layer by layer; those outside the layers with the first
-    layer."""
+    """Yield each parameter with the global number of its layer, layer by layer; those outside the layers with the
+    first layer."""
     yield from ((p, layers.start) for p in params if p.place == "first")
     for layer in layers:
         yield from ((p, layer) for p in params if p.place == "layer")
@@ -339,14 +339,14 @@ _Cut = tuple[str, tuple[int, int]]
 
 
 def _even_cuts(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[_Cut]:
-    """The index-th of `count` equal parts of each tensor of a parameter; of a tensor that is not split, the whole."""
+    """Return the index-th of `count` equal parts of each tensor of a parameter; the whole of one that is not split."""
     sizes = shape.dims() | {"vocab": padded_vocab}
     split = {name: next((d for d in dims if d in SPLIT_DIMS), None) for name, dims in param.hf.items()}
     return [(name, _part(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
 
 
 def _qkv_cuts(param: Param, shape: ModelShape, index: int, count: int) -> list[_Cut]:
-    """The index-th of `count` equal parts of the interleaved rows of q, k and v."""
+    """Return the index-th of `count` equal parts of the interleaved rows of q, k and v."""
     sizes = {dim: size // shape.num_kv_heads for dim, size in shape.dims().items() if dim in ("q", "kv")}
     rows = [(name, group, sizes[dims[0]]) for group in range(shape.num_kv_heads) for name, dims in param.hf.items()]
     start, end = _part(index, count, sum(size for _, _, size in rows))
@@ -361,7 +361,7 @@ def _qkv_cuts(param: Param, shape: ModelShape, index: int, count: int) -> list[_
 
 
 def _part(index: int, count: int, size: int) -> tuple[int, int]:
-    """The index-th of `count` equal ranges."""
+    """Return the index-th of `count` equal ranges."""
     return size * index // count, size * (index + 1) // count
 
 
@@ -377,7 +377,7 @@ class _Joined:
 
 
 def _of_layers(params: Sequence[_Joined], layers: range) -> Layout:
-    """The layout of a process that holds these parameters in each of these layers, which it counts from 0."""
+    """Return the layout of a process that holds these parameters in each of these layers, which it counts from 0."""
     shapes, pieces = {}, []
     for param, layer in _occurrences(params, layers):
         local = param.local.format(i=layer - layers.start)

@@ -193,12 +193,12 @@ class _Spread:
         return served
 
     def cuts(self, block: Box, num_senders: int, num_receivers: int, team: int) -> list[Box]:
-        """Ranges of the block such that every sender sends as many, and every receiver of a team receives as many,
-        where the block is large enough."""
+        """Return ranges of the block. Where it is large enough, every sender sends as many, and every receiver of a
+        team receives as many."""
         size = _volume(block) * self.itemsize
         parts = team * (num_senders // math.gcd(num_senders, num_receivers))
         parts = max(1, min(parts, size // MIN_SLICE_BYTES))
-        # Of stacked experts the experts are dealt out where that is even, else the rows of all of them.
+        # Of stacked experts whole experts are assigned where that is even, else ranges of rows of all of them.
         axis = 1 if len(block) == 3 and (block[0][1] - block[0][0]) % parts else 0
         before, (start, end), rest = block[:axis], block[axis], block[axis + 1 :]
         parts = min(parts, end - start)
@@ -219,12 +219,12 @@ class _Cut:
         self.end = functools.cache(lambda number: targets[number][1].offset_of(block))
 
     def move(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """From a source's piece (rank, number) to a target's."""
+        """Return the move from a source's piece (rank, number) to a target's."""
         (src_rank, src), (dst_rank, dst) = sender, receiver
         return Move(src_rank, dst_rank, src, self.begin(src), dst, self.end(dst), self.extent)
 
     def relay(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """From a target's piece to another's."""
+        """Return the move from a target's piece to another's."""
         (src_rank, src), (dst_rank, dst) = sender, receiver
         return Move(src_rank, dst_rank, src, self.end(src), dst, self.end(dst), self.extent)
 

@@ -93,7 +93,7 @@ def checksum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _words(blocks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of the elements in order, as vectors of int64 of CHUNK bytes at most."""
+    """Yield the bytes of the elements in order, as vectors of int64 of CHUNK bytes at most."""
     row_bytes = max(1, blocks[0][0, 0].numel() * blocks[0].element_size())
     for block in itertools.chain.from_iterable(blocks):
         for rows in block.split(max(1, CHUNK // row_bytes)):

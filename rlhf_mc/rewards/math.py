@@ -37,8 +37,8 @@ _NAME_OF_RESULT = re.compile(r"^\s*[a-zA-Z](?:\([a-zA-Z]\))?\s*=\s*(?=[^=]+$)")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} of `text` that is closed, inner braces included; None where none is. An
-    escaped brace is a character like any other."""
+    r"""Return the content of the last \boxed{...} of `text` that is closed, inner braces included; None where there is
+    none. An escaped brace is a character like any other."""
     open_braces: list[tuple[int, int]] = []  # where it is, and where the box's content begins; 0: no box
     start, end, last = 0, 0, -1
     for match in _BRACES.finditer(text):
@@ -74,7 +74,7 @@ def normalise(answer: str) -> str:
 
 
 def _mixed_number(text: str) -> str:
-    """3 1/2 as 3\\frac{1}{2}: without its space it would be 31/2."""
+    """Return 3 1/2 as 3\\frac{1}{2}: without its space it would be 31/2."""
     mixed = _MIXED_NUMBER.fullmatch(text.strip())
     return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}" if mixed else text
 
@@ -95,8 +95,8 @@ _NAMED_UNDECIDED = 5
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    r"""1.0 where the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or bare), else
-    0.0; also where that could not be decided within equivalence.LIMIT_SECONDS of processor time."""
+    r"""Return 1.0 where the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or bare),
+    else 0.0; also where that could not be decided within equivalence.LIMIT_SECONDS of processor time."""
     answer = last_boxed(solution_str)
     if answer is None:
         return 0.0
@@ -106,7 +106,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def equivalent(answer: str, truth: str) -> bool:
-    """Whether two answers, in LaTeX, say the same."""
+    """Return whether two answers, in LaTeX, are equivalent."""
     if answer == truth:
         return True
     if not 0 < len(answer) <= MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
@@ -123,7 +123,7 @@ def equivalent(answer: str, truth: str) -> bool:
 
 
 def _parsable(text: str) -> str:
-    """What math-verify misreads, in a spelling that it reads."""
+    """Return the text with spellings that math-verify misreads replaced by ones that it reads."""
     return _mixed_number(
         " ".join(text.split()).rstrip(".").replace("°", "^\\circ").replace("\\varnothing", "\\emptyset")
     )

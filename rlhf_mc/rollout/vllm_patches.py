@@ -30,8 +30,8 @@ def patch() -> None:
 
 
 def _keep_weights_plain() -> None:
-    """Otherwise the CPU backend repacks the weights of linear layers and of experts, and what is written into the
-    parameters afterwards does not reach its kernels."""
+    """Keep the CPU backend from repacking the weights of linear layers and of experts: what is written into the
+    parameters afterwards would not reach its kernels."""
     vllm._custom_ops._supports_onednn = False
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     cpu_moe.cpu_fused_moe = fused_moe

@@ -97,7 +97,7 @@ class Checkpoints:
     # ------------------------------------------------------------ resume
 
     def resume(self) -> Position:
-        """Takes the run to where the checkpoint of trainer.resume_mode was written, and makes the directory its own.
+        """Load the checkpoint of trainer.resume_mode, if there is one, and make the directory the run's own.
         UserError where a checkpoint that was named, or all there are, cannot be used."""
         path = self._find_and_load()
         if path is None:
@@ -135,7 +135,7 @@ class Checkpoints:
         self.run_id = gather_objects(self.run_id)[0]
 
     def _check_and_clear(self) -> None:
-        """Nothing of another run, or of later steps, must be taken for this one's."""
+        """Refuse files of another run, and remove those of later steps, that would be taken for this run's."""
         owner = run_directory.owner(self._root)
         self.run_id = self.run_id or owner or run_directory.new_id()  # an earlier version's checkpoint has none
         if owner not in (None, self.run_id):
@@ -272,8 +272,8 @@ class Checkpoints:
             self._in_flight = Save(self._root, position.step, self._roles, loop, config, inputs, self.run_id, buffers)
 
     def _all_logged(self) -> list[list[int]]:
-        """Which steps have a row in metrics.jsonl once that of the complete step is there, as it is when the checkpoint
-        counts."""
+        """Return which steps have a row in metrics.jsonl once that of the complete step is there, as it is when the
+        checkpoint counts."""
         first, last = self._logs_from, self.position.step
         if first is None or first > last:
             return self._logged

@@ -340,7 +340,7 @@ def is_target(run: Run, accuracy: float | None) -> bool:
 
 
 def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:
-    """Writes the actor as a Hugging Face checkpoint, which names the run."""
+    """Write the actor as a Hugging Face checkpoint, which names the run."""
     with run.residency.phase(state.timer, "export"):
         export_hf(
             run.actor.params,

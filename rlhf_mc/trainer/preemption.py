@@ -47,7 +47,7 @@ class StopRequests:
         """Of this process's run; the loop counts them."""
 
     def take_signals(self) -> None:
-        """From here on SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask to stop, and do no more. Call it in the main thread,
+        """Let SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask to stop, and do no more. Call it in the main thread,
         before any other thread is there: they, and the processes that they start, inherit that the signals are blocked,
         as Slurm signals every process of a step, and one that writes a checkpoint must not die of it."""
         # A shell has SIGINT ignored in what it starts in the background, which is not to end with the terminal.

@@ -112,8 +112,8 @@ class SkippedUpdates:
     """By the model's name."""
 
     def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool, params: Mapping[str, torch.Tensor]) -> None:
-        """Takes note of one update of the model with these parameters. UserError once there are too many. Every rank
-        must call it."""
+        """Count one update of the model with these parameters. UserError once too many consecutive ones were skipped.
+        Every rank must call it."""
         self.in_a_row[name] = self.in_a_row.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
