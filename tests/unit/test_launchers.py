@@ -37,7 +37,10 @@ case "$2" in
     launch.progress) exec {sys.executable} "$@" ;;
     *)  kill -TERM $$  # to every process of the step
         echo "the program has started as rank ${{RANK:-}}"
-        [[ -z "${{SAVES-}}" ]] || mkdir -p "$(dirname "$0")/run/global_step_$SAVES"
+        if [[ -n "${{SAVES-}}" ]]; then
+            checkpoint=$(dirname "$0")/run/global_step_$SAVES
+            mkdir -p "$checkpoint" && echo "{{\\"step\\": $SAVES}}" >"$checkpoint/manifest.json"
+        fi
         [[ -z "${{SAYS-75}}" ]] || echo "${{SAYS-75}}" >"$RLHF_MC_EXIT_CODE_FILE"
         exit "${{ENDS_WITH-75}}" ;;
 esac
