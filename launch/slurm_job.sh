@@ -100,7 +100,8 @@ why_no_restart() {
     now=$(state)
     if [[ -n "$now" && "$now" != RUNNING ]]; then echo "the job is being ended" && return; fi
     newest=$("$PYTHON" -m launch.progress "$@") || { echo "its checkpoints cannot be listed" && return; }
-    if [[ "$newest" == "$newest_at_start" ]]; then
+    # A run that began anew has moved away the checkpoint that was there when it started.
+    if [[ "$newest" == "$newest_at_start" || "$newest" == "the start" ]]; then
         echo "this attempt has made no checkpoint (the newest is $newest)" && return
     fi
     echo "$newest" >"$LOG_DIR/newest_checkpoint"

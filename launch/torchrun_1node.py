@@ -19,8 +19,9 @@ from torch.distributed.run import main as torchrun
 def run(arguments: list[str]) -> int:
     """Run torchrun. Return the exit code of this launcher."""
     with tempfile.TemporaryDirectory(prefix="rlhf_mc-") as folder:
-        word = Path(folder) / "exit_code"
-        os.environ["RLHF_MC_EXIT_CODE_FILE"] = str(word)
+        # The user's own file, if there is one. It may be of an earlier run.
+        word = Path(os.environ.setdefault("RLHF_MC_EXIT_CODE_FILE", str(Path(folder) / "exit_code")))
+        word.unlink(missing_ok=True)
         code = _torchrun(arguments)
         said = word.read_text().strip() if word.exists() else ""
     if code == 0 and said != "0":

@@ -37,6 +37,7 @@ case "$2" in
     launch.progress) exec {sys.executable} "$@" ;;
     *)  kill -TERM $$  # to every process of the step
         echo "the program has started as rank ${{RANK:-}}"
+        [[ -z "${{BEGINS_ANEW-}}" ]] || rm -r "$(dirname "$0")/run"
         if [[ -n "${{SAVES-}}" ]]; then
             checkpoint=$(dirname "$0")/run/global_step_$SAVES
             mkdir -p "$checkpoint" && echo "{{\\"step\\": $SAVES}}" >"$checkpoint/manifest.json"
@@ -132,6 +133,15 @@ def test_a_crashed_run_is_started_again_after_a_new_checkpoint_and_so_often(slur
     assert (code, asked) == (1, 0) and "not queued again: it has been restarted 2 times after a crash" in said
 
 
+def test_checkpoints_that_another_run_has_moved_away_are_no_progress(slurm: Path) -> None:
+    (slurm / "run" / "global_step_9").mkdir(parents=True)
+    (slurm / "run" / "global_step_9" / "manifest.json").write_text('{"step": 9}')
+    crash = {"ENDS_WITH": "1", "SAYS": "", "MAX_RESTARTS": "2", "BEGINS_ANEW": "yes"}
+    code, said, asked = attempt(slurm, 0, **crash)
+    assert (code, asked) == (1, 0) and "this attempt has made no checkpoint (the newest is the start)" in said
+    assert attempt(slurm, 1, **{**crash, "BEGINS_ANEW": ""}, SAVES="1")[2] == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "expected", "why"),
     [
@@ -211,6 +221,18 @@ def test_the_launcher_of_one_node_ends_with_the_programs_code(tmp_path: Path, bo
     assert done.returncode == expected, done.stderr
     assert ("has not finished" in done.stderr) == (body == "os._exit(0)")
     assert "Traceback" not in done.stderr
+
+
+def test_the_launcher_of_one_node_leaves_the_code_where_the_user_wants_it(tmp_path: Path) -> None:
+    program = "import os, pathlib\nassert not (said := pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])).exists()\n"
+    env = {
+        **with_program(tmp_path, program + "said.write_text('0')\n"),
+        "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"),
+    }
+    (tmp_path / "code").write_text("75\n")  # of an earlier run
+    command = [ROOT / "launch/torchrun_1node.sh", "x.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, (tmp_path / "code").read_text()) == (0, "0"), done.stderr
 
 
 def test_torchrun_passes_usr1_on(tmp_path: Path) -> None:
