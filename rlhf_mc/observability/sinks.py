@@ -99,7 +99,7 @@ class JsonlSink:
         with _disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if after_step is not None and path.exists():
-                _keep_up_to(path, after_step)
+                keep_up_to(path, after_step)
             self._file = path.open("w" if after_step is None else "a", encoding="utf-8")
             _sync(path.parent)
 
@@ -149,13 +149,14 @@ class ConsoleSink:
 
 def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:
     """Raise UserError unless the rows of metrics.jsonl up to a checkpoint's step are exactly those that it counts on,
-    all of one run. logged: the first and last step of each uninterrupted piece, ascending."""
+    all of one run. logged: the first and last step of each uninterrupted piece, ascending. Rows before the first of
+    them are not compared: an earlier version of the program did not record which rows it had written."""
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
         return
     rows = list(_rows(path))
     other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
-    found = [row["step"] for _, row in rows if row["step"] <= wanted[-1]]
+    found = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
     if other is not None:
         fault = f"holds rows of another run, {other}, beside those of {run_id}"
     elif found != wanted:
@@ -199,8 +200,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _keep_up_to(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a line that was cut short. The old file stays until the new one is whole."""
+def keep_up_to(path: Path, step: int) -> None:
+    """Drop the rows of later steps, and a row that was cut short. The old file stays until the new one is whole."""
     kept = [line for line, row in _rows(path) if row["step"] <= step]
     with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
         file.writelines(kept)

@@ -22,7 +22,7 @@ from rlhf_mc.checkpoint.training import Save, load, reading_state, stored_config
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
-from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, steps_logged
+from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
 from rlhf_mc.topology.agreement import disk_error, gather_objects, on_rank_0, raise_together
 from rlhf_mc.trainer import run_directory, success
 from rlhf_mc.trainer.setup import Run, layouts_of
@@ -157,6 +157,7 @@ class Checkpoints:
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
                 "dropped: the run does those steps again"
             )
+            keep_up_to(self._root / METRICS_FILE, self.position.step)  # also where trainer.logger has no jsonl
         for line in run_directory.drop_later(self._root, self.position.step):
             self._say(line)
 

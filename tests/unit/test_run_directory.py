@@ -158,6 +158,7 @@ def test_what_is_later_than_the_checkpoint(tmp_path: Path) -> None:
         ([4, 5, 6], [[4, 5]], None),
         ([1, 2, 5, 6], [[1, 2], [5, 6]], None),
         ([], [], None),
+        ([0, 1, 2, 3, 4], [[3, 4]], None),  # the first ones are of a version that did not record them
         ([1, 2, 3], [[1, 6]], "lacks the row of step 4 (3 of 6 rows are missing)"),
         ([1, 2, 4], [[1, 4]], "lacks the row of step 3"),
         ([2, 3], [[0, 3]], "lacks the row of step 0"),
