@@ -6,6 +6,7 @@ No torch at import: signals are taken from the program's first moment on, and im
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
@@ -63,17 +64,22 @@ class StopRequests:
             signal.signal(number, lambda number, frame: None)  # the launcher may have had it ignored until now
         # Threads of their own: a handler would run in the main thread, which may be in a collective for minutes.
         for wait in (lambda: signal.sigwait(taken), lambda: readable.recv(1)[0]):
-            threading.Thread(target=self._take, args=(wait,), name="rlhf_mc signals", daemon=True).start()
+            threading.Thread(target=self._take, args=(wait, taken), name="rlhf_mc signals", daemon=True).start()
 
-    def _take(self, wait: Callable[[], int]) -> None:
+    def _take(self, wait: Callable[[], int], taken: Collection[int]) -> None:
         while True:
             number, now = signal.Signals(wait()), time.monotonic()
+            if number not in taken:  # the descriptor tells of every signal that Python handles, timers' too
+                continue
             if number in (signal.SIGINT, signal.SIGTERM) and now > self._interrupted_at + ONE_PRESS_SECONDS:
                 leave(INTERRUPTED)  # of a second Ctrl-C torchrun makes SIGTERM
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
-                    print("rlhf_mc: interrupted: it saves and ends; a second Ctrl-C ends it at once", file=sys.stderr)
+                    with contextlib.suppress(OSError, ValueError):  # Ctrl-C has ended the other end of a pipe too
+                        print(
+                            "rlhf_mc: interrupted: it saves and ends; a second Ctrl-C ends it at once", file=sys.stderr
+                        )
             self.request(number.name)
 
     def request(self, reason: str) -> None:

@@ -81,6 +81,32 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -
     assert process.stderr.read() == "" and (tmp_path / "code").read_text() == "130\n"
 
 
+def test_ctrl_c_is_heard_where_nobody_reads_what_is_said(tmp_path: Path) -> None:
+    """In `... 2>&1 | tee log` it ends tee as well."""
+    program = PROGRAM.replace("print(helper.pid, flush=True)", "helper.kill(); print(flush=True)")
+    env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, text=True, **pipes)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    try:
+        assert process.wait(30) == 75
+    finally:
+        process.kill()
+    assert (tmp_path / "code").read_text() == "75\n"
+
+
+def test_a_signal_of_another_kind_is_no_request(tmp_path: Path) -> None:
+    """A library's timer, for instance: what Python handles is told to the threads that wait for the requests."""
+    timer = "import signal; signal.signal(signal.SIGVTALRM, lambda *at: None); signal.raise_signal(signal.SIGVTALRM)"
+    program = PROGRAM.replace("print(helper.pid, flush=True)", f"helper.kill(); {timer}; time.sleep(3); sys.exit(7)")
+    env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_in_the_background_of_a_shell_ctrl_c_is_not_for_the_run() -> None:
     command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, PROGRAM]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
