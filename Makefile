@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make test        every test"
-	@echo "make test-fast   the one-process tests, under 2 minutes"
+	@echo "make test-fast   the one-process tests, a few minutes"
 	@echo "make checks      ruff, mypy, import-linter, sizes"
 	@echo "make clean       remove caches and runs/quickstart (the virtual environment stays)"
 

@@ -10,11 +10,11 @@
 #   NPROC    ranks per node                     [the node's GPUs, or 1]
 #   PYTHON   the interpreter, on every node     [.venv/bin/python if there is one, or python3]
 #   LOG_ROOT folder of the ranks' logs, on storage that all nodes share     [runs/slurm]
-#   MAX_RESTARTS  how often a job whose run crashed is queued again, each time only if the attempt made a checkpoint [0]
+#   MAX_RESTARTS  how often a job whose run crashed is queued again; each time the attempt must have made a checkpoint [0]
 #
-# A run that ends with 75 has saved and wants to go on: it was signalled (sbatch --signal, preemption) or its time is
-# almost up (trainer.stop_before_minutes). The job is then queued again, and resumes where it was, unless two attempts
-# in a row brought no new checkpoint.
+# A run that ends with 75 was stopped before its end: it was signalled (sbatch --signal, preemption) or its time is almost
+# up (trainer.stop_before_minutes). The job is then queued again and resumes from the newest checkpoint, unless two
+# consecutive attempts brought no new one. The job ends with 0 only where rank 0 has said that the run has finished.
 set -uo pipefail
 
 # Before anything that takes time. Preemption sends TERM where the site does not send what --signal names; srun passes
@@ -83,8 +83,8 @@ gets_nowhere() {
     done
 }
 
-# Why a run that ended with the given code is not to be started again; nothing where it is. Of each attempt that crashed
-# a file stays.
+# Print why a run that ended with the given code is not to be started again, or nothing. Each attempt that crashed and is
+# started again leaves a file.
 why_no_restart() {
     local code=$1 job=${LOG_DIR%/*} crashes now newest
     shift
@@ -108,11 +108,11 @@ why_no_restart() {
     touch "$LOG_DIR/crashed"
 }
 
-# Has Slurm queue the job again, and ends with the given code.
+# Have Slurm queue the job again, and end with the given code.
 queue_again() {
     local code
     for _ in {1..5}; do
-        # Granted, it ends scontrol and this script too.
+        # A request that is granted ends scontrol and this script too.
         scontrol requeue "$SLURM_JOB_ID"
         code=$?
         if [[ "$code" -eq 0 || "$code" -gt 128 ]]; then exit "$1"; fi

@@ -1,7 +1,7 @@
 """torchrun on one node, which ends with the program's own exit code. Run by launch/torchrun_1node.sh.
 
 torchrun by itself ends with 1 whatever its ranks ended with, and with 0 where every rank did, finished or not. Rank 0
-writes the program's code to a file of this launcher's, 0 only once the run's success mark is written.
+writes the program's exit code to the file that RLHF_MC_EXIT_CODE_FILE names, and 0 only after the run's success mark.
 """
 
 from __future__ import annotations

@@ -27,6 +27,6 @@ fi
 source "$launch/env.sh"
 
 # SIGUSR1 would kill torchrun alone and leave the ranks behind; so it passes it on, and waits 30 s, as with SIGTERM.
-# -P: this folder's modules are not to be found by those of torch.
+# -P: torch must not import this folder's modules in place of others.
 exec "$PYTHON" -P "$launch/torchrun_1node.py" --standalone --nproc-per-node "$NPROC" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m rlhf_mc "$@"

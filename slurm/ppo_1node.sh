@@ -3,6 +3,7 @@
 #
 #     sbatch slurm/ppo_1node.sh [CONFIG.yaml] [section.key=value ...]
 #     sbatch --gpus-per-node=4 slurm/ppo_1node.sh ...
+#     MAX_RESTARTS=3 sbatch slurm/ppo_1node.sh ...           queue it again after a crash, up to 3 times
 #
 # Account, partition and the like are the site's: `sbatch --partition=... slurm/ppo_1node.sh`.
 #SBATCH --job-name=ppo_1node

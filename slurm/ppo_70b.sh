@@ -3,6 +3,7 @@
 #
 #     sbatch slurm/ppo_70b.sh [section.key=value ...]
 #     sbatch --ntasks-per-node=8 slurm/ppo_70b.sh ...        without torchrun, one task per GPU
+#     MAX_RESTARTS=3 sbatch slurm/ppo_70b.sh ...             queue it again after a crash, up to 3 times
 #
 # Account, partition and the like are the site's: `sbatch --partition=... slurm/ppo_70b.sh`.
 #SBATCH --job-name=ppo_70b

@@ -13,7 +13,7 @@ class OptimConfig:
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate that the decay reaches after the last step: with 0 the last step still has one above it."""
+    """Learning rate that the decay reaches after the last step; the last step's own is above it."""
     lr_warmup_steps: int = 0
     """PPO steps of linear warm-up: step s of W has lr * s / W."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -33,7 +33,7 @@ class MegatronConfig:
     """How Megatron-Core spreads a model over the ranks. Data-parallel size is what remains of the world."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer."""
+    """Ranks that share each layer. More than the model has KV heads are allowed (docs/reshard.md)."""
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are cut into."""
     virtual_pipeline_model_parallel_size: int | None = None

@@ -165,8 +165,7 @@ class RolloutConfig:
     n: int = 1
     """Responses per training prompt."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs are taken at the same one. At least 0.01: vLLM samples at
-    that where it is given less."""
+    """Sampling temperature, also of the trainer's log-probs. At least 0.01: with less vLLM would sample at 0.01."""
     gpu_memory_utilization: float = 0.5
     """GPU only: share of the device's memory for vLLM's weights and KV cache."""
     cpu_kvcache_space_gb: int = 1
@@ -250,7 +249,7 @@ class RewardConfig:
 
     num_workers: int = 1
     """Processes of each rank that score its share of the responses while the log-prob passes run. Each imports the
-    user's file for itself. At least 1: a function that ends or blocks its process must not do so to a rank."""
+    user's file for itself. At least 1: a function that ends or blocks its process must not end or block a rank."""
     timeout_seconds: float = 300.0
     """Time after which a worker that has scored no further response, or has not imported the user's file, is an
     error."""
@@ -261,8 +260,8 @@ class TrainerConfig:
     """The run: how long, how often, where to."""
 
     default_local_dir: str
-    """Directory of everything the run writes. It belongs to one run: where another one begins in it, the files of the
-    earlier one are moved to earlier_runs/<its id>/."""
+    """Directory of everything that the run writes. It belongs to one run: when another run begins in it, the files of
+    the earlier one are moved to earlier_runs/<its id>/."""
     total_epochs: int = 30
     """Passes over the training prompts."""
     total_training_steps: int | None = None
@@ -287,8 +286,8 @@ class TrainerConfig:
     """resume_path: the checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
     checkpoints of its own, the same command goes on from them."""
     resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
-    """Resume where data, model or tokenizer files are not those of the checkpoint (by size and content hash): refuse,
-    with a line that lists them, or allow, with a warning. A changed custom_reward_function is a warning."""
+    """What to do on resume where data, model or tokenizer files differ from the checkpoint's, by size and content hash:
+    refuse, with a line that lists them, or allow, with a warning. A changed custom_reward_function is a warning."""
     export_freq: int = -1
     """Write the actor as a Hugging Face checkpoint to export/global_step_<n>/ every so many steps; -1: only after the
     last (to hf/)."""
@@ -307,11 +306,9 @@ class TrainerConfig:
     max_skipped_updates_in_a_row: int = 3
     """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
     max_rollout_logprob_diff: float | None = None
-    """Bound of |log-prob by the trainer - log-prob by vLLM| over the sampled tokens. Beyond it the run ends after its
-    first rollout and after the first one of a resume; later rollouts warn. It bounds the mean; ten times as much bounds
-    the 99th percentile, which shows a difference that few tokens have. The maximum is not judged: it grows with the
-    number of tokens, and in bfloat16 single tokens differ by much. The bound is at temperature 1; at
-    rollout.temperature T it is divided by T, as the logits are. null: 0.001 in float32, 0.1 in bfloat16."""
+    """Bound of the mean of |log-prob by the trainer - log-prob by vLLM| over the sampled tokens; ten times as much
+    bounds the 99th percentile. Beyond it the first rollout after a start or a resume ends the run, later ones warn. At
+    rollout.temperature T the bound is divided by T, as the logits are. null: 0.001 in float32, 0.1 in bfloat16."""
     dist_timeout_seconds: int = 600
     """Time after which a collective that some rank has not reached is an error, for every process group."""
     heartbeat_timeout_seconds: int = 120
