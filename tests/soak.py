@@ -1,4 +1,4 @@
-"""Soak test: runs that meet faults of every kind at random times, each compared with an uninterrupted run, bit for bit.
+"""Soak test: runs with random faults at random times, each compared with an uninterrupted run, bit for bit.
 
     python tests/soak.py --minutes 30 [--seed 1] [--output DIR] [--faults NAME ...]
 
@@ -144,7 +144,7 @@ class Attempt:
 
 
 class Campaign:
-    """One run's directory and command, and the clock that says when faults fall."""
+    """One run's directory and command, and the random times of its faults."""
 
     def __init__(self, root: Path, config: Path, overrides: Sequence[str], seconds: float, rng: random.Random) -> None:
         self.run, self.config, self.rng = root / "run", config, rng
@@ -170,7 +170,7 @@ class Campaign:
 
 
 def killed(campaign: Campaign, victims: Sequence[int], *overrides: str) -> str:
-    """SIGKILL: survivors end with code 1."""
+    """Kill ranks by SIGKILL: survivors end with code 1."""
     attempt = Attempt(campaign, *overrides)
     attempt.sleep(at := campaign.moment())
     attempt.signal(signal.SIGKILL, victims)
@@ -192,7 +192,7 @@ def kill_all_ranks(campaign: Campaign) -> str:
 
 
 def interrupted(campaign: Campaign, number: int) -> str:
-    """SIGTERM or SIGINT: the run saves its last complete step and ends with code 75."""
+    """Send SIGTERM or SIGINT: the run saves its last complete step and ends with code 75."""
     attempt = Attempt(campaign)
     attempt.sleep(at := campaign.moment())
     attempt.signal(number)
@@ -212,7 +212,7 @@ def press_ctrl_c(campaign: Campaign) -> str:
 
 
 def freeze_a_rank(campaign: Campaign) -> str:
-    """SIGSTOP: the others end by themselves and name the rank."""
+    """Stop a rank by SIGSTOP: the others end by themselves and name it."""
     victim = campaign.rng.randrange(WORLD)
     attempt = Attempt(campaign, "trainer.dist_timeout_seconds=60", "trainer.heartbeat_timeout_seconds=15")
     attempt.sleep(at := campaign.moment(first=0.5))
@@ -230,7 +230,7 @@ def freeze_a_rank(campaign: Campaign) -> str:
 
 
 def fill_the_disk(campaign: Campaign) -> str:
-    """No file may grow past a size, as on a full disk: one line, or nothing was as large."""
+    """Limit the size of files, as on a full disk: one line, or nothing was as large."""
     size = int(2 ** campaign.rng.uniform(9, 22))
     attempt = Attempt(campaign, largest_file=size)
     codes = attempt.end()
@@ -241,7 +241,7 @@ def fill_the_disk(campaign: Campaign) -> str:
 
 
 def end_in_the_reward_function(campaign: Campaign) -> str:
-    """A user's function that fails, exits with 0, or never returns: one line that names it."""
+    """Give a reward function that fails, exits with 0, or never returns: one line names it."""
     fault = campaign.rng.choice(["raise", "sys.exit", "sys.exit at import", "os._exit", "hang", "nan"])
     env = {"SOAK_REWARD": fault, "SOAK_AFTER": str(campaign.rng.randrange(60))}
     attempt = Attempt(campaign, "reward.timeout_seconds=10", env=env)
@@ -253,7 +253,7 @@ def end_in_the_reward_function(campaign: Campaign) -> str:
 
 
 def kill_the_agent(campaign: Campaign) -> str:
-    """torchrun itself is killed: its ranks end too."""
+    """Kill torchrun itself: its ranks end too."""
     logs = campaign.next_logs()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
     command += ["-m", "rlhf_mc", *campaign.arguments]
@@ -290,7 +290,7 @@ def corrupt(path: Path, rng: random.Random) -> str:
 
 
 def corrupt_the_newest_checkpoint(campaign: Campaign) -> str:
-    """The one before it is resumed from."""
+    """Damage the newest checkpoint: the run resumes from the one before it."""
     saved = campaign.checkpoints()
     if len(saved) < 2:
         return kill_one_rank(campaign)
@@ -299,7 +299,7 @@ def corrupt_the_newest_checkpoint(campaign: Campaign) -> str:
 
 
 def copy_a_checkpoint(campaign: Campaign) -> str:
-    """A directory whose name is not its step's is left alone."""
+    """Copy a checkpoint under another step's name: it is left alone."""
     saved = campaign.checkpoints()
     if not saved:
         return kill_all_ranks(campaign)
@@ -324,7 +324,7 @@ def refused(campaign: Campaign, *words: str, overrides: Sequence[str] = ()) -> N
 
 
 def change_the_data(campaign: Campaign) -> str:
-    """Other rows under the same name are refused."""
+    """Write other rows under the same name: refused."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
     path = campaign.config.parent / "train.parquet"
@@ -340,7 +340,7 @@ def change_the_data(campaign: Campaign) -> str:
 
 
 def change_the_weights(campaign: Campaign) -> str:
-    """Other weights under the same name are refused."""
+    """Write other weights under the same name: refused."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
     path = campaign.config.parent / "model" / "model.safetensors"
@@ -354,7 +354,7 @@ def change_the_weights(campaign: Campaign) -> str:
 
 
 def drop_a_row_of_metrics(campaign: Campaign) -> str:
-    """A gap in the metrics is refused."""
+    """Remove a row of metrics.jsonl: refused."""
     path = campaign.run / "metrics.jsonl"
     steps = [int(saved.name[12:]) for saved in campaign.checkpoints()]
     if not steps:
@@ -375,7 +375,7 @@ def misspell_a_setting(campaign: Campaign) -> str:
 
 
 def start_another_run(campaign: Campaign) -> str:
-    """Another run in the directory moves this one's files away as a whole. They are put back here."""
+    """Begin another run in the directory: it moves this one's files away as a whole. They are moved back here."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
     earlier, root = campaign.run / "earlier_runs", campaign.run
@@ -401,7 +401,7 @@ def start_another_run(campaign: Campaign) -> str:
 
 
 def connect_and_say_nothing(campaign: Campaign) -> str:
-    """Idle connections to every port that rank 0 listens on do not disturb the run."""
+    """Open idle connections to every port that rank 0 listens on: they do not disturb the run."""
     attempt = Attempt(campaign)
     attempt.sleep(at := campaign.moment(first=0.3))
     ports = listening_ports(attempt.ranks[0].pid or 0)

@@ -31,7 +31,7 @@ FORMAT = 1
 """Of the checkpoint as a whole; a program reads its own and older ones."""
 _NAME = re.compile(r"global_step_(\d+)")
 QUARANTINED = ".aside"
-"""What follows the name of a directory that does not count any more; then there is a number."""
+"""Suffix of a quarantined directory's name, followed by a number."""
 _BLOCK_BYTES = 1 << 20
 _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def steps_with_checkpoint(root: Path) -> list[int]:
 
 
 def not_counted(root: Path) -> list[str]:
-    """Return one line for each directory that is named like a checkpoint and is none, or is one of another step."""
+    """Return one line for each directory that is named like a checkpoint and is not one, or is one of another step."""
     reasons = ((path, _why_not_counted(path, step)) for path, step in sorted(_named(root)))
     return [f"{path} {reason}; it does not count, and is left as it is" for path, reason in reasons if reason]
 
@@ -195,7 +195,7 @@ def set_aside(root: Path, step: int) -> Path:
 
 
 def quarantine(path: Path) -> Path:
-    """Rename a file or directory so that nothing takes it for what it was. Return its new name."""
+    """Rename a file or directory so that it no longer counts. Return its new name."""
     names = (path.with_name(f"{path.name}{QUARANTINED}{n}") for n in itertools.count(1))
     new = next(name for name in names if not name.exists())
     os.rename(path, new)

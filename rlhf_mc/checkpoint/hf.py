@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
 _HEADS = ("lm_head.weight", "score.weight", "score.bias")
-"""Heads that a checkpoint may have and the model not; trainer/value_heads.py looks at the value head's bias."""
+"""Heads that a checkpoint may have and the model lack; trainer/value_heads.py checks the value head's bias."""
 _BUFFERS = (".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached")
-"""How tensors end that are no weights: rotary tables, which follow from config.json."""
+"""Endings of names of tensors that are not weights: rotary tables, which follow from config.json."""
 _NAMED = 5
 """Tensors that one message names; the others are counted."""
 
@@ -139,8 +139,7 @@ class HFReader:
     def check(self, shape: ModelShape) -> None:
         """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a type that is read.
 
-        What is left out without harm: a critic's `score.weight` may be missing, heads and buffers may be there in
-        excess."""
+        A critic's `score.weight` may be missing; other heads and buffers are ignored."""
         expected = logical_shapes(shape)
         for name, wanted in expected.items():
             if name == "score.weight" and name not in self.names:

@@ -1,4 +1,4 @@
-"""The exceptions whose message is all that is said: what the user gave is wrong, or not all ranks came."""
+"""The exceptions that are reported by their message alone: a mistake of the user's, or ranks that have not joined."""
 
 from __future__ import annotations
 

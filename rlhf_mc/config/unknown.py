@@ -115,7 +115,9 @@ def _what_instead(key: str, known: Sequence[str]) -> str:
         return _LAST_NAMES[parts[-1]]
     near = _nearest(parts, known) or (_nearest(inner, known) if wrapped else None)
     return (
-        f"the nearest known key is {near!r}" if near else "nothing near it is known (rlhf_mc/config/schema.py has all)"
+        f"the nearest known key is {near!r}"
+        if near
+        else "no known key is similar (rlhf_mc/config/schema.py lists them)"
     )
 
 

@@ -1,7 +1,7 @@
 """Where a step's metrics go: metrics.jsonl, TensorBoard events, the console. What they mean is not decided here.
 
 metrics.jsonl is the run's record: where it cannot be written, the run ends. All else is a view: where it cannot be
-written, the run does without. One rank (0) builds Sinks; the others log nothing.
+written, the run continues without. One rank (0) builds Sinks; the others log nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sinks:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write all metrics of one step; call it once a step (step 0: validation before the first step). Raises
-        UserError where the record cannot be written; a view that cannot be is shown no more."""
+        UserError where the record cannot be written; a view that cannot be written is given up."""
         for sink in self._record:
             sink.log(step, metrics)
         for name, sink in list(self._views.items()):
@@ -77,15 +77,15 @@ class Sinks:
 
 
 def view(what: str, write: Callable[[], object]) -> bool:
-    """Write something that is only looked at: a picture, samples, TensorBoard's events, the progress line. Return
-    whether it was written; a run does not fail for it, whatever is wrong, but says so in a warning."""
+    """Write a view of the run: a picture, samples, TensorBoard's events, the progress line. Return whether it was
+    written. Whatever is wrong is a warning: a view never fails a run."""
     try:
         write()
         return True
     except Exception as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
         with suppress(OSError, ValueError):
-            print(f"rlhf_mc: warning: {what} cannot be written ({reason}); the run does without", file=sys.stderr)
+            print(f"rlhf_mc: warning: {what} cannot be written ({reason}); the run continues without", file=sys.stderr)
         return False
 
 
@@ -192,7 +192,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _sync(path: Path) -> None:
-    """See to it that a file, or a directory's list of names, is on the disk itself."""
+    """Flush a file, or a directory's list of names, to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -70,7 +70,7 @@ class Only:
 _ROTATED = Only((1,), "heads are rotated as a whole; transformers and vLLM differ in what they make of less")
 _CAUSAL = "attention is causal"
 _QUANTIZED = Only((), "weights are read in float32, bfloat16 or float16")
-_NESTED = Only((), "the model is a plain language model")
+_NESTED = Only((), "the model must be a plain language model")
 _OTHER_MODEL = Only((), "no supported family computes it")
 _KV_HEADS = Only((), "vLLM takes it for the number of KV heads; the key is num_key_value_heads")
 
@@ -80,8 +80,8 @@ ONLY: Mapping[str, Only] = {
     "is_causal": Only((True,), _CAUSAL),
     "use_bidirectional_attention": Only((False,), _CAUSAL),
     "is_mm_prefix_lm": Only((False,), _CAUSAL),
-    "is_encoder_decoder": Only((False,), "the model is a decoder"),
-    "logit_scale": Only((1,), "logits are the products with the head's rows"),
+    "is_encoder_decoder": Only((False,), "the model must be a decoder"),
+    "logit_scale": Only((1,), "logits are not scaled"),
     "head_dtype": Only(("model",), "the head has the type of the other weights"),
     "qk_norm": Only((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
     "partial_rotary_factor": _ROTATED,
@@ -96,9 +96,9 @@ ONLY: Mapping[str, Only] = {
     "attn_type_list": Only((), "all layers have the same attention"),
     "block_configs": Only((), "all layers are alike"),
     "per_layer_config": Only((), "all layers are alike"),
-    "target_layer_count": Only((), "the model is no draft of another"),
+    "target_layer_count": Only((), "it is a key of draft models"),
     "shared_expert_intermediate_size": Only((0,), "no expert serves all tokens", frozenset({"qwen3_moe"})),
-    "speculators_config": Only((), "the model is no draft of another"),
+    "speculators_config": Only((), "it is a key of draft models"),
     "quantization_config": _QUANTIZED,
     "compression_config": _QUANTIZED,
     "configuration_files": Only((), "config.json itself is read"),

@@ -1,5 +1,5 @@
-"""How the ranks find each other: each says in torch's store that it has come, and waits for all others. No Megatron
-here: the ranks are connected, and watched, before the slow imports.
+"""How the ranks join: each registers in torch's store and waits for all others. No Megatron here: the ranks are
+connected, and send heartbeats, before the slow imports.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import JoinError
 
 JOIN_SECONDS = 300.0
-"""Longest time between the first rank's coming and the last one's; less where collectives have less. Ranks come once
-they have imported torch, which a cold file system may make slow."""
+"""Longest time that a rank waits for the others to join; less where collectives have less. A rank joins once it has
+imported torch, which a cold file system may make slow."""
 MOST_NAMED = 8
 """Ranks that one message names; with more it says how many."""
 _LONGEST_PAUSE = 0.5
@@ -24,7 +24,7 @@ _ALL, _COUNT, _FAILED, _SPEAKER = (f"rlhf_mc/join/{name}" for name in ("all", "c
 
 def init_process_group(timeout_seconds: float) -> None:
     """Join the world that torchrun or srun describes in the environment; without that environment the world is this one
-    process. timeout_seconds: of its collectives. JoinError where not all ranks come in time."""
+    process. timeout_seconds: of its collectives. JoinError where not all ranks join in time."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
         os.environ.setdefault("MASTER_PORT", "0")
@@ -53,8 +53,8 @@ def _store(rank: int, world: int, seconds: float) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank has come. JoinError where one has not within so many seconds; the first rank that finds so
-    speaks for all."""
+    """Wait until every rank has joined. JoinError where one has not within so many seconds; the first rank that finds
+    out prints the message for all."""
     try:
         store.set(_came(rank), "")
         if store.add(_COUNT, 1) == world:
@@ -89,5 +89,5 @@ def _missing(ranks: list[int], world: int, seconds: float) -> str:
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return (
         f"{world - len(ranks)} of {world} ranks have joined within {seconds:g} s; missing: rank {named}{more}."
-        " What they said is in their own logs; a node that is down says nothing"
+        " Look into their own logs; a node that is down has none"
     )

@@ -91,7 +91,7 @@ class Checkpoints:
     def _take(self) -> None:
         self._lock.take()
         if (moved := run_directory.finish_moving(self._root)) is not None:
-            self._say(f"WARNING: the files of an earlier run, half moved away, are all in {moved} now")
+            self._say(f"WARNING: an interrupted move of an earlier run's files is completed; they are in {moved}")
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume

@@ -78,7 +78,8 @@ class StopRequests:
                 if self._rank == 0 and not self._reason:
                     with contextlib.suppress(OSError, ValueError):  # Ctrl-C has ended the other end of a pipe too
                         print(
-                            "rlhf_mc: interrupted: it saves and ends; a second Ctrl-C ends it at once", file=sys.stderr
+                            "rlhf_mc: interrupted: saving, then ending; a second Ctrl-C ends the run at once",
+                            file=sys.stderr,
                         )
             self.request(number.name)
 

@@ -1,5 +1,5 @@
-"""What can be wrong with a run and is found in about a second: before torch is imported and any rank waits for another.
-Each rank looks for itself. What needs weights, tokenizer, rows or a GPU is checked by setup.py.
+"""The checks that take about a second: before torch is imported and any rank waits for another. Each rank makes them
+for itself. What needs weights, tokenizer, rows or a GPU is checked by setup.py.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _ID = re.compile(r"\w[\w.-]*")
 
 
 def new_id() -> str:
-    """Return an id that no other run has: when it began, and something random."""
+    """Return an id that no other run has: when it began, and six random digits."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
 
 
@@ -59,7 +59,7 @@ def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None)
 
 def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
     """Move all files of the run that was here to a directory of their own, which is returned; None: there are none.
-    Where this is interrupted, `finish_moving` does the rest. UserError where the new run reads one of them.
+    Where this is interrupted, `finish_moving` completes it. UserError where the new run reads one of them.
 
     inputs: (setting, file) of all that the new run reads."""
     outputs = list(_outputs(root))
@@ -78,7 +78,7 @@ def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
 
 
 def finish_moving(root: Path) -> Path | None:
-    """Do the rest of a `move_away` that was interrupted. Return where the files are, None if there was none."""
+    """Complete a `move_away` that was interrupted. Return where the files are; None: there was none."""
     return _move(root) if _read(root).get(_LEAVES) else None
 
 

@@ -1,5 +1,5 @@
 """The success mark of a run: a file in trainer.default_local_dir, written last. A directory without it holds a run that
-has not finished, whatever its processes ended with. No torch here: launchers read it too.
+has not finished, whatever its processes ended with.
 """
 
 from __future__ import annotations

@@ -219,11 +219,11 @@ def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, wor
     ("key", "answer"),
     [
         # Where nothing is near, nothing is suggested.
-        ("rollout.frobnicate", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
-        ("trainer.name", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
-        ("quux", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
-        ("actor.megatron.tp", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
-        ("rollout.val_kwargs.m", "nothing near it is known (rlhf_mc/config/schema.py has all)"),
+        ("rollout.frobnicate", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("trainer.name", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("quux", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("actor.megatron.tp", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("rollout.val_kwargs.m", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
         # The same section goes before others.
         ("critic.lr", "the nearest known key is 'critic.optim.lr'"),
         ("critic.tensor_model_parallel_size", "the nearest known key is 'critic.megatron.tensor_model_parallel_size'"),
@@ -264,14 +264,14 @@ def test_all_unknown_keys_are_told_at_once(config_file: Path) -> None:
     for words in (
         f"'actor.ppo_epoch' ({config_file}): the nearest known key is 'actor.ppo_epochs'",
         f"'actor.shuffle' ({config_file}): a key with dots is for the command line; in a file sections are nested",
-        "'rollout.m' (override 'rollout.m=1'): nothing near it",
+        "'rollout.m' (override 'rollout.m=1'): no known key is similar",
         "'trainer.nnodes' (override 'trainer.nnodes=1'): torchrun",
     ):
         assert words in message
     config_file.write_text(MINIMAL + "other: {" + ", ".join(f"k{i}: 1" for i in range(300)) + "}\n")
     message = error_of(config_file)
     assert (
-        message.startswith(f"{config_file}: 300 unknown keys: 'other.k0': nothing near it")
+        message.startswith(f"{config_file}: 300 unknown keys: 'other.k0': no known key is similar")
         and message.endswith("; and 290 more")
         and len(message) < 3000
     )

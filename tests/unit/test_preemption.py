@@ -72,7 +72,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert "interrupted: it saves and ends" in process.stderr.readline()
+    assert "interrupted: saving, then ending" in process.stderr.readline()
     process.send_signal(signal.SIGINT)  # of the same Ctrl-C
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(preemption.ONE_PRESS_SECONDS + 0.2)
