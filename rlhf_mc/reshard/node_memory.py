@@ -23,30 +23,39 @@ class NodeMemory:
     def __init__(self, num_bytes: int, group: dist.ProcessGroup) -> None:
         """num_bytes: of this rank's vector. Every rank of the group must call it."""
         self._rank, world = dist.get_rank(group), dist.get_world_size(group)
-        file = os.memfd_create("rlhf_mc_reshard")
         # The first bytes say where the message to each rank begins.
         self._header_bytes = 8 * world
         self._memory: dict[int, mmap.mmap] = {}
-        allocated = self._allocate(file, self._header_bytes + num_bytes)
-        mine = (_namespace(), os.getpid(), file, self._header_bytes + num_bytes)
+        size = self._header_bytes + max(num_bytes, 8)  # torch takes no view of 0 bytes
+        file = self._allocate(size)
+        mine = (_namespace(), os.getpid(), file, size)
         everyone = gather_objects(mine, group)
         neighbours = [rank for rank, other in enumerate(everyone) if other[0] == mine[0]]
-        opened = allocated and all(self._open(rank, *everyone[rank][1:]) for rank in neighbours if rank != self._rank)
-        all_opened = gather_objects(opened, group)
-        os.close(file)  # the mappings stay
+        opened = all(self._open(rank, *everyone[rank][1:]) for rank in neighbours if rank != self._rank)
+        all_opened = gather_objects(opened and file is not None, group)
+        if file is not None:
+            os.close(file)  # the mappings stay
         self.ranks = frozenset(neighbours if all(all_opened[rank] for rank in neighbours) else ())
         """Ranks whose vectors this rank can read, itself included; empty where the system does not allow it."""
         self._barrier_group = self._build_barrier_group([other[0] for other in everyone], group)
 
-    def _allocate(self, file: int, size: int) -> bool:
+    def _allocate(self, size: int) -> int | None:
+        """Map a new anonymous file, and return its descriptor; None where the system refuses."""
+        try:
+            file = os.memfd_create("rlhf_mc_reshard")
+        except OSError:
+            return None
         try:
             os.ftruncate(file, size)  # beyond a limit of the process's file size it fails
             self._memory[self._rank] = mmap.mmap(file, 0)
         except OSError:
-            return False
-        return True
+            os.close(file)
+            return None
+        return file
 
-    def _open(self, rank: int, pid: int, file: int, size: int) -> bool:
+    def _open(self, rank: int, pid: int, file: int | None, size: int) -> bool:
+        if file is None:
+            return False
         try:
             with open(f"/proc/{pid}/fd/{file}", "rb") as other:
                 self._memory[rank] = mmap.mmap(other.fileno(), size, access=mmap.ACCESS_READ)
