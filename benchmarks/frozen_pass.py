@@ -22,8 +22,9 @@ from rlhf_mc.checkpoint.hf import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.topology.groups import build_groups, init_process_group
+from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.topology.world import init_process_group
 from rlhf_mc.trainer.experience import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
 

@@ -153,18 +153,19 @@ class PackedGPT(GPTModel):
 def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None) -> Any:
     """Which modules this stage, or this chunk of it, is built of."""
     parts = {"num_experts": shape.num_experts or None, "moe_grouped_gemm": False, "qk_layernorm": shape.qk_norm}
-    replicated = config.num_query_groups < config.tensor_model_parallel_size
-    if uses_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(**parts)
-        if replicated:
-            spec.submodules.self_attention.module = ReplicatedKVAttention
+    fused = uses_transformer_engine()
+    spec = (
+        get_gpt_layer_with_transformer_engine_spec(**parts)
+        if fused
+        else get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
+    )
+    if config.num_query_groups < config.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = ReplicatedKVAttention
+    if fused:
         return spec
     # The router reads this name, which Megatron-Core 0.16 sets only where there is Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    if replicated:
-        spec.submodules.self_attention.module = ReplicatedKVAttention
     norm = ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:

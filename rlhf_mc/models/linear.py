@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 def multiply_as_matrices(model: torch.nn.Module) -> None:
     """Let each of the model's linear layers see its input, and in the backward pass its output's gradient, as a
-    matrix, whatever the strides of the tensors and whichever weights are frozen."""
+    matrix, whatever the strides of the tensors and whichever weights are frozen. Transformer Engine's layers are left
+    alone: they are of classes of their own, and make a matrix of their input themselves."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module._forward_impl = _on_matrices(module._forward_impl)
