@@ -232,11 +232,14 @@ def _mark_tensor_parallel(model: PackedGPT) -> None:
 
 
 def _add_random_state() -> None:
-    """With sequence parallelism Megatron-Core's embedding enters this random state for its dropout, be that 0. Nothing
-    is drawn from it, so that all roles share one, whatever their layouts."""
+    """Add the random states that are entered with sequence parallelism: by Megatron-Core's embedding for its dropout,
+    be that 0, and, once there is any, by Transformer Engine's linear layers, where experts have one of their own.
+    Nothing is drawn from them, so that all roles share them, whatever their layouts."""
     tracker = mcore_random.get_cuda_rng_tracker()
-    if mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME not in tracker.get_states():
-        tracker.add(mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, 0)
+    names = (mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, mcore_random.get_expert_parallel_rng_tracker_name())
+    for seed, name in enumerate(names):
+        if name not in tracker.get_states():
+            tracker.add(name, seed)
 
 
 def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
