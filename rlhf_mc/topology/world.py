@@ -62,9 +62,9 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> N
         deadline, pause = time.monotonic() + seconds, 0.02
         while not store.check([_ALL]):
             if time.monotonic() > deadline and not store.check([_FAILED]):
-                speaks = store.add(_SPEAKER, 1) == 1
                 missing = [other for other in range(world) if not store.check([_came(other)])]
                 if missing:
+                    speaks = store.add(_SPEAKER, 1) == 1
                     store.set(_FAILED, _missing(missing, world, seconds))
                     raise JoinError(_missing(missing, world, seconds), speaks)
             if store.check([_FAILED]):
