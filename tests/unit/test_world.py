@@ -22,10 +22,13 @@ def address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def join(ranks: list[int], world: int, seconds: float) -> list[JoinError | None]:
-    """Each rank's error; the ranks are threads of this process, each with a connection of its own."""
+    """Return each rank's error; the ranks are threads of this process, each with a connection of its own."""
+    stores = []  # rank 0's is the server, and must stay until the others have looked
 
     def one(rank: int) -> None:
-        _wait_for_all(_store(rank, world, 20.0), rank, world, seconds)
+        store = _store(rank, world, 20.0)
+        stores.append(store)
+        _wait_for_all(store, rank, world, seconds)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         pending: list[Future[None]] = [threads.submit(one, rank) for rank in ranks]
