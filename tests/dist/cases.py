@@ -161,7 +161,7 @@ def try_to_build(directory: str, sections: dict[str, Any]) -> None:
 
 
 def step_with_a_reference_of_nan(config_path: str) -> None:
-    """A step in which the reference's final norm has become NaN since it was loaded."""
+    """Run a step in which the reference's final norm has become NaN since it was loaded."""
     with a_run(config_path, []) as run:
         assert run.reference is not None
         run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)

@@ -31,7 +31,7 @@ def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) ->
 
 
 def sampled_and_scored(config_path: str, models: Sequence[str]) -> list[RaggedBatch]:
-    """For each model a batch that vLLM has drawn, with its log-probs and those of the trainer."""
+    """Return for each model a batch that vLLM has drawn, with its log-probs and those of the trainer."""
     batches = []
     for model in models:
         overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]

@@ -73,8 +73,8 @@ def frozen_step(
 def matrix_products(
     checkpoint: str, tp: int, batch: RaggedBatch, patterns: Sequence[str], **megatron: Any
 ) -> dict[str, list[Product]]:
-    """The products of the log-prob pass of a frozen and of a trainable model, and those of a backward pass with these
-    tensors frozen. Each pass is one micro-batch."""
+    """Return the products of the log-prob pass of a frozen and of a trainable model, and those of a backward pass with
+    these tensors frozen. Each pass is one micro-batch."""
     out = {}
     every = [list(range(batch.num_sequences))]
     with mesh_groups(tp, 1) as groups:

@@ -43,7 +43,7 @@ def an_engine(
     storage: Mapping[str, torch.Tensor] | None = None,
     **cfg: int,
 ) -> Iterator[RolloutEngine]:
-    """Engines over all ranks in float32 with the checkpoint's weights; shape: another than the checkpoint's."""
+    """Build engines over all ranks in float32 with the checkpoint's weights; shape: another than the checkpoint's."""
     groups = [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
     engine = RolloutEngine(
         checkpoint,
@@ -71,7 +71,7 @@ def generate(
     temperature: float,
     budgets: Sequence[int],
 ) -> list[list[Generation]]:
-    """The responses to the prompts, for each value of max_num_batched_tokens in `budgets`."""
+    """Return the responses to the prompts, for each value of max_num_batched_tokens in `budgets`."""
     seeds = list(range(1000, 1000 + len(prompts)))
     responses = []
     for budget in budgets:
@@ -81,7 +81,7 @@ def generate(
 
 
 def generate_unpatched(checkpoint: str, max_model_len: int, prompts: Sequence[Sequence[int]], budget: int) -> str:
-    """Returns the error of vLLM's own `CPUModelRunner.sample_tokens` where prompts are cut."""
+    """Return the error of vLLM's own `CPUModelRunner.sample_tokens` where prompts are cut."""
     with an_engine(checkpoint, 1, max_model_len, max_num_batched_tokens=budget) as engine:
         patched = CPUModelRunner.sample_tokens
         CPUModelRunner.sample_tokens = GPUModelRunner.sample_tokens
@@ -95,14 +95,14 @@ def generate_unpatched(checkpoint: str, max_model_len: int, prompts: Sequence[Se
 
 
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
-    """Builds engines for a model that is in the trainer's eyes another than vLLM's; for tests of what is refused."""
+    """Build engines where the trainer expects another model than vLLM loads; for tests of what is refused."""
     shape = replace(HFReader(checkpoint).shape(), **changes)
     with an_engine(checkpoint, rollout_tp, 64, shape=shape):
         pass
 
 
 def build_unpatched(checkpoint: str) -> None:
-    """vLLM decides whether the language-model head is tied."""
+    """Let vLLM decide whether the language-model head is tied."""
     shape = HFReader(checkpoint).shape()
     embedding = "model.embed_tokens.weight"
     storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
@@ -116,7 +116,7 @@ def build_unpatched(checkpoint: str) -> None:
 
 
 def disagree(config_path: str, from_step: int) -> list[str]:
-    """Two PPO steps. From that one on vLLM's last norm is three times the trainer's. Returns what was warned of."""
+    """Run two PPO steps. From that one on vLLM's last norm is three times the trainer's. Return the warnings."""
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -143,8 +143,8 @@ def disagree(config_path: str, from_step: int) -> list[str]:
 
 
 def gsm8k_steps(config_path: str) -> dict[str, Any]:
-    """Two PPO steps and a sampled validation. Returns digests of the tokens of each step, the metrics, the validation's
-    samples, and the prompt tokens of this rank's engine in each step."""
+    """Run two PPO steps and a sampled validation. Return digests of the tokens of each step, the metrics, the
+    validation's samples, and the prompt tokens of this rank's engine in each step."""
     steps, digests, prompt_tokens = [], [], []
     with a_run(config_path, []) as run:
         for step in (1, 2):

@@ -131,12 +131,12 @@ HARMS = (without, as_directory, random_bytes, cut_in_half, one_byte)
 
 
 def rewritten(name: str, text: str) -> Callable[[Path], None]:
-    """A manifest that agrees with content that no run writes."""
+    """Write a manifest that agrees with content that no run writes."""
     return lambda path: with_file(path, 3, name, text)
 
 
 def copied(name: str) -> Callable[[Path], None]:
-    """A copy of step 2, newer by its name."""
+    """Copy step 2 under the name of a later step."""
     return lambda path: shutil.copytree(path.with_name("global_step_2"), path.with_name(name)) and None
 
 

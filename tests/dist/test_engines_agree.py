@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 
 def add_head(checkpoint: Path, change: float) -> torch.Tensor:
-    """Gives a tied checkpoint a language-model head: the embedding times 1 + change."""
+    """Give a tied checkpoint a language-model head: the embedding times 1 + change."""
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"] * (1 + change)

@@ -79,8 +79,8 @@ NUM_PROMPTS, NUM_VAL = 64, 64
 
 
 def gsm8k_lines() -> list[str]:
-    """The first rows of GSM8K's training set; without its file, rows with random questions of the same lengths (mean
-    235 characters, standard deviation 94)."""
+    """Return the first rows of GSM8K's training set; without its file, rows with random questions of the same lengths
+    (mean 235 characters, standard deviation 94)."""
     if SOURCE == "real":
         return REAL_DATA.read_text(encoding="utf-8").splitlines()[: NUM_PROMPTS + NUM_VAL]
     rng = random.Random(3)
@@ -94,7 +94,7 @@ def gsm8k_lines() -> list[str]:
 
 @pytest.fixture(scope="module")
 def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config of two steps at default rollout settings over GSM8K's prompts."""
+    """Return a config of two steps at default rollout settings over GSM8K's prompts."""
     directory = tmp_path_factory.mktemp("gsm8k")
     make_checkpoint(directory / "model", max_position_embeddings=1024)
     (directory / "all.jsonl").write_text("\n".join(gsm8k_lines()), encoding="utf-8")

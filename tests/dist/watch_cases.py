@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 2.0
 
 
 def watched(what: str) -> dict[str, Any]:
-    """Rank 1 does `what`: "silent", "gone", "goodbye", "stranger", "crowd" or "asks".
+    """Let rank 1 do `what`: "silent", "gone", "goodbye", "stranger", "crowd" or "asks".
 
     Returns how this rank would have ended."""
     rank, said = dist.get_rank(), []
@@ -83,7 +83,7 @@ def _act(part: watchdog.Teller, what: str) -> str:
 
 
 def _come_in_crowds(address: tuple[str, int]) -> None:
-    """Opens more connections than are kept, and says nothing: they are closed, the first ones before their time."""
+    """Open more connections than are kept, and send nothing: they are closed, the first ones before their time."""
     crowd = [socket.create_connection(address, timeout=10) for _ in range(2 * watchdog.MOST_STRANGERS + 2)]
     start = time.monotonic()
     for connection in crowd[: watchdog.MOST_STRANGERS // 2]:

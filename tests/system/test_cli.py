@@ -178,7 +178,7 @@ def test_a_survivor_ends_by_itself(
 
 
 def ready_workers_of(torchrun: subprocess.Popen[bytes], ready: Callable[[int], bool]) -> list[int]:
-    """Its two ranks, once each is so far."""
+    """Return its two ranks, once each is so far."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert torchrun.poll() is None
@@ -190,7 +190,7 @@ def ready_workers_of(torchrun: subprocess.Popen[bytes], ready: Callable[[int], b
 
 
 def ends(pid: int) -> bool:
-    """Whether the process is gone a moment later."""
+    """Return whether the process is gone a moment later."""
     deadline = time.monotonic() + GONE_WITHIN_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -204,7 +204,7 @@ def ends(pid: int) -> bool:
 
 
 def takes_signals(pid: int) -> bool:
-    """Whether the rank waits for SIGINT itself."""
+    """Return whether the rank waits for SIGINT itself."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
     return bool(blocked >> (signal.SIGINT - 1) & 1)

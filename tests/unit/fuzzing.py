@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rlhf_mc.config.errors import UserError
 
 TIMES = int(os.environ.get("RLHF_MC_FUZZ_TIMES", "1"))
-"""So many times the examples that a test run takes, drawn at random; 1: always the same ones."""
+"""The number of examples is multiplied by it, and they are drawn at random; 1: always the same ones."""
 
 
 def examples(count: int) -> settings:
-    """So many of them, each within half a minute."""
+    """Return the settings for so many examples, each within half a minute."""
     return settings(
         max_examples=count * TIMES,
         derandomize=TIMES == 1,
@@ -40,7 +40,7 @@ def success_or_user_error(action: Callable[[], Any]) -> Any:
 
 @st.composite
 def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """Ways to damage the bytes of a file: cut short, some bytes changed, a piece taken out, put in, or all replaced."""
+    """Return ways to damage the bytes of a file: cut short, bytes changed, some taken out, put in, or all replaced."""
     kind = draw(st.sampled_from(["cut", "flip", "delete", "insert", "replace"]))
     places = draw(st.lists(st.floats(0, 1), min_size=1, max_size=4))
     junk = draw(st.binary(min_size=1, max_size=20))

@@ -211,7 +211,7 @@ def test_experts_move_between_all_layouts(data: st.DataObject) -> None:
 
 
 def plan_of_experts(num_experts: int, bucket: int) -> Plan:
-    """Four ranks, TP 2 and EP 2, to engines of four; nodes of two ranks."""
+    """Return the plan of four ranks, TP 2 and EP 2, to engines of four; nodes of two ranks."""
     shape = shape_of("qwen3_moe", num_experts=num_experts, num_key_value_heads=4, moe_intermediate_size=64)
     source = [whole(shape, t, 2, ep_rank=e, ep_size=2) for e in range(2) for t in range(2)]
     return make_plan(source, [vllm_layout(shape, r, 4) for r in range(4)], 4, bucket, 2)

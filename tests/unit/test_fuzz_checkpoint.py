@@ -39,7 +39,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_waiting() -> Iterator[None]:
-    """For a file server to come back."""
+    """Do not wait for a file server to come back."""
     seconds, directory._AGAIN_SECONDS = directory._AGAIN_SECONDS, 0.0
     yield
     directory._AGAIN_SECONDS = seconds
@@ -53,7 +53,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, bytes]:
-    """What a checkpoint holds beside its manifest."""
+    """Return what a checkpoint holds beside its manifest."""
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), [])
     state = {
         "step": STEP,
@@ -72,7 +72,7 @@ def whole() -> dict[str, bytes]:
 
 
 def written(root: Path, files: dict[str, bytes]) -> Path:
-    """A checkpoint of these files, with a manifest that is true of them."""
+    """Write a checkpoint of these files, with a manifest that is true of them."""
     for path in root.iterdir():
         shutil.rmtree(path)
     path = directory.begin(root, STEP)
@@ -82,7 +82,7 @@ def written(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def read(path: Path) -> None:
-    """All that is read of a checkpoint before its tensors are."""
+    """Read all that is read of a checkpoint before its tensors."""
     directory.verify(path)
     with reading_state(path):
         state = directory.read_json(path / STATE)

@@ -70,7 +70,7 @@ USUAL = {
 
 @st.composite
 def tables(draw: st.DrawFn) -> pa.Table:
-    """Up to three rows; each column as it should be, of any other type, or not there; some twice."""
+    """Draw up to three rows; each column as it should be, of any other type, or not there; some twice."""
     num_rows = draw(st.integers(0, 3))
     names, arrays = [], []
     for name, usual in [*USUAL.items(), ("prompt", None), ("other", None)]:

@@ -43,7 +43,7 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def whole(directory: Path) -> dict[str, bytes]:
-    """The files of a checkpoint in two shards."""
+    """Return the files of a checkpoint in two shards."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     make_checkpoint(directory, **sizes)
     tensors = load_file(directory / WEIGHTS)
@@ -58,7 +58,7 @@ def whole(directory: Path) -> dict[str, bytes]:
 
 
 def read(directory: Path) -> None:
-    """All that a run looks at before it builds models, and every tensor."""
+    """Read all that a run reads before it builds models, and every tensor."""
     reader = HFReader(directory)
     shape = ModelShape.from_hf_config(reader.config)
     ModelShape.from_hf_config(reader.config, value_head=True)

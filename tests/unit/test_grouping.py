@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def small_meshes() -> list[tuple[Mesh, int]]:
-    """Every mesh of at most 12 ranks with every rollout size such that neither size divides the other."""
+    """Return every mesh of at most 12 ranks with every rollout size such that neither size divides the other."""
     found = []
     for world in range(1, 13):
         divisors = [n for n in range(1, world + 1) if world % n == 0]
@@ -42,7 +42,7 @@ def received(shape: ModelShape, mesh: Mesh, groups: list[list[int]]) -> int:
 
 
 def least(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
-    """Bytes of the best of all ways to give each rank a place, so that every place is taken equally often."""
+    """Return the bytes of the best way to give each rank a place, so that all places are taken equally often."""
     training = training_layouts(shape, mesh)
     # What each rank receives in each place, by plans in which all ranks have the same place.
     costs = [

@@ -213,7 +213,7 @@ def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> No
 
 
 def add_head(start: Path, change: float) -> torch.Tensor:
-    """Gives a tied checkpoint a language-model head: the embedding, with `change` added to its last element. The two
+    """Give a tied checkpoint a language-model head: the embedding, with `change` added to its last element. The two
     are in different files."""
     head = load_file(start / "model.safetensors")["model.embed_tokens.weight"].clone()
     head[-1, -1] += change
@@ -288,13 +288,13 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 def with_tensors(**more: torch.Tensor):
-    """More tensors, or others; `__` stands for a dot."""
+    """Write more tensors, or others; `__` stands for a dot."""
     renamed = {name.replace("__", "."): tensor for name, tensor in more.items()}
     return lambda d: rewrite(d, lambda tensors: tensors.update(renamed))
 
 
 def to_shards(index: dict[str, str] | None = None, **more: dict[str, torch.Tensor]):
-    """The checkpoint as one shard, a.safetensors, beside those given, with an index that says `index` besides."""
+    """Write the checkpoint as one shard, a.safetensors, beside those given, with an index that says `index` besides."""
 
     def change(directory: Path) -> None:
         (directory / "model.safetensors").rename(directory / "a.safetensors")

@@ -48,14 +48,15 @@ KNOWN = HONOURED | ONLY.keys() | HARMLESS.keys()
 
 
 def source_of(package: str, file: str) -> ast.Module:
-    """An installed library's source, which is not imported."""
+    """Return an installed library's source, which is not imported."""
     found = importlib.util.find_spec(package)
     assert found is not None and found.submodule_search_locations is not None
     return ast.parse((Path(found.submodule_search_locations[0]) / file).read_text())
 
 
 def keys_read(tree: ast.AST) -> set[str]:
-    """Attributes that code takes from a configuration: `config.x`, `getattr(config, "x")`, `hasattr(config, "x")`."""
+    """Return the attributes that code takes from a configuration: `config.x`, `getattr(config, "x")`, or
+    `hasattr(config, "x")`."""
 
     def is_config(node: ast.AST) -> bool:
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -73,7 +74,7 @@ def keys_read(tree: ast.AST) -> set[str]:
 
 
 def names_in(tree: ast.AST, function: str) -> set[str]:
-    """The strings of a function of vLLM that tries one key after the other."""
+    """Return the strings of a function of vLLM that tries one key after the other."""
     (body,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function][:1]
     lists = [n for n in ast.walk(body) if isinstance(n, ast.List | ast.Tuple)]
     return {e.value for found in lists for e in found.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)}

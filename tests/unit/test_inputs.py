@@ -27,13 +27,13 @@ def world() -> Iterator[None]:
 
 @pytest.fixture
 def large_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of 100 kB count as large, and few blocks of them are hashed."""
+    """Let files of 100 kB count as large, and few blocks of them be hashed."""
     monkeypatch.setattr(inputs, "WHOLE_BYTES", 100_000)
     monkeypatch.setattr(inputs, "NUM_BLOCKS", 8)
 
 
 def weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> None:
-    """A file of 20 tensors of 200 kB, beginning and ending with zeros, and a norm of ones."""
+    """Write a file of 20 tensors of 200 kB, beginning and ending with zeros, and a norm of ones."""
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.weight": torch.randn(100, 500, generator=generator) for i in range(20)}
     tensors["embed"] = torch.zeros(1000, 500)

@@ -197,7 +197,7 @@ pathlib.Path("got").write_text(signal.Signals(signal.sigwait([signal.SIGTERM, si
 
 
 def with_program(folder: Path, program: str) -> dict[str, str]:
-    """Puts a program in rlhf_mc's place for what is started in the folder; the environment to start it in."""
+    """Put a program in rlhf_mc's place for what is started in the folder. Return the environment to start it in."""
     (folder / "rlhf_mc").mkdir()
     (folder / "rlhf_mc" / "__init__.py").touch()
     (folder / "rlhf_mc" / "__main__.py").write_text(program)

@@ -13,7 +13,8 @@ from rlhf_mc.trainer.logprob_check import Difference, LogProbCheck
 
 
 def a_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBatch:
-    """Response tokens whose log-probs differ so; prompts of two tokens; response token i of a sequence is 100 + i."""
+    """Return a batch of response tokens whose log-probs differ so. Prompts have two tokens; response token i of a
+    sequence is 100 + i."""
     lens = lens or [len(differences)]
     rollout = torch.full((len(differences),), -1.0)
     return RaggedBatch(

@@ -151,7 +151,7 @@ class FullStream(io.StringIO):
 
 
 def test_views_that_cannot_be_written_are_warned_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """TensorBoard on a full disk, and the progress line; the record goes on."""
+    """TensorBoard and the progress line on a full disk; the record continues."""
     config = TrainerConfig(default_local_dir=str(tmp_path))
     sinks = Sinks(config, total_steps=2, stream=FullStream())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

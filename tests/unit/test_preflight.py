@@ -43,7 +43,7 @@ ROW = {
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Everything that is looked at before torch is imported: no weights, no tokenizer."""
+    """Write all that is read before torch is imported: no weights, no tokenizer."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     for name in ("train", "val"):
@@ -206,7 +206,7 @@ def test_a_run_does_not_write_into_its_inputs(directory: Path) -> None:
 
 
 def ended(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The program where importing torch is an error of its own."""
+    """Run the program where importing torch is an error of its own."""
     (directory / "no_torch").mkdir(exist_ok=True)
     (directory / "no_torch" / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
     environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}

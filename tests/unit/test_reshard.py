@@ -187,7 +187,7 @@ class Mesh:
 
 
 def can_split(shape: ModelShape, tp: int) -> bool:
-    """Whether Megatron-Core takes this tensor parallel size, of which those here divide the other sizes."""
+    """Return whether Megatron-Core takes this tensor parallel size, of which those here divide the other sizes."""
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return shape.num_heads % tp == 0 and rows % tp == 0
 

@@ -27,7 +27,7 @@ from rlhf_mc.rewards.scoring import RULES
 
 @pytest.fixture(autouse=True)
 def no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Closes the managers that a test has built."""
+    """Close the managers that a test has built."""
     managers: list[RewardManager] = []
     initialize = RewardManager.__init__
 

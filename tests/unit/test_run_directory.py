@@ -27,7 +27,7 @@ def world() -> Iterator[None]:
 
 
 def a_run(root: Path, run_id: str | None = "first") -> None:
-    """What a run leaves that was ended after step 3, and what is beside it."""
+    """Write what a run leaves that was ended after step 3, and what is beside it."""
     root.mkdir(exist_ok=True)
     for name in INPUTS:
         (root / name).write_text(name)

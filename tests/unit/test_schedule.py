@@ -11,7 +11,7 @@ from rlhf_mc.models.schedule import learning_rate_schedule
 
 
 def learning_rates(optim: OptimConfig, total_steps: int) -> list[float]:
-    """That of each step, and the one that a further step would have."""
+    """Return the learning rate of each step, and the one that a further step would have."""
     optimizer = SimpleNamespace(param_groups=[{}])
     schedule = learning_rate_schedule(optimizer, optim, total_steps)
     out = []
