@@ -16,7 +16,8 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.data.parquet import check_columns, columns_of
 from rlhf_mc.models.checks import check_layout, check_length
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.reshard.families import FAMILIES, ModelShape
+from rlhf_mc.reshard.hf_config import check_architecture
 from rlhf_mc.reshard.layout import check_vllm
 
 
@@ -54,7 +55,7 @@ def _check_environment() -> None:
 
 def _check_models(cfg: Config) -> None:
     """Raise a UserError for a config.json of no supported model, or of one that cannot be split as the layouts say."""
-    actor = _shape("model.path", cfg.model.path)
+    actor = _shape("model.path", cfg.model.path, for_vllm=True)
     critic, value_path = "model.path", cfg.model.path
     if cfg.critic.model_path is not None:
         critic, value_path = "critic.model_path", cfg.critic.model_path
@@ -83,7 +84,7 @@ def _in_section(section: str, model: str) -> Iterator[None]:
         raise UserError(f"{error if has_section else f'{section}.{error}'} ({model})") from None
 
 
-def _shape(key: str, directory: str, value_head: bool = False) -> ModelShape:
+def _shape(key: str, directory: str, value_head: bool = False, for_vllm: bool = False) -> ModelShape:
     path = Path(directory) / "config.json"
     with about(f"{key}:"):
         try:
@@ -95,7 +96,10 @@ def _shape(key: str, directory: str, value_head: bool = False) -> ModelShape:
         if not isinstance(content, dict):
             raise NodeError(f"{path} is not a JSON object")
         try:
-            return ModelShape.from_hf_config(content, value_head=value_head)
+            shape = ModelShape.from_hf_config(content, value_head=value_head)
+            if for_vllm:
+                check_architecture(content, shape.family, FAMILIES[shape.family].architecture)
+            return shape
         except UserError as error:
             message = str(error)
             raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None

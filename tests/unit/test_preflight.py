@@ -121,7 +121,8 @@ def test_a_checkpoint_to_start_from_may_be_gone_once_the_run_has_its_own(directo
         (lambda d: (d / "model/config.json").write_text("{"), ["model.path: ", "config.json", "not valid JSON"]),
         (lambda d: (d / "model/config.json").write_text("[" * 100_000), ["model.path: ", "not valid JSON"]),
         (lambda d: (d / "model/config.json").write_text("[]"), ["model.path: ", "not a JSON object"]),
-        (lambda d: _edit(d, model_type="gpt2"), ["model.path: ", "model_type is 'gpt2'"]),
+        (lambda d: _edit(d, model_type="gpt2"), ["model.path: ", "model/config.json: model_type is 'gpt2'"]),
+        (lambda d: _edit(d, architectures=["LlamaModel"]), ["model.path: ", "architectures is ['LlamaModel']"]),
         (lambda d: (d / "val.parquet").write_text("x"), ["data.val_files ", "val.parquet: not a readable parquet"]),
     ],
 )  # fmt: skip
