@@ -84,6 +84,6 @@ def _require(file: pq.ParquetFile, columns: Sequence[str]) -> None:
     found = file.schema_arrow.names
     for name in columns:
         if name not in found:
-            raise NodeError(f"no column {name!r}; its columns are {', '.join(found)[:1000]}")
+            raise NodeError(f"no column {name!r}; its columns are {', '.join(found)[:1000] or 'none'}")
         if found.count(name) > 1:
             raise NodeError(f"{found.count(name)} columns {name!r}; one is expected")
