@@ -338,7 +338,7 @@ def refuses_nan(checkpoint: str, directory: str, tp: int) -> str:
         engine = make_engine(checkpoint, "actor", groups)
         if dist.get_rank() == dist.get_world_size() - 1:
             engine.params["decoder.layers.1.mlp.linear_fc2.weight"].view(-1)[-1] = torch.nan
-        save_mcore(engine.model, directory, checkpoint)
+        save_mcore(engine.model, directory, HFReader(checkpoint))
         try:
             load_mcore(engine.model, directory)
         except UserError as error:
