@@ -31,8 +31,10 @@ from runs import gone, members, outcome
 from safetensors.torch import load_file, save_file
 from tiny import make_workspace, write_config
 
-WORLD, STEPS = 2, 10
+WORLD, STEPS = 2, 20
 ENDS_WITHIN_SECONDS = 300
+LATEST = 0.6
+"""A fault falls in this share of an uninterrupted run's time: a start gets some steps further, but not to the end."""
 CRASHED, USER_ERROR, REQUEUE = 1, 2, 75
 LAYOUTS: dict[str, list[str]] = {
     "DP 2": [],
@@ -160,8 +162,8 @@ class Campaign:
         return logs
 
     def moment(self, first: float = 0.0) -> float:
-        """Draw seconds after the start; first: the earliest, as a share of an uninterrupted run."""
-        return self.rng.uniform(first, 1.0) * self.seconds
+        """Draw seconds after the start; first: the earliest, as a share of the time in which faults fall."""
+        return self.rng.uniform(first * LATEST, LATEST) * self.seconds
 
     def checkpoints(self) -> list[Path]:
         """Return what the run has saved, in the order of the steps."""
