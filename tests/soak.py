@@ -362,7 +362,7 @@ def drop_a_row_of_metrics(campaign: Campaign) -> str:
     if not steps:
         return kill_one_rank(campaign)
     original = path.read_text()
-    lost = campaign.rng.randint(1, steps[-1])
+    lost = campaign.rng.randint(1, steps[0])  # later checkpoints may be corrupt, and their rows no longer needed
     path.write_text("".join(row + "\n" for row in original.splitlines() if json.loads(row).get("step") != lost))
     try:
         refused(campaign, "metrics.jsonl")
