@@ -23,8 +23,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.observability.failures import TO_BE_CONTINUED, ToBeContinuedError, exit_code, leave, note_exit_code
 from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.trainer.early_checks import check_early, world_size
 from rlhf_mc.trainer.preemption import StopRequests
-from rlhf_mc.trainer.preflight import preflight, world_size
 
 
 def run(argv: list[str]) -> None:
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> None:
     cfg = load_config(argv[0], argv[1:])
     stop = StopRequests(cfg.trainer)
     stop.take_signals()  # before pyarrow, below, starts threads: one that does not block the signals dies of them
-    preflight(cfg, world_size())
+    check_early(cfg, world_size())
     rank = int(os.environ.get("RANK", "0"))
     # Every rank says the same; one voice is enough. Libraries' advice about what they lack is not for the user.
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")

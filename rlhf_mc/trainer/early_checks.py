@@ -29,7 +29,7 @@ def world_size() -> int:
     return int(text)
 
 
-def preflight(cfg: Config, world: int) -> None:
+def check_early(cfg: Config, world: int) -> None:
     """Raise a UserError where the settings, the files that they name, or a config.json tell that the run cannot start
     on so many ranks."""
     validate(cfg, world)

@@ -19,7 +19,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.observability import failures
-from rlhf_mc.trainer.preflight import preflight
+from rlhf_mc.trainer.early_checks import check_early
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -60,7 +60,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def check(directory: Path, *overrides: str, world: int = 2) -> None:
-    preflight(load_config(str(directory / "config.yaml"), overrides), world)
+    check_early(load_config(str(directory / "config.yaml"), overrides), world)
 
 
 def error_of(directory: Path, *overrides: str) -> str:
