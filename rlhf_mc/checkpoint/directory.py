@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
-from rlhf_mc.topology.agreement import raise_together
+from rlhf_mc.topology.agreement import on_every_rank
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -268,23 +268,17 @@ def verify(path: Path) -> None:
     """Reads every file of the checkpoint once, spread over the ranks, and compares size and checksum.
     Damaged, on every rank, at the first difference. Every rank must call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    error: UserError | None = None
-    files: dict[str, File] = {}
-    try:
-        files = read_manifest(path).files
-    except UserError as e:
-        error = e
-    raise_together(error)
+    files = on_every_rank(lambda: read_manifest(path).files)
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
-    try:
-        for name in by_size[rank::world]:
-            _check(path / name, files[name])
-    except UserError as e:
-        error = e
-    raise_together(error)
+    on_every_rank(lambda: _check(path, {name: files[name] for name in by_size[rank::world]}))
 
 
-def _check(path: Path, expected: File) -> None:
+def _check(directory: Path, files: Mapping[str, File]) -> None:
+    for name, expected in files.items():
+        _check_file(directory / name, expected)
+
+
+def _check_file(path: Path, expected: File) -> None:
     try:
         found = again(path.stat)
         if not stat.S_ISREG(found.st_mode):
@@ -303,12 +297,21 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return (UserError if is_shortage(error) else Damaged)(f"{path}: cannot be read ({reason_of(error)})")
 
 
+def read_file(path: Path) -> bytes:
+    """Return a file's content. Damaged where it cannot be read, unless the fault is this process's."""
+    try:
+        return again(path.read_bytes)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return a file of a checkpoint whose checksums were found right. Damaged where it is no JSON object all the
     same."""
+    data = read_file(path)
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise Damaged(f"{path}: damaged (no JSON object)")

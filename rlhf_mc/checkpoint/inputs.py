@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from rlhf_mc.checkpoint.directory import summed
 from rlhf_mc.checkpoint.hf import ASSETS, INDEX, WEIGHTS
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import Config
-from rlhf_mc.topology.agreement import gather_objects, on_rank_0, raise_together
+from rlhf_mc.topology.agreement import from_rank_0, gather_objects, on_every_rank
 
 WHOLE_BYTES = 16 << 20
 """Files of weights up to this size are hashed whole."""
@@ -52,20 +52,8 @@ def read_inputs(cfg: Config) -> Inputs:
     """Hash every input of a run, spread over the ranks. UserError, on every rank, where a file cannot be read. Every
     rank must call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    listed: list[_File] = []
-    on_rank_0("inputs", lambda: listed.extend(_files(cfg)))
-    files = gather_objects(listed)[0]
-    found: dict[int, dict[str, Any]] = {}
-    error: UserError | None = None
-    for number in range(rank, len(files), world):
-        file = files[number]
-        try:
-            found[number] = _hashed(file)
-        except (OSError, ValueError) as e:
-            reason = e.strerror if isinstance(e, OSError) else e
-            error = UserError(f"{file.setting}: {file.path} cannot be read ({reason})")
-            break
-    raise_together(error)
+    files = from_rank_0("inputs", lambda: list(_files(cfg)))
+    found = on_every_rank(lambda: {number: _hashed(files[number]) for number in range(rank, len(files), world)})
     by_number = {number: entry for entries in gather_objects(found) for number, entry in entries.items()}
     inputs: Inputs = {}
     for number, file in enumerate(files):
@@ -146,11 +134,15 @@ def _existing(setting: str, root: Path, names: Iterable[str]) -> Iterator[_File]
 
 
 def _hashed(file: _File) -> dict[str, Any]:
-    size = file.path.stat().st_size
-    if file.is_weights and size > WHOLE_BYTES:
-        return {"bytes": size, "sampled_sha256": _sampled(file.path, size)}
-    whole = summed(file.path)
-    return {"bytes": whole.num_bytes, "sha256": whole.sha256}
+    try:
+        size = file.path.stat().st_size
+        if file.is_weights and size > WHOLE_BYTES:
+            return {"bytes": size, "sampled_sha256": _sampled(file.path, size)}
+        whole = summed(file.path)
+        return {"bytes": whole.num_bytes, "sha256": whole.sha256}
+    except (OSError, ValueError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        raise UserError(f"{file.setting}: {file.path} cannot be read ({reason})") from error
 
 
 def _sampled(path: Path, size: int) -> str:

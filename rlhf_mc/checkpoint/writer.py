@@ -31,7 +31,7 @@ from rlhf_mc.checkpoint.blocks import Block
 from rlhf_mc.checkpoint.directory import Damaged, File, summed, sync, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.topology.agreement import gather_objects, on_rank_0, raise_together
+from rlhf_mc.topology.agreement import gather_objects, on_every_rank, on_rank_0, raise_together
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 """Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
@@ -150,7 +150,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
     """Fills the blocks' own memory. UserError where the files do not hold them. Every rank must call it."""
-    stored = check_metadata(directory / METADATA).state_dict_metadata
+    stored = on_every_rank(lambda: check_metadata(directory / METADATA)).state_dict_metadata
     missing = next((block.key for block in blocks if block.key not in stored), None)
     error = f"{directory}: holds no {missing}; the run that wrote it trained other parts of the models"
     raise_together(None if missing is None else UserError(error))

@@ -49,6 +49,27 @@ def on_rank_0(what: str, action: Callable[[], object]) -> None:
     raise_together(disk_error(what, action) if dist.get_rank() == 0 else None)
 
 
+def from_rank_0(what: str, read: Callable[[], T]) -> T:
+    """Return on every rank what `read` returns on rank 0; where the disk refuses, every rank raises a UserError that
+    begins with `what`. Every rank must call it."""
+    found: list[T] = []
+    on_rank_0(what, lambda: found.append(read()))
+    return gather_objects(found)[0][0]
+
+
+def on_every_rank(action: Callable[[], T]) -> T:
+    """Return what the action returns on this rank. Where it raises a UserError on any rank, every rank raises it: what
+    the action reads may be in order elsewhere. Every rank must call it."""
+    found: list[T] = []
+    error: UserError | None = None
+    try:
+        found.append(action())
+    except UserError as raised:
+        error = raised
+    raise_together(error)
+    return found[0]
+
+
 def disk_error(what: str, action: Callable[[], object]) -> UserError | None:
     """Runs the action; what the disk had against it, or None."""
     try:

@@ -23,7 +23,14 @@ from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
-from rlhf_mc.topology.agreement import disk_error, gather_objects, on_rank_0, raise_together
+from rlhf_mc.topology.agreement import (
+    disk_error,
+    from_rank_0,
+    gather_objects,
+    on_every_rank,
+    on_rank_0,
+    raise_together,
+)
 from rlhf_mc.trainer import run_directory, success
 from rlhf_mc.trainer.setup import Run, layouts_of
 
@@ -166,11 +173,10 @@ class Checkpoints:
 
     def _find_and_load(self) -> Path | None:
         """Load the checkpoint that the run resumes from, its checksums found right. Return where it is."""
-        steps: list[int] = []
-        on_rank_0(str(self._root), lambda: steps.extend(self._list()))
-        steps = gather_objects(steps)[0]
-        given = self._cfg.resume_from_path if self._cfg.resume_mode == "resume_path" else None
-        if self._cfg.resume_mode == "auto" or (given is not None and self._began_at(given, steps)):
+        steps = from_rank_0(str(self._root), self._list)
+        mode = self._cfg.resume_mode
+        given = self._cfg.resume_from_path if mode == "resume_path" else None
+        if mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
         if given is None:
             return None
@@ -215,10 +221,10 @@ class Checkpoints:
     def _load(self, path: Path) -> None:
         directory.verify(path)
         allowed = self._cfg.resume_changed_inputs == "allow"
-        inputs, run_id = stored_origin(path)
+        inputs, run_id = on_every_rank(lambda: stored_origin(path))
         with reading_state(path):
             changed = check_unchanged(inputs, self._run.inputs, allowed, str(path))
-        config = stored_config(path)
+        config = on_every_rank(lambda: stored_config(path))
         loop = load(path, self._roles)
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])

@@ -104,22 +104,20 @@ class StopRequests:
     def watch_the_clock(self) -> None:
         """Reads when the Slurm job ends, for trainer.stop_before_minutes. UserError where the time is up already.
         Every rank must call it."""
-        from rlhf_mc.topology.agreement import raise_together
+        from rlhf_mc.topology.agreement import on_every_rank
 
-        error: UserError | None = None
+        on_every_rank(self._read_the_clock)
+
+    def _read_the_clock(self) -> None:
         minutes = self._cfg.stop_before_minutes
-        if minutes is not None and self._rank == 0:
-            try:
-                end = job_end()
-                self._stop_at = None if end is None else end - 60 * minutes
-                if self._stop_at is not None and time.time() >= self._stop_at:
-                    raise UserError(
-                        f"trainer.stop_before_minutes is {minutes:g}, but the job ends in "
-                        f"{(self._stop_at - time.time()) / 60 + minutes:.1f} minutes; give it more time (sbatch --time)"
-                    )
-            except UserError as found:
-                error = found
-        raise_together(error)
+        if minutes is None or self._rank != 0 or (end := job_end()) is None:
+            return
+        self._stop_at = end - 60 * minutes
+        if time.time() >= self._stop_at:
+            raise UserError(
+                f"trainer.stop_before_minutes is {minutes:g}, but the job ends in "
+                f"{(end - time.time()) / 60:.1f} minutes; give it more time (sbatch --time)"
+            )
 
     def check(self) -> None:
         """Raises StopRequested on every rank if any of them is asked to stop. Every rank must call it, where the run

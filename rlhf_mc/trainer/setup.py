@@ -34,7 +34,7 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
-from rlhf_mc.topology.agreement import raise_together, ranks_per_node
+from rlhf_mc.topology.agreement import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
@@ -80,14 +80,12 @@ def build_run(cfg: Config) -> Run:
     validate(cfg, world)
     check_free(Path(cfg.trainer.default_local_dir))
     check_residency(cfg.rollout)
-    tokenizer = _tokenizer(cfg)
-    train_prompts = load_prompts(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
-    val_prompts: list[Prompt] = []
-    if cfg.data.val_files:
-        val_prompts = load_prompts(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples, "data.val_files")
+    tokenizer = on_every_rank(lambda: _tokenizer(cfg))
+    train_prompts, val_prompts = on_every_rank(lambda: _prompts(cfg, tokenizer))
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
-    rewards = _rewards(cfg)
+    # One node may lack the user's file.
+    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward))
     rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
     starts = _starts(cfg, tokenizer)
@@ -139,15 +137,13 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path")
 
 
-def _rewards(cfg: Config) -> RewardManager:
-    """UserError on every rank where one of them cannot load the user's function: its node may lack the file."""
-    error: UserError | None = None
-    try:
-        rewards = RewardManager(cfg.custom_reward_function, cfg.reward)
-    except UserError as found:
-        error = found
-    raise_together(error)
-    return rewards
+def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
+    """Return those of training, and those of validation."""
+    data = cfg.data
+    train = load_prompts(data.train_files, tokenizer, data, data.train_max_samples)
+    if not data.val_files:
+        return train, []
+    return train, load_prompts(data.val_files, tokenizer, data, data.val_max_samples, "data.val_files")
 
 
 def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:

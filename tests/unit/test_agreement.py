@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology import agreement
+
+
+def test_what_one_rank_finds_wrong_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreement.on_every_rank(lambda: 7) == 7
+
+    def fail() -> None:
+        raise UserError("mine")
+
+    with pytest.raises(UserError, match="mine"):
+        agreement.on_every_rank(fail)
+    monkeypatch.setattr(agreement, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])
+    with pytest.raises(UserError, match="of rank 1"):
+        agreement.on_every_rank(lambda: 7)
 
 
 @pytest.mark.parametrize(
