@@ -281,7 +281,7 @@ class TrainerConfig:
     """Beside those, keep the checkpoint of the highest validation accuracy."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Where the run begins. auto: at the newest whole checkpoint in default_local_dir, if there is one; disable: at the
-    start; resume_path: at resume_from_path."""
+    start, and a Slurm job that was requeued resumes the run that it began; resume_path: at resume_from_path."""
     resume_from_path: str | None = None
     """resume_path: the checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
     checkpoints of its own, the same command goes on from them."""

@@ -178,6 +178,11 @@ class Checkpoints:
         given = self._cfg.resume_from_path if mode == "resume_path" else None
         if mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
+        if mode == "disable" and from_rank_0(str(self._root), lambda: run_directory.is_of_requeued_job(self._root)):
+            self._say(
+                "this job began the run here and has been requeued: trainer.resume_mode=disable holds for its start"
+            )
+            return self._load_newest(steps)
         if given is None:
             return None
         self._load(Path(given))

@@ -6,6 +6,7 @@ One rank calls these functions, and holds the directory's lock.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.hf import RUN_FILE
+from rlhf_mc.checkpoint.lock import Owner
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.sinks import METRICS_FILE, TENSORBOARD_DIR
 from rlhf_mc.trainer import success
@@ -36,6 +38,8 @@ _OUTPUTS = (
 )
 """What a run writes, beside run.json. Anything else in the directory (a quickstart's models and data, logs) stays."""
 _LEAVES = "is_moving_away"
+_JOB, _RESTARTS = "slurm_job", "slurm_restarts"
+"""Of the process that began the run."""
 _ID = re.compile(r"\w[\w.-]*")
 
 
@@ -53,8 +57,19 @@ def owner(root: Path) -> str | None:
 def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None) -> None:
     """Make the directory the run's. resumed_from: the checkpoint of another directory, of the step `begins_after`,
     that it begins with."""
-    about = {"run_id": run_id, "begins_after_step": begins_after}
-    _write(root, about if resumed_from is None else {**about, "resumed_from": str(resumed_from)})
+    about: dict[str, Any] = {"run_id": run_id, "begins_after_step": begins_after}
+    if resumed_from is not None:
+        about["resumed_from"] = str(resumed_from)
+    if (process := Owner.this_process()).job:
+        about |= {_JOB: process.job, _RESTARTS: process.restarts}
+    _write(root, about)
+
+
+def is_of_requeued_job(root: Path) -> bool:
+    """Return whether the run in the directory was begun by this Slurm job, before it was requeued."""
+    process, begun = Owner.this_process(), _read(root)
+    restarts = begun.get(_RESTARTS)
+    return bool(process.job) and begun.get(_JOB) == process.job and restarts in range(process.restarts)
 
 
 def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
@@ -122,9 +137,10 @@ def _outputs(root: Path) -> Iterator[Path]:
 def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
     """Return the id of a run that left no run.json: its checkpoints', or one of the time when it wrote last."""
     for step in directory.steps_with_checkpoint(root):
-        run_id = directory.read_manifest(directory.final_path(root, step)).run_id
-        if run_id is not None:
-            return run_id
+        with contextlib.suppress(UserError):  # damaged, or of a newer program
+            run_id = directory.read_manifest(directory.final_path(root, step)).run_id
+            if run_id is not None:
+                return run_id
     last = max((path.stat().st_mtime for path in outputs), default=0.0)
     return f"unnamed-{time.strftime('%Y%m%d-%H%M%S', time.localtime(last))}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,22 +73,24 @@ def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
 
 def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]:
     """Builds a run once and resumes in several ways, each a list of trainer settings "key=value" (its directory below
-    root). Returns "step N" or the error's text of each."""
+    root) and variables of the environment "NAME=value". Returns "step N" or the error's text of each."""
     out = []
     with a_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
+        trainer = run.config.trainer
+        usual = vars(trainer).copy()
         for way in ways:
             settings = dict(item.split("=", 1) for item in way)
-            for key, value in settings.items():
-                setattr(run.config.trainer, key, value)
-            checkpoints = Checkpoints(run)
-            try:
-                out.append(f"step {checkpoints.resume().step}")
-            except UserError as error:
-                out.append(str(error))
-            finally:
-                checkpoints.let_go()
-            run.config.trainer.resume_mode, run.config.trainer.resume_from_path = "auto", None
-            run.config.trainer.resume_changed_inputs = "refuse"
+            variables = {key: value for key, value in settings.items() if key.isupper()}
+            vars(trainer).update({key: value for key, value in settings.items() if key not in variables})
+            with mock.patch.dict(os.environ, variables):
+                checkpoints = Checkpoints(run)
+                try:
+                    out.append(f"step {checkpoints.resume().step}")
+                except UserError as error:
+                    out.append(str(error))
+                finally:
+                    checkpoints.let_go()
+            vars(trainer).update(usual)
     return out
 
 

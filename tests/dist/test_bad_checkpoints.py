@@ -17,6 +17,7 @@ import resume_cases
 from tiny import make_workspace, write_config
 
 from rlhf_mc.checkpoint import directory
+from rlhf_mc.observability.sinks import steps_logged
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,27 @@ def owned_by(run_id: str) -> Callable[[Path], None]:
     return change
 
 
+def begun_by_job(number: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        about = json.loads(path.with_name("run.json").read_text())
+        path.with_name("run.json").write_text(json.dumps({**about, "slurm_job": str(number), "slurm_restarts": 0}))
+
+    return change
+
+
+def of_an_earlier_version(path: Path) -> None:
+    """One that recorded neither the run's id nor its inputs, nor the rows of metrics.jsonl."""
+
+    def change(state: dict[str, Any]) -> None:
+        del state["inputs"], state["run_id"], state["loop"]["logged"]
+
+    with_state(change)(path)
+    path.with_name("run.json").unlink()
+    rows = [json.loads(line) for line in path.with_name("metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps({key: value for key, value in row.items() if key != "run_id"}) + "\n" for row in rows]
+    path.with_name("metrics.jsonl").write_text("".join(lines))
+
+
 def newer(path: Path) -> None:
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
@@ -200,6 +222,13 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     auto("copy 007", copied("global_step_007"), "step 3")
     auto("of another run", owned_by("another"), "its run.json says run another, its newest checkpoint is of run ")
     auto("gap", metrics_without(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
+    auto("earlier version", of_an_earlier_version, "step 3")
+    auto("no jsonl", cut, "step 2")
+    ways[-1][0].append("logger=tensorboard")
+    for job, outcome in ((7, "step 3"), (8, "step 0")):
+        root = harmed(good, tmp_path / f"begun by job {job}", begun_by_job(job))
+        requeued = ["resume_mode=disable", "SLURM_JOB_ID=7", "SLURM_RESTART_COUNT=1"]
+        ways.append(([f"default_local_dir={root}", *requeued], outcome))
     auto("newer", newer, "written by a newer version of the program (format 9")
     named("named", harmed(good, tmp_path / "n", cut) / "global_step_3", "damaged")
     named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")
@@ -230,6 +259,8 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
         assert outcome in text and "\n" not in text, f"{way}: {text}"
     assert (tmp_path / "copy 99" / "global_step_99").is_dir() and (tmp_path / "copy 007" / "global_step_007").is_dir()
     assert not (tmp_path / "gap" / "earlier_runs").exists()
+    assert steps_logged(tmp_path / "no jsonl" / "metrics.jsonl") == [1, 2]
+    assert json.loads((tmp_path / "begun by job 8" / "run.json").read_text())["slurm_job"] == "7"
     assert sorted(p.name for p in (tmp_path / "two cut").glob("global*")) == [
         "global_step_1",
         "global_step_2.aside1",

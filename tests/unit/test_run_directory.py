@@ -124,6 +124,32 @@ def test_a_run_without_an_id(tmp_path: Path) -> None:
     assert moved == tmp_path / "lost" / "earlier_runs" / "third"
 
 
+def test_a_damaged_checkpoint_does_not_keep_a_run_without_an_id(tmp_path: Path) -> None:
+    a_run(tmp_path, None)
+    (tmp_path / "global_step_2" / "manifest.json").write_text("{")
+    moved = run_directory.move_away(tmp_path, [])
+    assert moved is not None and "global_step_2" in names(moved)
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "expected"),
+    [("7", "1", True), ("7", "0", False), ("8", "1", False), ("", "0", False)],
+    ids=["requeued", "twice in one job", "another job", "no job"],
+)
+@pytest.mark.parametrize("begun_by", ["7", ""], ids=["begun by a job", "begun by none"])
+def test_a_requeued_job_knows_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun_by: str, job: str, restarts: str, expected: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", begun_by)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    run_directory.claim(tmp_path, "first", 0, None)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    assert run_directory.is_of_requeued_job(tmp_path) == (expected and bool(begun_by))
+    (tmp_path / "run.json").unlink()
+    assert not run_directory.is_of_requeued_job(tmp_path)
+
+
 def test_a_run_that_reads_what_would_be_moved_is_refused(tmp_path: Path) -> None:
     a_run(tmp_path)
     before = names(tmp_path)
