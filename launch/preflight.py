@@ -23,6 +23,7 @@ from pathlib import Path
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
+from rlhf_mc.config.paths import inputs_of
 from rlhf_mc.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ def probe(arguments: list[str]) -> dict[str, str]:
     except UserError as error:
         return {**found, "config": f"{WRONG}be loaded: {error}"}
     found["config"] = _digest(json.dumps(to_dict(cfg), sort_keys=True))
-    for key, path in _inputs(cfg).items():
+    for key, path in inputs_of(cfg):
         found[f"{key} ({path})"] = _fingerprint(Path(path))
     folder = _mark(cfg)
     found[f"trainer.default_local_dir ({cfg.trainer.default_local_dir})"] = _write(folder / node)
@@ -65,22 +66,6 @@ def _versions() -> str:
 
 def _code() -> str:
     return "".join(f"{path.relative_to(ROOT)}\n{path.read_text()}" for path in sorted(ROOT.glob("rlhf_mc/**/*.py")))
-
-
-def _inputs(cfg: Config) -> dict[str, str]:
-    """The files and directories that the run reads, by key."""
-    paths = {
-        "model.path": cfg.model.path,
-        "model.dist_checkpointing_path": cfg.model.dist_checkpointing_path,
-        "model.tokenizer_path": cfg.model.tokenizer_path,
-        "critic.model_path": cfg.critic.model_path,
-        "reward_model.model_path": cfg.reward_model.model_path,
-        "trainer.resume_from_path": cfg.trainer.resume_from_path,
-        "custom_reward_function.path": cfg.custom_reward_function.path,
-    }
-    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
-        paths |= {f"{key}[{i}]": file for i, file in enumerate(files)}
-    return {key: path for key, path in paths.items() if path is not None}
 
 
 def _fingerprint(path: Path) -> str:

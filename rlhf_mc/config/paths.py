@@ -48,14 +48,18 @@ def check_written(cfg: Config) -> None:
 
 def check_present(cfg: Config) -> None:
     """Raise a NodeError for an input that is not there, or an output directory that cannot be made or written to."""
+    for key, path in inputs_of(cfg):
+        _check_input(key, path)
+    _check_output(cfg.trainer.default_local_dir)
+
+
+def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Return each file and directory that the run reads if it starts now, with its key. A run that has checkpoints of
+    its own does not read trainer.resume_from_path any more."""
+    resumes = _has_checkpoints(cfg.trainer.default_local_dir)
     for key, path in _paths(cfg):
-        if key == OUTPUT:
-            _check_output(path)
-        elif key != "trainer.resume_from_path":
-            _check_input(key, path)
-    given = cfg.trainer.resume_from_path
-    if given is not None and not _has_checkpoints(cfg.trainer.default_local_dir):
-        _check_input("trainer.resume_from_path", given)  # with checkpoints of its own a run does not need it any more
+        if key != OUTPUT and not (key == "trainer.resume_from_path" and resumes):
+            yield key, path
 
 
 def _paths(cfg: Config) -> Iterator[tuple[str, str]]:

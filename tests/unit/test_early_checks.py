@@ -110,8 +110,11 @@ def test_an_output_directory_that_cannot_be_made(directory: Path) -> None:
 def test_a_checkpoint_to_start_from_may_be_gone_once_the_run_has_its_own(directory: Path) -> None:
     start = ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_4")
     assert "/nowhere/global_step_4: no such directory" in error_of(directory, *start)
+    config = load_config(str(directory / "config.yaml"), start)
+    assert "trainer.resume_from_path" in dict(paths.inputs_of(config))
     (directory / "run" / "global_step_6").mkdir(parents=True)
     check(directory, *start)
+    assert "trainer.resume_from_path" not in dict(paths.inputs_of(config))  # nor is it compared between nodes
 
 
 @pytest.mark.parametrize(
