@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
 from rlhf_mc.topology.agreement import on_every_rank
 
@@ -119,10 +120,7 @@ def write_json(path: Path, content: Any) -> File:
 
 def write_bytes(path: Path, data: bytes) -> File:
     """Writes the file, to the disk itself."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    durable.write(path, data)
     return File(len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -150,24 +148,15 @@ def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None 
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
     body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
     write_json(path / MANIFEST, {**body, "sha256": _sum_of(body)})
-    sync(path)
+    durable.sync(path)
     if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
         set_aside(root, step)
     os.rename(path, final_path(root, step))
-    sync(root)
+    durable.sync(root)
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Sees to it that a file, or a directory's list of names, is on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove(root: Path, step: int) -> None:

@@ -26,9 +26,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlhf_mc import platform
+from rlhf_mc import durable, platform
 from rlhf_mc.checkpoint.blocks import Block
-from rlhf_mc.checkpoint.directory import Damaged, File, summed, sync, write_bytes
+from rlhf_mc.checkpoint.directory import Damaged, File, summed, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.topology.agreement import gather_objects, on_every_rank, on_rank_0, raise_together
@@ -130,7 +130,7 @@ class Writing:
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
         for name in (METADATA, BACKEND):
             # torch syncs the one before it has left Python's buffer, and Megatron-Core never does the other.
-            sync(self._directory / name)
+            durable.sync(self._directory / name)
             self._files[name] = summed(self._directory / name)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
+from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.progress import Progress
@@ -101,7 +102,7 @@ class JsonlSink:
             if after_step is not None and path.exists():
                 keep_up_to(path, after_step)
             self._file = path.open("w" if after_step is None else "a", encoding="utf-8")
-            _sync(path.parent)
+            durable.sync(path.parent)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **self._head, **{key: _json_number(value) for key, value in metrics.items()}}
@@ -128,7 +129,7 @@ class TensorBoardSink:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
         for file in sorted(self._directory.glob("events.*"))[-1:]:  # named by when they were begun
-            _sync(file)
+            durable.sync(file)
 
     def close(self) -> None:
         self._writer.close()
@@ -191,23 +192,10 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
 
 
-def _sync(path: Path) -> None:
-    """Flush a file, or a directory's list of names, to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def keep_up_to(path: Path, step: int) -> None:
     """Drop the rows of later steps, and a row that was cut short. The old file stays until the new one is whole."""
     kept = [line for line, row in _rows(path) if row["step"] <= step]
-    with path.with_suffix(".tmp").open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+    durable.replace(path, "".join(kept).encode())
 
 
 def _json_number(value: float) -> float | int | None:

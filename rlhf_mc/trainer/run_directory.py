@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf_mc import durable
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.hf import RUN_FILE
 from rlhf_mc.checkpoint.lock import Owner
@@ -106,8 +107,7 @@ def _move(root: Path) -> Path:
     about.pop(_LEAVES)
     _write(target, about)
     (root / RUN_FILE).unlink()
-    directory.sync(target)
-    directory.sync(root)
+    durable.sync(root)
     return target
 
 
@@ -155,7 +155,4 @@ def _read(root: Path) -> dict[str, Any]:
 
 
 def _write(root: Path, about: dict[str, Any]) -> None:
-    staging = root / f"{RUN_FILE}.tmp"
-    directory.write_json(staging, about)
-    os.replace(staging, root / RUN_FILE)
-    directory.sync(root)
+    durable.replace(root / RUN_FILE, (json.dumps(about, indent=1, sort_keys=True) + "\n").encode())

@@ -5,8 +5,9 @@ has not finished, whatever its processes ended with.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+from rlhf_mc import durable
 
 NAME = "success.json"
 
@@ -20,13 +21,7 @@ def clear(root: Path) -> None:
 def write(root: Path, run_id: str, step: int) -> None:
     """Write the mark in one piece, to the disk itself. `step` is the last one of the run. Rank 0 calls it, after every
     other file of the run is written."""
-    path = root / f"{NAME}.tmp"
-    with path.open("w", encoding="utf-8") as file:
-        json.dump({"run_id": run_id, "step": step}, file)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path, root / NAME)
+    durable.replace(root / NAME, (json.dumps({"run_id": run_id, "step": step}) + "\n").encode())
 
 
 def is_marked(root: Path) -> bool:
