@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import resource
@@ -13,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from cases import a_run
 
 from rlhf_mc.checkpoint import directory
@@ -92,6 +94,26 @@ def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]
                     checkpoints.let_go()
             vars(trainer).update(usual)
     return out
+
+
+def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> list[int]:
+    """Resumes in each directory, where rank 1 cannot read the file of step 3 that is the key. Returns the steps."""
+    read, steps = directory.read_file, []
+
+    def refused(path: Path, at: Path) -> bytes:
+        if path == at and dist.get_rank() == 1:
+            raise directory.Damaged(f"{path}: cannot be read (Stale file handle)")
+        return read(path)
+
+    with a_run(config_path, []) as run:
+        for name, root in roots.items():
+            run.config.trainer.default_local_dir = root
+            at = Path(root) / "global_step_3" / name
+            with mock.patch.object(directory, "read_file", functools.partial(refused, at=at)):
+                checkpoints = Checkpoints(run)
+                steps.append(checkpoints.resume().step)
+                checkpoints.let_go()
+    return steps
 
 
 def save_where_the_disk_refuses(config_path: str, root: str, limit: int) -> list[str]:

@@ -276,6 +276,13 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     assert not list(tmp_path.glob("*/run.lock"))
 
 
+def test_what_one_rank_cannot_read_no_rank_resumes_from(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
+    names = ("state.json", "config.yaml")
+    roots = {name: str(harmed(good, tmp_path / name, lambda path: None)) for name in names}
+    steps = pool(2).run(resume_cases.resume_where_rank_1_cannot_read, config_path=str(config), roots=roots)
+    assert steps == [[2, 2], [2, 2]]
+
+
 def test_another_run_in_the_same_directory(pool: Any, config: Path, tmp_path: Path) -> None:
     """The same command twice, without training checkpoints: two runs, each with all of its files."""
     overrides = [f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
