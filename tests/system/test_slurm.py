@@ -287,7 +287,10 @@ if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     run=${{@: -1}}
     run=${{run#trainer.default_local_dir=}}
     if [[ "$RANK" != 0 ]]; then [[ -n "${{SLURM_RESTART_COUNT:-}}" ]] || exec sleep 60; exit 0; fi
-    if [[ -n "${{SAVES:-}}" ]]; then mkdir -p "$run/global_step_1"; fi
+    if [[ -n "${{SAVES:-}}" ]]; then
+        mkdir -p "$run/global_step_1"
+        echo '{{"step": 1}}' >"$run/global_step_1/manifest.json"
+    fi
     [[ -n "${{SLURM_RESTART_COUNT:-}}" ]] || exit 1
     echo 0 >"$RLHF_MC_EXIT_CODE_FILE"
     exit 0
