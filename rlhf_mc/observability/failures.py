@@ -21,6 +21,9 @@ USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED, INTERRUPTED = 2, 1, 75, 130
 checkpoint when it is started again (EX_TEMPFAIL); it was interrupted and has saved nothing (128 + SIGINT). 0 means that
 the action came to its end."""
 
+REPORT_SECONDS = 5.0
+"""Time that rank 0 waits for the other ranks' reports of a mistake that all of them have found."""
+
 _LOST = re.compile(
     "(closed|reset) by peer|broken pipe|connection refused|timed out|timeout|remote process exited|"
     "communicator was aborted",
@@ -43,6 +46,7 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
     except UserError as error:
         line = " ".join(str(error).splitlines())
         _report(f"{program}: error: {line}", line, of_this_node=isinstance(error, NodeError))
+        _wait_for_reports()
         return USER_ERROR
     except JoinError as error:
         line = f"{program}: error on rank {os.environ.get('RANK', '0')}: {error}"
@@ -155,6 +159,24 @@ def _is_first_in_store(key: str) -> bool | None:
         return int(dist.distributed_c10d._get_default_store().add(f"rlhf_mc/error/{key}", 1)) == 1
     except RuntimeError:  # the store went with the rank that held it
         return True
+
+
+def _wait_for_reports() -> None:
+    """Keep the store of the process group, which ends with rank 0, until every rank has asked it who speaks, for
+    REPORT_SECONDS at most. Every rank calls it; torchrun's agent keeps the store itself."""
+    if "torch" not in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    from torch import distributed as dist
+
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + REPORT_SECONDS
+        reported = store.add("rlhf_mc/reported", 1)
+        while dist.get_rank() == 0 and reported < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            reported = store.add("rlhf_mc/reported", 0)
 
 
 def _is_first_on_node(key: str) -> bool | None:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
+PRELUDE = "from rlhf_mc.observability.failures import *; import sys"
 full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 
@@ -18,7 +20,7 @@ def ended(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         command = [
             sys.executable,
             "-c",
-            f"from rlhf_mc.observability.failures import *; import sys\n{code}\nprint('still here')",
+            f"{PRELUDE}\n{code}\nprint('still here')",
         ]
         return subprocess.run(command, env={**os.environ, **env}, stdout=disk, stderr=disk, timeout=60)
 
@@ -48,3 +50,29 @@ def test_the_launcher_is_told_the_code_by_rank_0_alone(tmp_path: Path) -> None:
         env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(file), "RANK": rank}
         assert subprocess.run(command, env=env, timeout=60).returncode == 75
         assert (file.read_text() if file.exists() else None) == ("75\n" if rank == "0" else None)
+
+
+MISTAKE_OF_ALL = """
+import time
+from torch import distributed as dist
+from rlhf_mc.config.errors import UserError
+dist.init_process_group("gloo")
+def f():
+    time.sleep(1.5 * dist.get_rank())
+    raise UserError("no")
+leave(exit_code("x", f))
+"""
+
+
+def test_a_mistake_that_a_later_rank_finds_too_is_said_once(tmp_path: Path) -> None:
+    """Without torchrun's agent the store that ranks ask who speaks ends with rank 0."""
+    output = tmp_path / "output"
+    processes = []
+    with open(output, "wb") as file:
+        for variables in forked.rank_variables(2):
+            env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+            command = [sys.executable, "-c", PRELUDE + MISTAKE_OF_ALL]
+            processes.append(subprocess.Popen(command, env=env | variables, stdout=file, stderr=file))
+        assert [process.wait(120) for process in processes] == [2, 2]
+    said = output.read_text()
+    assert said.count("x: error: no") == 1 and "Exception raised" not in said, said
