@@ -119,7 +119,10 @@ def _runs(piece: Piece, local_shape: tuple[int, ...], start: int, end: int) -> I
 
 
 def _cut_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
-    """[low, high) as at most three runs: up to the next row's beginning, whole rows, the rest."""
+    """[low, high) as at most three runs: up to the next row's beginning, whole rows, the rest. None where it is empty,
+    as it is for a piece that lies before or beyond the elements of a rank."""
+    if low >= high:
+        return
     cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
     yield from ((a, b) for a, b in itertools.pairwise(cuts) if a < b)
 
