@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.blocks import Role, blocks_of, num_bytes
-from rlhf_mc.checkpoint.training import Save
+from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.topology.world import init_process_group
+from rlhf_mc.topology.rendezvous import init_process_group
 from rlhf_mc.trainer.setup import layouts_of
 
 

@@ -18,13 +18,13 @@ from log_probs import peak_bytes
 from train_step import make_batch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.topology.world import init_process_group
+from rlhf_mc.topology.rendezvous import init_process_group
 from rlhf_mc.trainer.experience import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
 

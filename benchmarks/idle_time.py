@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import micro_batches, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import log_probs
-from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import build_groups, shut_down
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.topology.world import init_process_group
+from rlhf_mc.topology.rendezvous import init_process_group
 
 VOCAB = 4096
 

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.reshard.execute import execute, shared_storage
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout, logical_shapes
 from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
@@ -217,7 +217,7 @@ def largest(value: float) -> float:
 def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, share: bool, repeats: int) -> list[str]:
     """One line of the table."""
     from rlhf_mc.reshard.verify import verify
-    from rlhf_mc.rollout.engine import RolloutEngine
+    from rlhf_mc.rollout.vllm_engine import RolloutEngine
 
     rank, world = dist.get_rank(), mesh.world
     groups = rollout_groups(mesh, rollout_tp)
@@ -279,7 +279,7 @@ def worker(rank: int, world: int, port: int, directory: str, config: dict[str, A
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     import warnings
 
-    from rlhf_mc.topology.world import init_process_group
+    from rlhf_mc.topology.rendezvous import init_process_group
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan

@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any
 
-from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.topology.mesh import Mesh, rollout_groups

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import log_probs
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.experience import log_prob_head

@@ -37,7 +37,7 @@ source launch/env.sh
 # sbatch passes its own environment on; one rank for all tasks is what these would make of it.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 
-readonly STOPPED_TO_GO_ON=75 USER_ERROR=2 INTERRUPTED=130 # observability/failures.py
+readonly STOPPED_TO_GO_ON=75 EXIT_USER_ERROR=2 EXIT_INTERRUPTED=130 # runtime/exit_codes.py
 tasks_per_node=${SLURM_NTASKS_PER_NODE:-1}
 if [[ "$tasks_per_node" -gt 1 ]]; then NPROC=$tasks_per_node; fi
 export NPROC="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
@@ -90,8 +90,8 @@ why_no_restart() {
     shift
     crashes=$(find "$job" -mindepth 2 -maxdepth 2 -name crashed | wc -l)
     case $code in
-        "$USER_ERROR") echo "it would meet the same mistake again" && return ;;
-        "$INTERRUPTED") echo "it was interrupted" && return ;;
+        "$EXIT_USER_ERROR") echo "it would meet the same mistake again" && return ;;
+        "$EXIT_INTERRUPTED") echo "it was interrupted" && return ;;
     esac
     if [[ "$MAX_RESTARTS" -eq 0 ]]; then echo "MAX_RESTARTS is 0" && return; fi
     if [[ "$crashes" -ge "$MAX_RESTARTS" ]]; then

@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 
-from rlhf_mc.observability.parent import end_with_launcher
+from rlhf_mc.runtime.parent_death import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()
@@ -21,10 +21,10 @@ if __name__ == "__main__":
 # What follows takes time.
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.observability.failures import TO_BE_CONTINUED, ToBeContinuedError, exit_code, leave, note_exit_code
-from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, RequeueError, exit_code, leave, note_exit_code
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer.early_checks import check_early, world_size
-from rlhf_mc.trainer.preemption import StopRequests
 
 
 def run(argv: list[str]) -> None:
@@ -43,10 +43,10 @@ def run(argv: list[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, below
 
     from rlhf_mc.observability.metrics import PhaseTimer
-    from rlhf_mc.observability.watchdog import watching
-    from rlhf_mc.topology.world import init_process_group
+    from rlhf_mc.runtime.heartbeat import watching
+    from rlhf_mc.topology.rendezvous import init_process_group
 
-    trainer, place = cfg.trainer, Place()
+    trainer, place = cfg.trainer, RankStatus()
     timer = PhaseTimer(place=place)  # for the names of the phases: an error carries that in which it came
     with timer.phase("join"):
         init_process_group(trainer.dist_timeout_seconds)
@@ -55,20 +55,20 @@ def run(argv: list[str]) -> None:
     with watching(place, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
         with timer.phase("import"):  # Megatron-Core and vLLM
             from rlhf_mc.topology.groups import meet, shut_down
-            from rlhf_mc.trainer.ppo import fit
+            from rlhf_mc.trainer.loop import fit
             from rlhf_mc.trainer.setup import build_run
         with timer.phase("setup"):
             run = build_run(cfg)
         with timer.phase("fit"):
             is_over = fit(run, place, stop)
             if not is_over:
-                note_exit_code(TO_BE_CONTINUED)
+                note_exit_code(EXIT_REQUEUE)
             meet()
     run.rollout.close()  # while its process groups are there: collected later, it would print a stack trace
     # Nobody watches from here on: the ranks part at different times.
     shut_down()
     if not is_over:
-        raise ToBeContinuedError
+        raise RequeueError
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 TIMEOUT_SECONDS = 280
-PRELOAD = ["rlhf_mc.trainer.ppo", "rlhf_mc.checkpoint.convert", "vllm.v1.engine.llm_engine"]
+PRELOAD = ["rlhf_mc.trainer.loop", "rlhf_mc.checkpoint.convert", "vllm.v1.engine.llm_engine"]
 
 
 def context() -> ForkServerContext:

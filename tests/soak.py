@@ -35,7 +35,7 @@ WORLD, STEPS = 2, 20
 ENDS_WITHIN_SECONDS = 300
 LATEST = 0.6
 """A fault falls in this share of an uninterrupted run's time: a start gets some steps further, but not to the end."""
-CRASHED, USER_ERROR, REQUEUE = 1, 2, 75
+CRASHED, EXIT_USER_ERROR, REQUEUE = 1, 2, 75
 LAYOUTS: dict[str, list[str]] = {
     "DP 2": [],
     "TP 2, one engine of TP 2": [
@@ -236,7 +236,7 @@ def fill_the_disk(campaign: Campaign) -> str:
     size = int(2 ** campaign.rng.uniform(9, 22))
     attempt = Attempt(campaign, largest_file=size)
     codes = attempt.end()
-    require(codes in ([USER_ERROR] * WORLD, [0] * WORLD), f"exit codes {codes}: {attempt.tail()}")
+    require(codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD), f"exit codes {codes}: {attempt.tail()}")
     if codes[0]:
         attempt.one_line("File too large")
     return f"files of at most {size} bytes: {codes}"
@@ -248,7 +248,7 @@ def end_in_the_reward_function(campaign: Campaign) -> str:
     env = {"SOAK_REWARD": fault, "SOAK_AFTER": str(campaign.rng.randrange(60))}
     attempt = Attempt(campaign, "reward.timeout_seconds=10", env=env)
     codes = attempt.end()
-    require(codes in ([USER_ERROR] * WORLD, [0] * WORLD), f"{fault}: exit codes {codes}: {attempt.tail()}")
+    require(codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD), f"{fault}: exit codes {codes}: {attempt.tail()}")
     if codes[0]:
         attempt.one_line("reward")
     return f"{fault}: {codes}"
@@ -320,7 +320,7 @@ def refused(campaign: Campaign, *words: str, overrides: Sequence[str] = ()) -> N
     before = [path.name for path in campaign.checkpoints()]
     attempt = Attempt(campaign, *overrides)
     codes = attempt.end()
-    require(codes == [USER_ERROR] * WORLD, f"exit codes {codes}, expected a refusal: {attempt.tail()}")
+    require(codes == [EXIT_USER_ERROR] * WORLD, f"exit codes {codes}, expected a refusal: {attempt.tail()}")
     attempt.one_line(*words)
     require(before == [path.name for path in campaign.checkpoints()], "a refused start has changed the checkpoints")
 

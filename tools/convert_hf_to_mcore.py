@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from rlhf_mc.checkpoint.convert import Spread, hf_to_mcore
-from rlhf_mc.observability.failures import exit_code
+from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ import sys
 
 from rlhf_mc.checkpoint.convert import Spread, is_training_checkpoint, mcore_to_hf, training_checkpoint_to_hf
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability.failures import exit_code
+from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main() -> int:

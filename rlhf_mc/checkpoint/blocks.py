@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.reshard.layout import Box, Layout, Piece, logical_shapes
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.consensus import gather_objects
 
 
 @dataclass(frozen=True)

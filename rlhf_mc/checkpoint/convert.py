@@ -18,8 +18,8 @@ from rlhf_mc.config.errors import UserError
 
 # Megatron-Core takes many seconds to import: it is left until the input is known to be right.
 if TYPE_CHECKING:
+    from rlhf_mc.architectures.spec import ModelShape
     from rlhf_mc.config.schema import MegatronConfig
-    from rlhf_mc.reshard.families import ModelShape
     from rlhf_mc.topology.mesh import Mesh
 
 
@@ -54,7 +54,7 @@ class Spread:
 
 def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
     """Writes the Megatron-Core checkpoint, in the type of the Hugging Face one. UserError for what cannot be read."""
-    from rlhf_mc.checkpoint.hf import HFReader, import_hf
+    from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.reshard.placement import training_layouts
 
     quiet()
@@ -63,7 +63,7 @@ def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
     reader.check(shape)
     dtype = reader.dtype_name()
 
-    from rlhf_mc.checkpoint.save_load import save_mcore
+    from rlhf_mc.checkpoint.megatron_format import save_mcore
     from rlhf_mc.models.build import build_model
     from rlhf_mc.topology.groups import world_of_a_tool
 
@@ -80,8 +80,8 @@ def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: i
     quiet()
     import torch.distributed as dist
 
-    from rlhf_mc.checkpoint.hf import export_hf, read_shape
-    from rlhf_mc.checkpoint.save_load import HF_ASSETS, checkpoint_dtype, load_mcore
+    from rlhf_mc.checkpoint.hf_format import export_hf, read_shape
+    from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
     from rlhf_mc.models.build import build_model
     from rlhf_mc.reshard.placement import training_layouts
     from rlhf_mc.topology.groups import world_of_a_tool
@@ -117,8 +117,8 @@ def training_checkpoint_to_hf(
 
     from rlhf_mc.checkpoint import directory
     from rlhf_mc.checkpoint.blocks import Block
-    from rlhf_mc.checkpoint.hf import export_read, read_shape
-    from rlhf_mc.checkpoint.training import check_shape, stored_config, stored_models
+    from rlhf_mc.checkpoint.hf_format import export_read, read_shape
+    from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
     from rlhf_mc.checkpoint.writer import read_tensors
     from rlhf_mc.reshard.layout import logical_shapes
     from rlhf_mc.topology.groups import world_of_a_tool

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
-from rlhf_mc.topology.agreement import on_every_rank
+from rlhf_mc.topology.consensus import on_every_rank
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -38,7 +38,7 @@ _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class Damaged(UserError):
+class CorruptCheckpoint(UserError):
     """A checkpoint that is not what was written."""
 
 
@@ -150,7 +150,7 @@ def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None 
     write_json(path / MANIFEST, {**body, "sha256": _sum_of(body)})
     durable.sync(path)
     if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
-        set_aside(root, step)
+        quarantine_step(root, step)
     os.rename(path, final_path(root, step))
     durable.sync(root)
 
@@ -178,7 +178,7 @@ def remove_leftovers(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(root: Path, step: int) -> Path:
+def quarantine_step(root: Path, step: int) -> Path:
     """Gives a checkpoint a name under which it does not count."""
     return quarantine(final_path(root, step))
 
@@ -208,8 +208,8 @@ def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> 
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return a checkpoint's manifest. UserError where there is none, or one of a newer program; Damaged where it is not
-    what was written."""
+    """Return a checkpoint's manifest. UserError where there is none, or one of a newer program; CorruptCheckpoint
+    where it is not what was written."""
     try:
         if not again(path.is_dir):
             raise UserError(f"{path}: no such directory")
@@ -230,7 +230,7 @@ def read_manifest(path: Path) -> Manifest:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path / MANIFEST}: damaged ({error})") from error
+        raise CorruptCheckpoint(f"{path / MANIFEST}: damaged ({error})") from error
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from error
 
@@ -255,7 +255,7 @@ def _what_else(path: Path) -> str:
 
 def verify(path: Path) -> None:
     """Reads every file of the checkpoint once, spread over the ranks, and compares size and checksum.
-    Damaged, on every rank, at the first difference. Every rank must call it."""
+    CorruptCheckpoint, on every rank, at the first difference. Every rank must call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     files = on_every_rank(lambda: read_manifest(path).files)
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
@@ -271,23 +271,23 @@ def _check_file(path: Path, expected: File) -> None:
     try:
         found = again(path.stat)
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path}: damaged (not a file)")
+            raise CorruptCheckpoint(f"{path}: damaged (not a file)")
         size = found.st_size
         if size != expected.num_bytes:
-            raise Damaged(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
+            raise CorruptCheckpoint(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
         if again(lambda: summed(path)).sha256 != expected.sha256:
-            raise Damaged(f"{path}: damaged (its checksum is not that of what was written)")
+            raise CorruptCheckpoint(f"{path}: damaged (its checksum is not that of what was written)")
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    """Return Damaged, unless the fault is this process's: a checkpoint must not be given up for that."""
-    return (UserError if is_shortage(error) else Damaged)(f"{path}: cannot be read ({reason_of(error)})")
+    """Return CorruptCheckpoint, unless the fault is this process's: a checkpoint must not be given up for that."""
+    return (UserError if is_shortage(error) else CorruptCheckpoint)(f"{path}: cannot be read ({reason_of(error)})")
 
 
 def read_file(path: Path) -> bytes:
-    """Return a file's content. Damaged where it cannot be read, unless the fault is this process's."""
+    """Return a file's content. CorruptCheckpoint where it cannot be read, unless the fault is this process's."""
     try:
         return again(path.read_bytes)
     except OSError as error:
@@ -295,13 +295,13 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a file of a checkpoint whose checksums were found right. Damaged where it is no JSON object all the
-    same."""
+    """Return a file of a checkpoint whose checksums were found right. CorruptCheckpoint where it is no JSON
+    object all the same."""
     data = read_file(path)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: cannot be read ({error})") from error
+        raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
     if not isinstance(content, dict):
-        raise Damaged(f"{path}: damaged (no JSON object)")
+        raise CorruptCheckpoint(f"{path}: damaged (no JSON object)")
     return content

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.agreement import raise_together
+from rlhf_mc.topology.consensus import raise_together
 
 
 def num_not_finite(tensor: torch.Tensor) -> int:

@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mc.checkpoint.directory import summed
-from rlhf_mc.checkpoint.hf import ASSETS, INDEX, WEIGHTS
+from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import Config
-from rlhf_mc.topology.agreement import from_rank_0, gather_objects, on_every_rank
+from rlhf_mc.topology.consensus import from_rank_0, gather_objects, on_every_rank
 
 WHOLE_BYTES = 16 << 20
 """Files of weights up to this size are hashed whole."""

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's language-model head is its embedding. What follows for the model is in hf.py."""
+"""Whether a checkpoint's language-model head is its embedding. What follows for the model is in hf_format.py."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import durable, platform
 from rlhf_mc.checkpoint.blocks import Block
-from rlhf_mc.checkpoint.directory import Damaged, File, summed, write_bytes
+from rlhf_mc.checkpoint.directory import CorruptCheckpoint, File, summed, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.topology.agreement import gather_objects, on_every_rank, on_rank_0, raise_together
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, raise_together
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 """Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
@@ -160,7 +160,7 @@ def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
             dist_checkpointing.load(state, str(directory), validate_access_integrity=False)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            raise Damaged(f"{directory}: cannot be read back ({_reason(cause)})") from error
+            raise CorruptCheckpoint(f"{directory}: cannot be read back ({_reason(cause)})") from error
 
 
 def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str, ShardedTensor]:

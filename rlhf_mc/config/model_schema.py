@@ -54,8 +54,8 @@ class MegatronConfig:
     use_distributed_optimizer: bool = True
     """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
     param_offload: bool = False
-    """Keep the weights in host memory in the phases that do not use them (trainer/residency.py has the table). Not for
-    an actor whose weights vLLM shares (reshard.share_weights). On a CPU both memories are one: nothing is saved."""
+    """Keep the weights in host memory in the phases that do not use them (table in trainer/offload_schedule.py).
+    Not for an actor whose weights vLLM shares (reshard.share_weights). On a CPU both are the same memory: no saving."""
     grad_offload: bool = False
     """Give the gradient buffers' memory back outside of the model's update. A frozen model has none."""
     optimizer_offload: bool = False

@@ -3,9 +3,9 @@ torch is imported."""
 
 from __future__ import annotations
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig, MegatronConfig
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_mcore
 from rlhf_mc.topology.mesh import Mesh
 

@@ -16,18 +16,18 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from rlhf_mc import platform
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
 from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, run_stage, states_at
-from rlhf_mc.models.freeze import let_gradients_through
+from rlhf_mc.models.freeze import enable_input_gradients
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.models.schedule import learning_rate_schedule
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.placement import chunk_prefix
-from rlhf_mc.topology.agreement import gather_objects, sum_over_ranks
+from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import Groups
 
 Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
@@ -83,7 +83,7 @@ class ModelEngine:
             chunk.train()
             embedding = getattr(chunk, "embedding", None)
             if embedding is not None and self._megatron.recompute_granularity == "full":
-                let_gradients_through(embedding)
+                enable_input_gradients(embedding)
         with platform.megatron():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,

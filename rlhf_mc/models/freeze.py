@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
 
 
@@ -45,7 +45,7 @@ def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str
     return frozenset(piece.local for piece in layout.pieces if piece.tensor in tensors)
 
 
-def let_gradients_through(embedding: torch.nn.Module) -> None:
+def enable_input_gradients(embedding: torch.nn.Module) -> None:
     """Has a frozen embedding return what requires a gradient. Full recomputation sees only what goes into a layer:
     where that requires none, the layer's own parameters get none."""
 

@@ -1,5 +1,5 @@
 """Puts tensors of one model away into host memory and brings them back under the same views. When that is done is the
-trainer's business (trainer/residency.py).
+trainer's business (trainer/offload_schedule.py).
 
 A group is put away by emptying the memory below its tensors, not by replacing them: parameters, Megatron-Core's flat
 buffers and the optimizer's shards are views of one another, and stay so.
@@ -65,7 +65,7 @@ class TensorGroup:
         self._copies = platform.SideStream()
 
     @property
-    def bytes_away(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Device memory that is given back."""
         return sum(size for _, size in self._away)
 
@@ -86,7 +86,7 @@ class TensorGroup:
             self._away.append((storage, storage.nbytes()))
             storage.resize_(0)
 
-    def bring_back(self) -> None:
+    def onload(self) -> None:
         """Takes device memory again, at another address perhaps, with the values that were put away."""
         storages = [storage for storage, _ in self._away]
         for storage, size in self._away:
@@ -107,25 +107,25 @@ class Offload:
         self._groups = dict(groups)
 
     @property
-    def bytes_away(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Device memory that is given back at this time."""
-        return sum(group.bytes_away for group in self._groups.values())
+        return sum(group.offloaded_bytes for group in self._groups.values())
 
     def differs_from(self, on_device: Collection[str]) -> bool:
         """Whether anything would move to have just these on the device; the same on every rank."""
         return any((name in on_device) == group.is_away for name, group in self._groups.items())
 
-    def put_away_all_but(self, on_device: Collection[str]) -> None:
+    def offload_all_but(self, on_device: Collection[str]) -> None:
         """Gives the memory of all others back, as far as they may be put away."""
         for name, group in self._groups.items():
             if name not in on_device:
                 group.put_away()
 
-    def bring_back(self, names: Collection[str]) -> None:
+    def onload(self, names: Collection[str]) -> None:
         """Has these on the device."""
         for name, group in self._groups.items():
             if name in names:
-                group.bring_back()
+                group.onload()
 
     def require(self, *names: str) -> None:
         """RuntimeError where one of these is away: kernels would read memory that is not there."""
@@ -133,7 +133,7 @@ class Offload:
             if name in self._groups and self._groups[name].is_away:
                 raise RuntimeError(
                     f"the {name} of {self._name} are put away; they are used outside of a phase that has them on the "
-                    "device (trainer/residency.py)"
+                    "device (trainer/offload_schedule.py)"
                 )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from rlhf_mc.observability.whereabouts import Place
+from rlhf_mc.runtime.rank_status import RankStatus
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
@@ -78,11 +78,11 @@ def summarize_lengths(prefix: str, lengths: torch.Tensor, limit: int) -> dict[st
 class PhaseTimer:
     """Wall-clock seconds by phase of one step. A phase entered twice adds up; phases may nest."""
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, place: Place | None = None) -> None:
+    def __init__(self, synchronize: Callable[[], None] | None = None, place: RankStatus | None = None) -> None:
         """`synchronize` waits for the device, so that a phase is charged for the kernels it started. `place` is told
         of each phase."""
         self._synchronize = synchronize or (lambda: None)
-        self._place = place or Place()
+        self._place = place or RankStatus()
         self._seconds: dict[str, float] = {}
 
     @contextmanager

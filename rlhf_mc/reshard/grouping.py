@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import Box, Layout, mcore_layout, vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 

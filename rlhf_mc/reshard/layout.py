@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, Place, params_of
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
-from rlhf_mc.reshard.params import SPLIT_DIMS, Param, Place, params_of
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.consensus import gather_objects
 
 
 class NodeMemory:

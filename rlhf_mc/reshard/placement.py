@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import Layout, mcore_layout, vllm_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 

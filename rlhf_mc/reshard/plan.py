@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.aliasing import Shared, shared_tensors
 from rlhf_mc.reshard.buckets import Move, Pattern, Step, fill_buckets
 from rlhf_mc.reshard.layout import Box, Layout, Piece
-from rlhf_mc.reshard.share import Shared, shared_tensors
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 
 MIN_SLICE_BYTES = 1 << 16

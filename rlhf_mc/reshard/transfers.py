@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rlhf_mc.reshard.share import Shared
+from rlhf_mc.reshard.aliasing import Shared
 
 
 @dataclass(frozen=True, slots=True)

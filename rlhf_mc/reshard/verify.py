@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.execute import by_peer, destination, exchange, message_device, shared_storage, source_blocks
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.topology.consensus import gather_objects
 
 CHUNK = 1 << 20
 """Bytes that are summed up at a time, which bounds the memory this takes; a multiple of 8."""

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection, Pipe
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
-from rlhf_mc.observability.parent import end_with
 from rlhf_mc.rewards.custom import describe_error
 from rlhf_mc.rewards.scoring import Row, Scorer, error_at, name_of
+from rlhf_mc.runtime.parent_death import end_with
 
 _READY = -1
 """Sent in place of a row's number once the user's function is loaded."""
@@ -117,7 +117,7 @@ def main(descriptor: int, parent: int) -> None:
     # Not so for the processes that a reward function starts, which it may want to end after a time: nothing of this is
     # theirs, nor what the rank blocks since it waits for it itself. (A program starts without handlers anyway.)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.register_at_fork(after_in_child=lambda: _let_go(connection))
+    os.register_at_fork(after_in_child=lambda: _release(connection))
 
     def send(what: int, content: object) -> None:
         try:
@@ -141,7 +141,7 @@ def main(descriptor: int, parent: int) -> None:
             send(_ERROR, f"{name_of(cfg)}: raised {describe_error(error)}")
 
 
-def _let_go(connection: Connection) -> None:
+def _release(connection: Connection) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     connection.close()

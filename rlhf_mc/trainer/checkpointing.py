@@ -17,13 +17,13 @@ import torch.distributed as dist
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role
 from rlhf_mc.checkpoint.inputs import check_unchanged, paths
-from rlhf_mc.checkpoint.lock import Lock
-from rlhf_mc.checkpoint.training import Save, load, reading_state, stored_config, stored_origin
+from rlhf_mc.checkpoint.training_state import Save, load, reading_state, stored_config, stored_origin
 from rlhf_mc.checkpoint.writer import HostBuffers
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
-from rlhf_mc.topology.agreement import (
+from rlhf_mc.runtime.run_lock import Lock
+from rlhf_mc.topology.consensus import (
     disk_error,
     from_rank_0,
     gather_objects,
@@ -118,7 +118,7 @@ class Checkpoints:
             validates = self.position.step == 0 and self._cfg.val_before_train and bool(self._run.val_prompts)
             self._logs_from = 0 if validates else self.position.step + 1
         skipped = self._run.skipped
-        raise_together(disk_error(str(self._root), lambda: skipped.go_on_after(self.position.step, self._skipped)))
+        raise_together(disk_error(str(self._root), lambda: skipped.resume_from(self.position.step, self._skipped)))
         self._note()
         return self.position
 
@@ -158,7 +158,7 @@ class Checkpoints:
             run_directory.claim(self._root, self.run_id, 0, None)
         for step in directory.steps_with_checkpoint(self._root):
             if step > self.position.step:
-                self._say(f"global_step_{step} is quarantined as {directory.set_aside(self._root, step).name}")
+                self._say(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
             self._say(
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
@@ -214,7 +214,7 @@ class Checkpoints:
             try:
                 self._load(path)
                 return path
-            except directory.Damaged as error:
+            except directory.CorruptCheckpoint as error:
                 self._say(f"WARNING: {error}; going back to the checkpoint before it")
         if steps:
             raise UserError(
@@ -235,7 +235,7 @@ class Checkpoints:
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
             self._logged = loop.get("logged", [])  # an earlier version counted on none
-            self._skipped = dict(loop["skipped_in_a_row"])
+            self._skipped = dict(loop["skipped_consecutive"])
             self.run_id = run_id or ""
         self._say(f"resumed after step {self.position.step} from {path}")
         self._say_what_changed(config)
@@ -260,7 +260,7 @@ class Checkpoints:
         """The small state as it is now: what a later phase changes of it is not of the step that is complete."""
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
-            "skipped_in_a_row": dict(self._run.skipped.in_a_row),
+            "skipped_consecutive": dict(self._run.skipped.consecutive),
         }
 
     def is_due(self, is_last: bool) -> bool:
@@ -310,7 +310,7 @@ class Checkpoints:
         """Commits what is under way."""
         self._commit()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Gives the directory free, however the run ended. A rank calls it by itself."""
         if dist.get_rank() == 0:
             self._lock.release()

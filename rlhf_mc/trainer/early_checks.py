@@ -10,14 +10,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlhf_mc.architectures.hf_config import check_architecture
+from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.data.parquet import check_columns, columns_of
 from rlhf_mc.models.checks import check_layout, check_length
-from rlhf_mc.reshard.families import FAMILIES, ModelShape
-from rlhf_mc.reshard.hf_config import check_architecture
 from rlhf_mc.reshard.layout import check_vllm
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rollout.engine import RolloutEngine, Sampling
+from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
 from rlhf_mc.trainer.experience import (
     VALIDATION,
     collect_scores,

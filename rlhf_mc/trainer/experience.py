@@ -24,10 +24,10 @@ from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.observability.metrics import summarize, summarize_lengths
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
-from rlhf_mc.rollout.engine import RolloutEngine, Sampling
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
+from rlhf_mc.topology.consensus import gather_objects, raise_together
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.passes import my_micro_batches
+from rlhf_mc.trainer.micro_batching import my_micro_batches
 
 TRAINING, VALIDATION = 0, 1
 """Streams of sampling seeds: validation never shares random numbers with training."""

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
-from rlhf_mc.checkpoint.hf import HFReader, import_hf
+from rlhf_mc.architectures.hf_config import check_architecture
+from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.inputs import Inputs, read_inputs
-from rlhf_mc.checkpoint.lock import check_free
-from rlhf_mc.checkpoint.save_load import load_mcore
+from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
 from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimConfig, layouts
@@ -26,22 +27,21 @@ from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.execute import shared_storage
-from rlhf_mc.reshard.families import FAMILIES, ModelShape
 from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.hf_config import check_architecture
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rollout.engine import RolloutEngine, check_rollout_layout
-from rlhf_mc.topology.agreement import on_every_rank, ranks_per_node
+from rlhf_mc.rollout.vllm_engine import RolloutEngine, check_rollout_layout
+from rlhf_mc.runtime.run_lock import check_free
+from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
-from rlhf_mc.trainer.residency import Residency, check_residency
+from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
-from rlhf_mc.trainer.weights import WeightUpdate
+from rlhf_mc.trainer.weight_sync import WeightSync
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Run:
     reward_model: ModelEngine | None
     """In place of `rewards` in training."""
     rollout: RolloutEngine
-    update: WeightUpdate
+    update: WeightSync
     """From the actor's parameters to vLLM's."""
-    residency: Residency
+    offload_schedule: OffloadSchedule
     """Who is on the device in which phase."""
     kl_controller: KLController
     skipped: SkippedUpdates
@@ -79,7 +79,7 @@ def build_run(cfg: Config) -> Run:
     rank, world = dist.get_rank(), dist.get_world_size()
     validate(cfg, world)
     check_free(Path(cfg.trainer.default_local_dir))
-    check_residency(cfg.rollout)
+    check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     train_prompts, val_prompts = on_every_rank(lambda: _prompts(cfg, tokenizer))
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
@@ -94,7 +94,7 @@ def build_run(cfg: Config) -> Run:
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     # Each model is finished and put away before the next is built, and all are before vLLM measures memory.
-    residency = Residency()
+    offload_schedule = OffloadSchedule()
     models: dict[str, ModelEngine] = {}
     for role, start in starts.items():
         models[role] = _load(role, start, layouts(cfg)[role], groups[role])
@@ -103,10 +103,10 @@ def build_run(cfg: Config) -> Run:
             # The actor's schedule counts the steps in which it is updated.
             waits = cfg.trainer.critic_warmup if role == "actor" else 0
             models[role].make_trainable(start.optim, max(1, total_steps - waits), frozen)
-        residency.add(role, models[role])
+        offload_schedule.add(role, models[role])
     update, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
-        residency.add_rollout(rollout)
+        offload_schedule.add_rollout(rollout)
     set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
@@ -124,10 +124,10 @@ def build_run(cfg: Config) -> Run:
         reward_model=models.get("reward_model"),
         rollout=rollout,
         update=update,
-        residency=residency,
+        offload_schedule=offload_schedule,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         log_prob_check=_log_prob_check(cfg, tokenizer),
-        skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_in_a_row, Path(cfg.trainer.default_local_dir)),
+        skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_consecutive, Path(cfg.trainer.default_local_dir)),
     )
 
 
@@ -253,7 +253,7 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) ->
     return engine
 
 
-def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightUpdate, RolloutEngine]:
+def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
     """vLLM, and how the actor's weights come to it."""
     per_node = ranks_per_node()
     engine_ranks = choose_rollout_groups(
@@ -267,7 +267,7 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightUpdate, 
         per_node,
         share=cfg.reshard.share_weights,
     )
-    update = WeightUpdate(plan, rank, cfg.reshard.verify)
+    update = WeightSync(plan, rank, cfg.reshard.verify)
     rollout = RolloutEngine(
         cfg.model.path,
         actor.shape,

@@ -23,8 +23,8 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import Metrics
-from rlhf_mc.topology.agreement import gather_objects, on_rank_0
-from rlhf_mc.trainer.passes import my_micro_batches
+from rlhf_mc.topology.consensus import gather_objects, on_rank_0
+from rlhf_mc.trainer.micro_batching import my_micro_batches
 
 
 def mini_batches(
@@ -108,28 +108,28 @@ class SkippedUpdates:
     """So many in a row of one model end the run."""
     directory: Path
     """Where the samples of such updates are written."""
-    in_a_row: dict[str, int] = field(default_factory=dict)
+    consecutive: dict[str, int] = field(default_factory=dict)
     """By the model's name."""
 
     def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool, params: Mapping[str, torch.Tensor]) -> None:
         """Count one update of the model with these parameters. UserError once too many consecutive ones were skipped.
         Every rank must call it."""
-        self.in_a_row[name] = self.in_a_row.get(name, 0) + 1 if skipped else 0
+        self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
         path = self.directory / _SAMPLES.format(step)
         on_rank_0(f"{path}: cannot be written", lambda: write_samples(path, name, mini))
-        if self.in_a_row[name] >= self.limit:
+        if self.consecutive[name] >= self.limit:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} updates in a row "
-                f"(trainer.max_skipped_updates_in_a_row), the last in step {step}; their samples are in {path}; "
+                f"(trainer.max_skipped_updates_consecutive), the last in step {step}; their samples are in {path}; "
                 f"{_what_is_not_finite(name, mini, params)}"
             )
 
-    def go_on_after(self, step: int, in_a_row: Mapping[str, int]) -> None:
+    def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
         """Takes over the counts of a checkpoint, and deletes the samples of later steps, which are done again. One rank
         deletes."""
-        self.in_a_row = dict(in_a_row)
+        self.consecutive = dict(consecutive)
         for path in self.directory.glob(_SAMPLES.format("*")) if dist.get_rank() == 0 else ():
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()

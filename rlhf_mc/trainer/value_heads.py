@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.checkpoint.hf import HFReader
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import Config, DataConfig
 from rlhf_mc.data.prompts import load_tokenizer
-from rlhf_mc.reshard.families import ModelShape
 
 HEAD, BIAS = "score.weight", "score.bias"
 

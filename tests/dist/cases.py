@@ -20,11 +20,11 @@ from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.trainer import ppo, weights
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.trainer import loop, weight_sync
 from rlhf_mc.trainer.experience import collect_scores, submit_responses
-from rlhf_mc.trainer.preemption import StopRequests
 from rlhf_mc.trainer.setup import Run, build_run
 
 
@@ -56,14 +56,14 @@ def two_steps(
     steps: list[dict[str, float]] = []
     digests: list[str] = []
     with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
-        headlines = ppo.headlines(run)
+        headlines = loop.headlines(run)
         for step in (1, 2):
-            state = ppo.begin_step(step, Place())
-            batch = ppo.one_step(run, state, StopRequests(run.config.trainer))
+            state = loop.begin_step(step, RankStatus())
+            batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             steps.append(dict(state.metrics))
-        ppo.sync_weights(run, PhaseTimer())
-        ppo.export(run, state, Path(export_to))
+        loop.sync_weights(run, PhaseTimer())
+        loop.export(run, state, Path(export_to))
         dist.barrier()
         shared = same_memory(run)
         segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
@@ -92,18 +92,18 @@ def same_memory(run: Run) -> list[str]:
 def spoil_an_update(config_path: str, tp: int, rollout_tp: int, rank: int, name: str, overrides: list[str]) -> None:
     """One element of one of vLLM's parameters changes on one rank between the update and its verification."""
     with a_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
-        original = weights.verify
+        original = weight_sync.verify
 
         def spoil_then_verify(plan: Any, source: Any, target: Any, group: Any) -> None:
             if dist.get_rank() == rank:
                 target[name].view(-1)[-1] += 1.0
             original(plan, source, target, group)
 
-        weights.verify = spoil_then_verify
+        weight_sync.verify = spoil_then_verify
         try:
-            ppo.sync_weights(run, PhaseTimer())
+            loop.sync_weights(run, PhaseTimer())
         finally:
-            weights.verify = original
+            weight_sync.verify = original
             run.rollout.close()
 
 
@@ -166,7 +166,7 @@ def step_with_a_reference_of_nan(config_path: str) -> None:
         assert run.reference is not None
         run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
         try:
-            ppo.one_step(run, ppo.begin_step(1, Place()), StopRequests(run.config.trainer))
+            loop.one_step(run, loop.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
         finally:
             run.rollout.close()
             run.rewards.close()

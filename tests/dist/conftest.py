@@ -23,7 +23,7 @@ def _worker(variables: dict[str, str], pipe: Any) -> None:
 
     import torch
 
-    from rlhf_mc.topology.world import init_process_group
+    from rlhf_mc.topology.rendezvous import init_process_group
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -8,12 +8,12 @@ import torch
 from cases import a_run
 from model_cases import TEMPERATURE, make_engine, mesh_groups
 
-from rlhf_mc.checkpoint.hf import HFReader
-from rlhf_mc.checkpoint.save_load import load_mcore, save_mcore
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.observability.whereabouts import Place
-from rlhf_mc.trainer import ppo
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.trainer import loop
 
 
 def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
@@ -36,6 +36,6 @@ def sampled_and_scored(config_path: str, models: Sequence[str]) -> list[RaggedBa
     for model in models:
         overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]
         with a_run(config_path, overrides) as run:
-            state = ppo.begin_step(1, Place())
-            batches.append(ppo.score(run, state, ppo.rollout(run, state)[1]))
+            state = loop.begin_step(1, RankStatus())
+            batches.append(loop.score(run, state, loop.rollout(run, state)[1]))
     return batches

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.architectures.spec import padded_vocab_size
 from rlhf_mc.models import heads
-from rlhf_mc.reshard.families import padded_vocab_size
 
 
 def log_probs_of(

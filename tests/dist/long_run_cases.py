@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from cases import a_run
 
-from rlhf_mc.observability.whereabouts import Place
-from rlhf_mc.trainer import experience, ppo
-from rlhf_mc.trainer.preemption import StopRequests
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.trainer import experience, loop
 
 
 @contextmanager
@@ -45,10 +45,10 @@ def some_steps(
     paths = [Path(path) if path else None for path in (recorded_in, fed_from)]
     with a_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
-            state = ppo.begin_step(step, Place())
-            batch = ppo.one_step(run, state, StopRequests(run.config.trainer))
+            state = loop.begin_step(step, RankStatus())
+            batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             assert isinstance(batch.scores, torch.Tensor)
             scores.append(float(batch.scores.mean()))
-        ppo.export(run, state, Path(export_to))
+        loop.export(run, state, Path(export_to))
         dist.barrier()
     return scores

@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.checkpoint.hf import HFReader, import_hf
-from rlhf_mc.checkpoint.save_load import load_mcore, save_mcore
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
+from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import Limit, plan_micro_batches
@@ -24,7 +25,6 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import hf_layout
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan

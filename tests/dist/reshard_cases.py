@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout, logical_shapes
 from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts

@@ -21,7 +21,7 @@ from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.trainer import checkpointing, ppo, success
+from rlhf_mc.trainer import checkpointing, loop, success
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.setup import Run, layouts_of
 
@@ -43,7 +43,7 @@ def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any
     through it or began there, and after the last."""
     seen: dict[str, Any] = {"steps": []}
     with a_run(config_path, overrides) as run, _watching(run, seen, look_at):
-        ppo.fit(run)
+        loop.fit(run)
         seen["marked"] = success.is_marked(Path(run.config.trainer.default_local_dir))
         seen["last"] = blocks(run)
     return seen
@@ -91,7 +91,7 @@ def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]
                 except UserError as error:
                     out.append(str(error))
                 finally:
-                    checkpoints.let_go()
+                    checkpoints.release()
             vars(trainer).update(usual)
     return out
 
@@ -102,7 +102,7 @@ def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> 
 
     def refused(path: Path, at: Path) -> bytes:
         if path == at and dist.get_rank() == 1:
-            raise directory.Damaged(f"{path}: cannot be read (Stale file handle)")
+            raise directory.CorruptCheckpoint(f"{path}: cannot be read (Stale file handle)")
         return read(path)
 
     with a_run(config_path, []) as run:
@@ -111,9 +111,9 @@ def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> 
             at = Path(root) / "global_step_3" / name
             with mock.patch.object(directory, "read_file", functools.partial(refused, at=at)):
                 checkpoints = Checkpoints(run)
-                with run.residency.phase(PhaseTimer(), "save_checkpoint"):  # what it reads to is on the device
+                with run.offload_schedule.phase(PhaseTimer(), "save_checkpoint"):  # what it reads to is on the device
                     steps.append(checkpoints.resume().step)
-                checkpoints.let_go()
+                checkpoints.release()
     return steps
 
 
@@ -130,7 +130,7 @@ def save_where_the_disk_refuses(config_path: str, root: str, limit: int) -> list
             unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             try:
-                with run.residency.phase(PhaseTimer(), "save_checkpoint"):
+                with run.offload_schedule.phase(PhaseTimer(), "save_checkpoint"):
                     checkpoints.begin(wait=wait)
                 checkpoints.close()
                 out.append("saved")

@@ -22,7 +22,7 @@ BUDGET = 40
 """Tokens of a micro-batch: several for each replica."""
 
 
-class Place(NamedTuple):
+class RolePlacement(NamedTuple):
     """A role's checkpoint and layout."""
 
     checkpoint: str
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     sequence_parallel: bool = False
 
 
-def take_turns(places: Mapping[str, Place], batch: RaggedBatch) -> dict[str, Any]:
+def take_turns(places: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[str, Any]:
     """What a PPO step does with its models, all of which exist at the same time: scores, then gradients, then an
     optimizer step of actor and critic, then scores again. Tensors are whole, as this rank sees them."""
     world = dist.get_world_size()

@@ -20,18 +20,17 @@ from vllm.config import ModelConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlhf_mc.checkpoint.hf import HFReader
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
-from rlhf_mc.observability.whereabouts import Place
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import vllm_layout
-from rlhf_mc.rollout import engine as rollout_engine
-from rlhf_mc.rollout import vllm_patches
-from rlhf_mc.rollout.engine import RolloutEngine, Sampling
-from rlhf_mc.trainer import logprob_check, ppo
-from rlhf_mc.trainer.preemption import StopRequests
+from rlhf_mc.rollout import vllm_engine, vllm_patches
+from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.trainer import logprob_check, loop
 
 
 @contextlib.contextmanager
@@ -108,7 +107,7 @@ def build_unpatched(checkpoint: str) -> None:
     storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
     original = vllm_patches._keep_tie_word_embeddings.__wrapped__
     with (
-        mock.patch.object(rollout_engine, "patch", lambda: None),
+        mock.patch.object(vllm_engine, "patch", lambda: None),
         mock.patch.object(ModelConfig, "maybe_untie_word_embeddings", original),
         an_engine(checkpoint, 1, 64, storage=storage),
     ):
@@ -131,8 +130,8 @@ def disagree(config_path: str, from_step: int) -> list[str]:
         logprob_check.logger.addHandler(handler)
         try:
             for step in (1, 2):
-                state = ppo.begin_step(step, Place())
-                ppo.one_step(run, state, StopRequests(run.config.trainer))
+                state = loop.begin_step(step, RankStatus())
+                loop.one_step(run, state, StopRequests(run.config.trainer))
         except UserError:
             run.rollout.close()
             run.rewards.close()
@@ -148,12 +147,12 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
     steps, digests, prompt_tokens = [], [], []
     with a_run(config_path, []) as run:
         for step in (1, 2):
-            state = ppo.begin_step(step, Place())
-            batch = ppo.one_step(run, state, StopRequests(run.config.trainer))
+            state = loop.begin_step(step, RankStatus())
+            batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             prompt_tokens.append(int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum()))
             steps.append(dict(state.metrics))
-        ppo.validate(run, state)
+        loop.validate(run, state)
         samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
         dist.barrier()
         return {"digests": digests, "steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}

@@ -19,7 +19,7 @@ from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace, 
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.rollout.engine import _check_same_tokens
+from rlhf_mc.rollout.vllm_engine import _check_same_tokens
 from rlhf_mc.trainer.update import _what_is_not_finite
 
 pytestmark = pytest.mark.dist

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import role_cases
 import torch
-from role_cases import Place
+from role_cases import RolePlacement
 from test_models import PROMPT_LENS, RESPONSE_LENS
 from tiny import make_checkpoint
 
@@ -64,13 +64,13 @@ def role_batch() -> RaggedBatch:
     )
 
 
-def places(checkpoints: dict[str, str], layouts: dict[str, dict[str, Any]], alone: bool) -> dict[str, Place]:
+def places(checkpoints: dict[str, str], layouts: dict[str, dict[str, Any]], alone: bool) -> dict[str, RolePlacement]:
     """alone: the same models, each whole."""
     out = {}
     for role, layout in layouts.items():
         checkpoint = checkpoints[layout.get("checkpoint", "dense")]
         split = {} if alone else {key: value for key, value in layout.items() if key != "checkpoint"}
-        out[role] = Place(checkpoint, **split)
+        out[role] = RolePlacement(checkpoint, **split)
     return out
 
 

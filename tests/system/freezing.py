@@ -15,7 +15,7 @@ from typing import Any
 import megatron.core.tensor_parallel.mappings as mappings
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from rlhf_mc.trainer import experience, ppo
+from rlhf_mc.trainer import experience, loop
 
 FIRST_STEP = 2
 _step = 0
@@ -45,14 +45,14 @@ def dawdle() -> None:
 
 
 def prepare(place: str) -> None:
-    begin_step = ppo.begin_step
+    begin_step = loop.begin_step
 
     def begin(step: int, *args: Any) -> Any:
         global _step
         _step = step
         return begin_step(step, *args)
 
-    ppo.begin_step = begin
+    loop.begin_step = begin
     if place == "in vLLM's group":
         GroupCoordinator.all_reduce = getting_stuck(GroupCoordinator.all_reduce, freeze)  # type: ignore[method-assign]
     elif place == "in Megatron's group":

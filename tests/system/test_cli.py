@@ -19,7 +19,7 @@ from tiny import make_workspace, write_config
 
 pytestmark = pytest.mark.system
 
-USER_ERROR = 2
+EXIT_USER_ERROR = 2
 GONE_WITHIN_SECONDS = 60
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ONE_NODE = [str(Path(__file__).parents[2] / "launch" / "torchrun_1node.sh")]
@@ -66,7 +66,7 @@ def test_one_line_and_exit_code_2(config: Path, arguments: list[str], words: lis
     start = time.monotonic()
     done = ended([*PLAIN, *(argument.format(config=config) for argument in arguments)])
     assert time.monotonic() - start < 30
-    assert done.returncode == USER_ERROR
+    assert done.returncode == EXIT_USER_ERROR
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("rlhf_mc: error: ")

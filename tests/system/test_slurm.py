@@ -246,13 +246,13 @@ GIVES_WAY = f"""#!/usr/bin/env bash
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     exec {sys.executable} -c '
 import os, pathlib, signal, sys, time
-from rlhf_mc.observability.parent import end_with_launcher
+from rlhf_mc.runtime.parent_death import end_with_launcher
 end_with_launcher()
-def give_way(*_):
+def save_and_stop(*_):
     pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("75")
     sys.exit(75)
 for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, give_way)
+    signal.signal(number, save_and_stop)
 attempt = os.environ.get("SLURM_RESTART_COUNT", "")
 parent = pathlib.Path(f"/proc/{{os.getppid()}}/comm").read_text().strip()
 print("attempt", attempt, "has started under", parent, flush=True)

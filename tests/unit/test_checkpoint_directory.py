@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from rlhf_mc.checkpoint import directory, lock, writer
+from rlhf_mc.checkpoint import directory, writer
 from rlhf_mc.checkpoint.blocks import Block
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.runtime import run_lock
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +71,9 @@ def test_damage_is_found(tmp_path: Path, harm: str) -> None:
     else:
         body = {"format": 1, "step": 1, "run_id": None, "files": {"../a": manifest["files"]["a"]}}
         (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._sum_of(body)}))
-    with pytest.raises(directory.Damaged, match="b" if not harm.startswith("manifest") else directory.MANIFEST):
+    with pytest.raises(
+        directory.CorruptCheckpoint, match="b" if not harm.startswith("manifest") else directory.MANIFEST
+    ):
         directory.verify(path)
 
 
@@ -92,7 +95,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_damaged(
     directory.verify(path)
     assert refused
     limit = 3
-    with pytest.raises(directory.Damaged, match="cannot be read"):
+    with pytest.raises(directory.CorruptCheckpoint, match="cannot be read"):
         directory.verify(path)
 
 
@@ -102,7 +105,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
     with pytest.raises(UserError, match=r"newer version of the program \(format 2; this one reads up to 1\)") as error:
         directory.verify(path)
-    assert not isinstance(error.value, directory.Damaged)
+    assert not isinstance(error.value, directory.CorruptCheckpoint)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_what_is_kept() -> None:
 def test_a_checkpoint_that_is_set_aside_does_not_count(tmp_path: Path) -> None:
     for _ in range(2):
         written(tmp_path, 3)
-        directory.set_aside(tmp_path, 3)
+        directory.quarantine_step(tmp_path, 3)
     assert directory.steps_with_checkpoint(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -227,28 +230,28 @@ def test_ranks_ask_again_while_one_still_writes(tmp_path: Path, monkeypatch: pyt
 # ---------------------------------------------------------------- the lock
 
 
-def owner(**changes: Any) -> lock.Owner:
-    mine = lock.Owner.this_process()
-    return lock.Owner(**{**vars(mine), **changes})
+def owner(**changes: Any) -> run_lock.Owner:
+    mine = run_lock.Owner.this_process()
+    return run_lock.Owner(**{**vars(mine), **changes})
 
 
-def left_by(root: Path, other: lock.Owner, seconds_ago: float = 0.0) -> None:
-    (root / lock.NAME).write_text(json.dumps(vars(other)))
+def left_by(root: Path, other: run_lock.Owner, seconds_ago: float = 0.0) -> None:
+    (root / run_lock.NAME).write_text(json.dumps(vars(other)))
     then = time.time() - seconds_ago
-    os.utime(root / lock.NAME, (then, then))
+    os.utime(root / run_lock.NAME, (then, then))
 
 
 def test_the_lock_of_a_living_process_is_respected(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        other = owner(pid=child.pid, started=lock._start_of(child.pid), job="77")
+        other = owner(pid=child.pid, started=run_lock._start_of(child.pid), job="77")
         left_by(tmp_path, other, seconds_ago=1000)  # stopped for long, but there
         with pytest.raises(UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"):
-            lock.Lock(tmp_path).take()
+            run_lock.Lock(tmp_path).take()
     finally:
         child.kill()
         child.wait()
-    mine = lock.Lock(tmp_path)
+    mine = run_lock.Lock(tmp_path)
     mine.take()
     mine.check_still_ours()
     mine.release()
@@ -257,21 +260,21 @@ def test_the_lock_of_a_living_process_is_respected(tmp_path: Path) -> None:
 
 def test_a_number_of_a_process_that_is_used_again(tmp_path: Path) -> None:
     left_by(tmp_path, owner(started="1"))
-    lock.Lock(tmp_path).take()
+    run_lock.Lock(tmp_path).take()
 
 
 def test_on_another_machine_signs_of_life_count(tmp_path: Path) -> None:
     left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     with pytest.raises(UserError, match=r"elsewhere.*sign of life 20 s ago"):
-        lock.Lock(tmp_path).take()
-    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=lock.STALE_SECONDS + 1)
-    lock.Lock(tmp_path).take()
+        run_lock.Lock(tmp_path).take()
+    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=run_lock.STALE_SECONDS + 1)
+    run_lock.Lock(tmp_path).take()
 
 
 def test_numbers_of_processes_of_another_container_say_nothing(tmp_path: Path) -> None:
     left_by(tmp_path, owner(numbered_by="another boot pid:[1]", started="1"))
     with pytest.raises(UserError, match="sign of life"):
-        lock.Lock(tmp_path).take()
+        run_lock.Lock(tmp_path).take()
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -286,14 +289,14 @@ def test_an_owner_that_cannot_be_asked_is_watched(
             left_by(tmp_path, owner(host="elsewhere"))
 
     left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
-    monkeypatch.setattr(lock.Lock, "_age", lambda self: 20.0 + 15 * len(waits))
+    monkeypatch.setattr(run_lock.Lock, "_age", lambda self: 20.0 + 15 * len(waits))
     monkeypatch.setattr(time, "sleep", sleep)
     if lives:
         with pytest.raises(UserError, match="belongs to another run"):
-            lock.check_free(tmp_path)
+            run_lock.check_free(tmp_path)
     else:
-        lock.check_free(tmp_path)
-        lock.Lock(tmp_path).take()
+        run_lock.check_free(tmp_path)
+        run_lock.Lock(tmp_path).take()
     assert len(waits) == (2 if lives else 3)
     assert capfd.readouterr().err.count("waiting for a sign of life") == 1
 
@@ -303,26 +306,26 @@ def test_the_clock_is_the_file_systems(tmp_path: Path, monkeypatch: pytest.Monke
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     with pytest.raises(UserError, match=r"sign of life 20 s ago"):
-        lock.Lock(tmp_path).take()
-    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+        run_lock.Lock(tmp_path).take()
+    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
 
 
 def test_a_requeued_job_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_by(tmp_path, owner(host="elsewhere", job="5", restarts=0))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with pytest.raises(UserError, match="job 5"):  # another step of the same start of the job
-        lock.Lock(tmp_path).take()
+        run_lock.Lock(tmp_path).take()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    lock.Lock(tmp_path).take()
+    run_lock.Lock(tmp_path).take()
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    lock.check_free(tmp_path / "file" / "run")
+    run_lock.check_free(tmp_path / "file" / "run")
     with pytest.raises(
         UserError, match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)"
     ):
-        lock.Lock(tmp_path / "file" / "run").take()
+        run_lock.Lock(tmp_path / "file" / "run").take()
 
 
 def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,22 +333,22 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
-    mine = lock.Lock(tmp_path)
+    mine = run_lock.Lock(tmp_path)
     mine.take()
     mine.check_still_ours()
     with pytest.raises(FileExistsError):
-        mine._put(tmp_path / lock.NAME)
+        mine._put(tmp_path / run_lock.NAME)
 
 
 def test_a_lock_that_is_gone_or_not_seen_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = lock.Lock(tmp_path)
+    mine = run_lock.Lock(tmp_path)
     mine.take()
-    (tmp_path / lock.NAME).unlink()
+    (tmp_path / run_lock.NAME).unlink()
     mine.check_still_ours()
-    assert (tmp_path / lock.NAME).exists()
+    assert (tmp_path / run_lock.NAME).exists()
     answers = [OSError(errno.ESTALE, "stale"), mine._owner]
     monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers))
-    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.01)
     mine.check_still_ours()
     monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers[:1] * 9))
     with pytest.raises(OSError, match="stale"):
@@ -353,10 +356,10 @@ def test_a_lock_that_is_gone_or_not_seen_for_a_moment(tmp_path: Path, monkeypatc
 
 
 def test_a_run_whose_directory_was_taken_over_notices(tmp_path: Path) -> None:
-    mine = lock.Lock(tmp_path)
+    mine = run_lock.Lock(tmp_path)
     mine.take()
     left_by(tmp_path, owner(host="elsewhere", pid=7))
     with pytest.raises(UserError, match="taken over by process 7 on elsewhere"):
         mine.check_still_ours()
     mine.release()
-    assert (tmp_path / lock.NAME).exists()  # it is theirs
+    assert (tmp_path / run_lock.NAME).exists()  # it is theirs

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from rlhf_mc.config.errors import reason_of
-from rlhf_mc.observability.watchdog import _to_bind
-from rlhf_mc.topology.agreement import disk_error
+from rlhf_mc.runtime.heartbeat import _to_bind
+from rlhf_mc.topology.consensus import disk_error
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_only_a_full_disk_is_worded_as_one(number: int, words: str) -> None:
 SHORT_OF_FILES = """
 import os, resource, sys
 from pathlib import Path
-from rlhf_mc.checkpoint.directory import Damaged, read_json, read_manifest
+from rlhf_mc.checkpoint.directory import CorruptCheckpoint, read_json, read_manifest
 root = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import mcore_layout
 
 SIZES = {

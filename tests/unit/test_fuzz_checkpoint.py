@@ -1,4 +1,4 @@
-"""Damaged training checkpoints: files cut short, changed, deleted, replaced by others; and such as were damaged before
+"""Corrupt training checkpoints: files cut short, changed, deleted, replaced by others; and such as were damaged before
 their manifest was written, whose checksums are right. Each difference is found, and said in one line."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.training import CONFIG, STATE, reading_state, stored_config, stored_origin
+from rlhf_mc.checkpoint.training_state import CONFIG, STATE, reading_state, stored_config, stored_origin
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 
@@ -57,7 +57,7 @@ def whole() -> dict[str, bytes]:
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), [])
     state = {
         "step": STEP,
-        "loop": {"position": {"step": STEP, "accuracy": 0.5}, "kl_controller": {}, "skipped_in_a_row": {}},
+        "loop": {"position": {"step": STEP, "accuracy": 0.5}, "kl_controller": {}, "skipped_consecutive": {}},
         "models": {"actor": {"shape": {"num_layers": 2}, "dtype": "float32", "progress": {}}},
         "versions": {},
         "inputs": {},
@@ -125,7 +125,7 @@ def test_what_differs_from_the_manifest_is_found(
     try:
         read(path)
         assert not changed
-    except directory.Damaged as error:
+    except directory.CorruptCheckpoint as error:
         assert changed and "\n" not in str(error)
 
 

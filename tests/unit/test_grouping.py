@@ -11,7 +11,7 @@ import pytest
 import test_reshard
 from test_reshard import check_movement, expected_vllm, make_shape
 
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.grouping import _assignment, choose_rollout_groups
 from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from rlhf_mc.architectures.hf_config import HARMLESS, HONOURED, ONLY, check_architecture, rope
+from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.families import FAMILIES, ModelShape
-from rlhf_mc.reshard.hf_config import HARMLESS, HONOURED, ONLY, check_architecture, rope
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

@@ -1,5 +1,5 @@
 """Tensors that go away and come back, on this machine's device: values, views and aliases; whole models are in
-tests/dist/test_residency.py."""
+tests/dist/test_offload_schedule.py."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: p
     group = TensorGroup(lambda: views)
     for _ in range(2):
         group.put_away()
-        assert group.bytes_away == 25 * 4 + 7 * 4 + 33 * 2
+        assert group.offloaded_bytes == 25 * 4 + 7 * 4 + 33 * 2
         assert all(view.untyped_storage().nbytes() == 0 for view in views)
         group.put_away()  # once more changes nothing
-        group.bring_back()
-        assert group.bytes_away == 0 and all(map(torch.equal, views, wanted))
+        group.onload()
+        assert group.offloaded_bytes == 0 and all(map(torch.equal, views, wanted))
         flat += 1.0  # seen through its views, and the next time too
         wanted = [view.clone() for view in views]
     assert torch.equal(views[1], flat[20:])
@@ -45,7 +45,7 @@ def test_memory_that_is_given_back_is_copied_before_others_write_to_it() -> None
         values.add_(1.0)  # still running when the copy is asked for
         group.put_away()
         others = [torch.full((1 << 22,), torch.nan, device=DEVICE) for _ in range(2)]
-        group.bring_back()
+        group.onload()
         assert torch.equal(values, torch.full_like(values, step))
         del others
 
@@ -54,11 +54,11 @@ def test_a_group_may_grow_between_two_times() -> None:
     tensors = [numbers(3)]
     group = TensorGroup(lambda: tensors)
     group.put_away()
-    group.bring_back()
+    group.onload()
     tensors.append(numbers(100))
     group.put_away()
-    assert group.bytes_away == 103 * 4
-    group.bring_back()
+    assert group.offloaded_bytes == 103 * 4
+    group.onload()
     assert torch.equal(tensors[0], numbers(3)) and torch.equal(tensors[1], numbers(100))
 
 
@@ -68,7 +68,7 @@ def test_what_need_not_be_kept_takes_no_host_memory(monkeypatch: pytest.MonkeyPa
     group = TensorGroup(lambda: [grads], keep_values=False)
     group.put_away()
     assert grads.untyped_storage().nbytes() == 0
-    group.bring_back()
+    group.onload()
     assert grads.zero_().shape == (10,)
 
 
@@ -88,12 +88,12 @@ def test_what_is_away_cannot_be_used() -> None:
     model = Offload("critic", {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])})
     model.require("params", "grads", "optimizer")
     assert not model.differs_from(("params", "optimizer"))
-    model.put_away_all_but(("params",))
+    model.offload_all_but(("params",))
     model.require("params", "grads")
-    assert model.bytes_away == 12 and model.differs_from(()) and not model.differs_from(("params", "grads"))
+    assert model.offloaded_bytes == 12 and model.differs_from(()) and not model.differs_from(("params", "grads"))
     with pytest.raises(RuntimeError, match="the optimizer of critic are put away"):
         model.require("params", "optimizer")
-    model.bring_back(("optimizer",))
+    model.onload(("optimizer",))
     model.require("optimizer")
 
 
@@ -101,7 +101,7 @@ def test_a_rank_that_holds_nothing_of_a_group_says_what_the_others_say() -> None
     """All ranks enter the same phases, so all must agree on whether something moves."""
     empty = Offload("actor", {"optimizer": TensorGroup(lambda: [])})
     assert empty.differs_from(())
-    empty.put_away_all_but(())
-    assert not empty.differs_from(()) and empty.differs_from(("optimizer",)) and empty.bytes_away == 0
-    empty.bring_back(("optimizer",))
+    empty.offload_all_but(())
+    assert not empty.differs_from(()) and empty.differs_from(("optimizer",)) and empty.offloaded_bytes == 0
+    empty.onload(("optimizer",))
     assert not empty.differs_from(("optimizer",))

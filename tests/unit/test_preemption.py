@@ -1,5 +1,5 @@
 """When a run is asked to stop: signals, the time that it then has, and the end of its job. That all ranks agree is
-tested in tests/dist/test_watchdog.py, a whole run that gives way in tests/system."""
+tested in tests/dist/test_heartbeat.py, a whole run that gives way in tests/system."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.trainer import preemption
-from rlhf_mc.trainer.preemption import StopRequested, StopRequests, job_end
+from rlhf_mc.runtime import preemption
+from rlhf_mc.runtime.preemption import StopRequested, StopRequests, job_end
 
 PROGRAM = """
 import subprocess, sys, time
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.trainer.preemption import StopRequests
+from rlhf_mc.runtime.preemption import StopRequests
 
 stop = StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=1))
 stop.take_signals()

@@ -24,7 +24,7 @@ from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import template
 from rlhf_mc.data.parquet import read_rows, write_prompts
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, prompt_indices, steps_per_epoch
-from rlhf_mc.trainer.preemption import SIGNALS
+from rlhf_mc.runtime.preemption import SIGNALS
 
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATE = (

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.execute import by_peer, execute, pack, shared_storage, unpack
-from rlhf_mc.reshard.families import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,

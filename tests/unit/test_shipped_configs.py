@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.models.checks import check_layout
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_vllm
 
 REPO = Path(__file__).resolve().parents[2]

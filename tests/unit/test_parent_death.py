@@ -13,7 +13,7 @@ import pytest
 
 RANK = """
 import time
-from rlhf_mc.observability.parent import end_with_launcher
+from rlhf_mc.runtime.parent_death import end_with_launcher
 end_with_launcher()
 print("ready", flush=True)
 time.sleep(120)
@@ -54,6 +54,6 @@ def test_a_rank_ends_with_torchruns_agent_and_outlives_a_shell(by_torchrun: bool
 
 
 def test_a_parent_that_is_gone_already_ends_it_too() -> None:
-    program = "from rlhf_mc.observability.parent import end_with; end_with(0); print('still here')"
+    program = "from rlhf_mc.runtime.parent_death import end_with; end_with(0); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

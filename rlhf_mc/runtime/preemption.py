@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.observability.failures import INTERRUPTED, TO_BE_CONTINUED, end_from_a_thread, leave
+from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE, end_from_a_thread, leave
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_PRESS_SECONDS = 1.0
@@ -72,7 +72,7 @@ class StopRequests:
             if number not in taken:  # the descriptor tells of every signal that Python handles, timers' too
                 continue
             if number in (signal.SIGINT, signal.SIGTERM) and now > self._interrupted_at + ONE_PRESS_SECONDS:
-                leave(INTERRUPTED)  # of a second Ctrl-C torchrun makes SIGTERM
+                leave(EXIT_INTERRUPTED)  # of a second Ctrl-C torchrun makes SIGTERM
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
@@ -98,13 +98,13 @@ class StopRequests:
         end_from_a_thread(
             f"asked to stop ({self._reason}) and not ready after {self._cfg.preemption_grace_seconds} s "
             "(trainer.preemption_grace_seconds): it ends without saving; the last complete checkpoint is what is kept",
-            code=TO_BE_CONTINUED,
+            code=EXIT_REQUEUE,
         )
 
     def watch_the_clock(self) -> None:
         """Reads when the Slurm job ends, for trainer.stop_before_minutes. UserError where the time is up already.
         Every rank must call it."""
-        from rlhf_mc.topology.agreement import on_every_rank
+        from rlhf_mc.topology.consensus import on_every_rank
 
         on_every_rank(self._read_the_clock)
 
@@ -122,7 +122,7 @@ class StopRequests:
     def check(self) -> None:
         """Raises StopRequested on every rank if any of them is asked to stop. Every rank must call it, where the run
         can give way."""
-        from rlhf_mc.topology.agreement import gather_objects
+        from rlhf_mc.topology.consensus import gather_objects
 
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import cases
+import offload_cases
 import pytest
-import residency_cases
 import torch
 from tiny import make_checkpoint, make_workspace, write_config
 
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.engine import RolloutEngine
-from rlhf_mc.trainer.residency import TABLE, Residency, row_of
+from rlhf_mc.rollout.vllm_engine import RolloutEngine
+from rlhf_mc.trainer.offload_schedule import TABLE, OffloadSchedule, row_of
 
 ALL_AWAY = [
     "reshard.share_weights=false",
@@ -34,7 +34,7 @@ OF_THE_MACHINE = ("run_id", "timing_s/", "perf/", "reshard/", "memory/")
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = make_workspace(tmp_path_factory.mktemp("residency"))
+    directory = make_workspace(tmp_path_factory.mktemp("offload"))
     write_config(directory, trainer={"logger": ["jsonl"]})
     return directory
 
@@ -53,7 +53,7 @@ def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
     def fit(name: str, more: list[str]) -> list[dict[str, Any]]:
         overrides = [f"trainer.default_local_dir={tmp_path / name}", f"actor.megatron.dtype={dtype}", *more]
         results: list[dict[str, Any]] = pool(world).run(
-            residency_cases.fit,
+            offload_cases.fit,
             config_path=str(workspace / "config.yaml"),
             overrides=[*overrides, "trainer.save_freq=2", *cases.layout_overrides(tp, 1, rollout_tp)],
             vllm_sleeps=name == "away",
@@ -69,10 +69,10 @@ def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
         fit("away", settings)  # resumes after the last step, and exports what it has read
         assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
 
-    assert here[0]["told"] == [] and "timing_s/residency" not in here[0]["steps"][1]
+    assert here[0]["told"] == [] and "timing_s/offload" not in here[0]["steps"][1]
     assert not any(key.startswith("memory/") for key in here[0]["steps"][1])
     last = away[0]["steps"][-1]
-    assert last["timing_s/residency"] > 0
+    assert last["timing_s/offload"] > 0
     assert all(last[f"memory/{role}_offloaded_gb"] > 0 for role in ("actor", "critic", "ref"))
     for result in away:
         check_vllm(result["told"])
@@ -114,7 +114,7 @@ def check_table(seen: dict[str, dict[str, list[str]]], always: dict[str, set[str
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("residency_models")
+    root = tmp_path_factory.mktemp("offload_models")
     return {family: str(make_checkpoint(root / family, family=family)) for family in ("qwen2", "qwen3_moe")}
 
 
@@ -158,7 +158,7 @@ def test_all_that_an_optimizer_holds_comes_back(
     outcomes = []
     for pauses in (False, True):
         results = pool(world).run(
-            residency_cases.steps_with_pauses,
+            offload_cases.steps_with_pauses,
             checkpoint=checkpoints[family],
             mesh=mesh,
             batch=batch,
@@ -178,7 +178,7 @@ def test_all_that_an_optimizer_holds_comes_back(
 def test_a_frozen_model_scores_alike_and_is_copied_to_the_host_once(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
-    result = pool(world).run(residency_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch)[0]
+    result = pool(world).run(offload_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch)[0]
     first, *others = result["scores"]
     assert all(torch.equal(first, scores) for scores in others)
     assert "the params of actor are put away" in result["message"]
@@ -190,15 +190,15 @@ class Recorded:
 
     def __init__(self, name: str, told: list[str]) -> None:
         self._name, self._told = name, told
-        self.bytes_away = 0
+        self.offloaded_bytes = 0
 
     def differs_from(self, on_device: Any) -> bool:
         return True
 
-    def put_away_all_but(self, on_device: Any) -> None:
+    def offload_all_but(self, on_device: Any) -> None:
         self._told.append(f"put away {self._name}")
 
-    def bring_back(self, on_device: Any) -> None:
+    def onload(self, on_device: Any) -> None:
         self._told.append(f"bring back {self._name}")
 
 
@@ -220,7 +220,7 @@ class RecordedRollout:
 
 def test_all_that_leaves_goes_before_anything_comes() -> None:
     told: list[str] = []
-    places = Residency()
+    places = OffloadSchedule()
     for role in ("actor", "critic"):
         places.add(role, SimpleNamespace(offload=Recorded(role, told)))  # type: ignore[arg-type]
     assert told == ["put away actor", "put away critic"], "a finished model makes room for the next"
@@ -237,7 +237,7 @@ def test_all_that_leaves_goes_before_anything_comes() -> None:
         timer = PhaseTimer()
         with places.phase(timer, phase):
             assert told == wanted, phase
-        assert set(timer.result()) == {f"timing_s/{phase}"} | ({"timing_s/residency"} if wanted else set())
+        assert set(timer.result()) == {f"timing_s/{phase}"} | ({"timing_s/offload"} if wanted else set())
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -10,7 +10,7 @@ from pathlib import Path
 import forked
 import pytest
 
-PRELUDE = "from rlhf_mc.observability.failures import *; import sys"
+PRELUDE = "from rlhf_mc.runtime.exit_codes import *; import sys"
 full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 
@@ -46,7 +46,7 @@ def test_a_full_disk_keeps_nobody_alive(code: str, expected: int) -> None:
 def test_the_launcher_is_told_the_code_by_rank_0_alone(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         file = tmp_path / rank
-        command = [sys.executable, "-c", "from rlhf_mc.observability.failures import leave; leave(75)"]
+        command = [sys.executable, "-c", "from rlhf_mc.runtime.exit_codes import leave; leave(75)"]
         env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(file), "RANK": rank}
         assert subprocess.run(command, env=env, timeout=60).returncode == 75
         assert (file.read_text() if file.exists() else None) == ("75\n" if rank == "0" else None)

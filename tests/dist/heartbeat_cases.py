@@ -1,4 +1,4 @@
-"""What a rank does in test_watchdog.py: the watchdog's real threads and connections, with an end that is only noted."""
+"""What a rank does in test_heartbeat.py: real threads and connections, with an end that is only noted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.observability import watchdog
-from rlhf_mc.observability.whereabouts import Place
-from rlhf_mc.trainer.preemption import StopRequested, StopRequests
+from rlhf_mc.runtime import heartbeat
+from rlhf_mc.runtime.preemption import StopRequested, StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
 
 TIMEOUT_SECONDS = 2.0
 
@@ -28,21 +28,21 @@ def watched(what: str) -> dict[str, Any]:
         said.append((line, say))
         raise SystemExit  # of the thread
 
-    place = Place(step=3)
+    place = RankStatus(step=3)
     place.enter("gen")
     out: dict[str, Any] = {}
     with (
-        mock.patch.object(watchdog, "end_from_a_thread", end),
-        mock.patch.object(watchdog, "GONE_AFTER_SECONDS", 1.0),
-        mock.patch.object(watchdog, "TOKEN_SECONDS", 3.0),
+        mock.patch.object(heartbeat, "end_from_a_thread", end),
+        mock.patch.object(heartbeat, "GONE_AFTER_SECONDS", 1.0),
+        mock.patch.object(heartbeat, "TOKEN_SECONDS", 3.0),
     ):
-        part = watchdog._start(place, rank, TIMEOUT_SECONDS, slow_seconds=100.0)
+        part = heartbeat._start(place, rank, TIMEOUT_SECONDS, slow_seconds=100.0)
         assert part is not None
         start = time.monotonic()
         if rank == 1:
-            assert isinstance(part, watchdog.Teller)
+            assert isinstance(part, heartbeat.Teller)
             out["behind"] = _act(part, what)
-        if isinstance(part, watchdog.Listener):
+        if isinstance(part, heartbeat.Listener):
             out["listens_at"] = part._server.getsockname()[0]
         if what in ("goodbye", "stranger", "crowd", "asks"):
             if what == "goodbye" and rank == 0:
@@ -57,7 +57,7 @@ def watched(what: str) -> dict[str, Any]:
     return out
 
 
-def _act(part: watchdog.Teller, what: str) -> str:
+def _act(part: heartbeat.Teller, what: str) -> str:
     time.sleep(0.2)  # its first report is made
     if what == "silent":
         line = part._line
@@ -84,9 +84,9 @@ def _act(part: watchdog.Teller, what: str) -> str:
 
 def _come_in_crowds(address: tuple[str, int]) -> None:
     """Open more connections than are kept, and send nothing: they are closed, the first ones before their time."""
-    crowd = [socket.create_connection(address, timeout=10) for _ in range(2 * watchdog.MOST_STRANGERS + 2)]
+    crowd = [socket.create_connection(address, timeout=10) for _ in range(2 * heartbeat.MOST_STRANGERS + 2)]
     start = time.monotonic()
-    for connection in crowd[: watchdog.MOST_STRANGERS // 2]:
+    for connection in crowd[: heartbeat.MOST_STRANGERS // 2]:
         assert connection.recv(1) == b""
     assert time.monotonic() - start < 2.5
     for connection in crowd:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.topology.agreement import gather_objects, on_rank_0
+from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
 NAME = "run.lock"
 TOUCH_SECONDS = 10.0

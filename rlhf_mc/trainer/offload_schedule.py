@@ -1,5 +1,5 @@
 """Who is on the device in which phase. TABLE says it; the rest of this file moves what changes when a phase begins. How
-tensors are moved is in models/offload.py, how vLLM's memory is given back in rollout/engine.py.
+tensors are moved is in models/offload.py, how vLLM's memory is given back in rollout/vllm_engine.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.engine import KV_CACHE, WEIGHTS, RolloutEngine
+from rlhf_mc.rollout.vllm_engine import KV_CACHE, WEIGHTS, RolloutEngine
 
-AS_IT_IS = None
+UNCHANGED = None
 """A phase that uses nothing on the device: nothing moves."""
 ROLES = ("actor", "critic", "ref", "vllm", "reward_model")
 
@@ -25,12 +25,12 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
     "update_weights":  ("params",                 "",                       "",        "weights",            ""),
     "gen":             ("",                       "",                       "",        "weights kv_cache",   ""),
     "testing":         ("",                       "",                       "",        "weights kv_cache",   ""),
-    "reward":          AS_IT_IS,
+    "reward":          UNCHANGED,
     "old_log_prob":    ("params",                 "",                       "",        "",                   ""),
     "ref":             ("",                       "",                       "params",  "",                   ""),
     "reward_model":    ("",                       "",                       "",        "",                 "params"),
     "values":          ("",                       "params",                 "",        "",                   ""),
-    "adv":             AS_IT_IS,
+    "adv":             UNCHANGED,
     "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
     "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),
     "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
@@ -51,7 +51,7 @@ def row_of(phase: str) -> Row | None:
     return row and {role: frozenset(names.split()) for role, names in zip(ROLES, row, strict=True)}
 
 
-def check_residency(rollout: RolloutConfig) -> None:
+def check_offload(rollout: RolloutConfig) -> None:
     """Refuses, before anything is built, what this machine cannot put away."""
     if rollout.free_cache_engine and not platform.use_cuda():
         raise UserError(
@@ -68,18 +68,18 @@ def check_residency(rollout: RolloutConfig) -> None:
             )
 
 
-class Residency:
+class OffloadSchedule:
     """Where the models and the rollout engine of a run are."""
 
     def __init__(self) -> None:
         self._engines: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
-        self._most_away: dict[str, int] = {}
+        self._most_offloaded: dict[str, int] = {}
 
     def add(self, role: str, engine: ModelEngine) -> None:
         """Puts a finished model away until a phase needs it, so that the next one has room to be built."""
         self._engines[role] = engine
-        engine.offload.put_away_all_but(())
+        engine.offload.offload_all_but(())
         self._count()
 
     def add_rollout(self, rollout: RolloutEngine) -> None:
@@ -89,17 +89,17 @@ class Residency:
     @contextmanager
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
         """One phase of the loop: its row of TABLE comes true, then the body runs and is timed. What moves is timed as
-        "residency"; nothing is, where nothing moves."""
+        "offload"; nothing is, where nothing moves."""
         row = row_of(name)
         if row is not None and self._differs(row):
-            with timer.phase("residency"):
+            with timer.phase("offload"):
                 self._enter(row)
         with timer.phase(name):
             yield
 
     def metrics(self) -> dict[str, float]:
         """GiB of device memory by role, the most that was put away at a time; of roles with something to put away."""
-        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._most_away.items() if size}
+        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._most_offloaded.items() if size}
 
     def _differs(self, row: Row) -> bool:
         moves = any(engine.offload.differs_from(row[role]) for role, engine in self._engines.items())
@@ -108,12 +108,12 @@ class Residency:
     def _enter(self, row: Row) -> None:
         """First all that leaves, then what comes, which so has room."""
         for role, engine in self._engines.items():
-            engine.offload.put_away_all_but(row[role])
+            engine.offload.offload_all_but(row[role])
         if self._rollout is not None and self._rollout.awake - row["vllm"]:
             # With the KV cache go the weights; the phase that needs these alone is about to bring new ones.
             self._rollout.sleep()
         for role, engine in self._engines.items():
-            engine.offload.bring_back(row[role])
+            engine.offload.onload(row[role])
         if self._rollout is not None:
             for part in (WEIGHTS, KV_CACHE):
                 if part in row["vllm"] - self._rollout.awake:
@@ -122,4 +122,4 @@ class Residency:
 
     def _count(self) -> None:
         for role, engine in self._engines.items():
-            self._most_away[role] = max(self._most_away.get(role, 0), engine.offload.bytes_away)
+            self._most_offloaded[role] = max(self._most_offloaded.get(role, 0), engine.offload.offloaded_bytes)

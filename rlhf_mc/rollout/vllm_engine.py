@@ -37,13 +37,13 @@ import vllm.distributed.parallel_state as vllm_state
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import check_vllm, vllm_layout
 from rlhf_mc.rollout.vllm_patches import patch
-from rlhf_mc.topology.agreement import gather_objects, raise_together
+from rlhf_mc.topology.consensus import gather_objects, raise_together
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from rlhf_mc.config.errors import JoinError
-from rlhf_mc.topology.world import _store, _wait_for_all
+from rlhf_mc.topology.rendezvous import _store, _wait_for_all
 
 
 @pytest.fixture(autouse=True)

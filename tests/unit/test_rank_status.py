@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.observability.whereabouts import Beat, Place, Register, beat_of, describe_error
+from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, Register, describe_error, heartbeat_of
 
 
-def beat(rank: int, moves: int = 5, phase: str = "gen", seconds: float = 1.0, collective: str = "") -> Beat:
-    return Beat(rank, 3, phase, moves, seconds, collective, "engine.py:7 (generate)")
+def beat(rank: int, moves: int = 5, phase: str = "gen", seconds: float = 1.0, collective: str = "") -> Heartbeat:
+    return Heartbeat(rank, 3, phase, moves, seconds, collective, "engine.py:7 (generate)")
 
 
 def register(world: int = 3, now: float = 100.0) -> Register:
@@ -97,7 +97,7 @@ def test_a_warning_comes_once_for_each_place_and_only_where_others_wait() -> Non
 
 
 def test_the_timer_moves_the_place_and_a_failure_stays_where_it_was() -> None:
-    place = Place()
+    place = RankStatus()
     timer = PhaseTimer(place=place)
     with timer.phase("step"), timer.phase("gen"):
         assert place.phases[-1] == "gen"
@@ -111,15 +111,15 @@ def test_the_timer_moves_the_place_and_a_failure_stays_where_it_was() -> None:
 
 def test_a_stack_tells_the_collective_and_our_line() -> None:
     with ThreadPoolExecutor(1) as pool:
-        here = pool.submit(beat_of, Place(), 0, threading.get_ident()).result()
-    assert here.collective == "" and here.at.startswith("test_whereabouts.py:")
-    assert "in phase start for 0 s, at test_whereabouts.py" in here.where()
+        here = pool.submit(heartbeat_of, RankStatus(), 0, threading.get_ident()).result()
+    assert here.collective == "" and here.at.startswith("test_rank_status.py:")
+    assert "in phase start for 0 s, at test_rank_status.py" in here.where()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PREMUL_SUM)  # gloo has no such operation
     except Exception as error:
         assert describe_error(error)[0] == "all_reduce"
-        assert describe_error(error)[1].startswith("test_whereabouts.py:")
+        assert describe_error(error)[1].startswith("test_rank_status.py:")
     else:
         raise AssertionError("gloo has learnt it: take another error")
     finally:
@@ -127,6 +127,6 @@ def test_a_stack_tells_the_collective_and_our_line() -> None:
 
 
 def test_a_place_counts_the_seconds_since_its_last_move() -> None:
-    place = Place()
+    place = RankStatus()
     place.since = time.monotonic() - 7.0
-    assert round(beat_of(place, 0, 0).seconds) == 7
+    assert round(heartbeat_of(place, 0, 0).seconds) == 7

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_mc.reshard.families import ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 
 SPLIT_DIMS = frozenset({"q", "kv", "ffn", "expert_ffn", "vocab"})
 """Dimensions that tensor parallelism splits; a tensor has at most one of them, others are replicated."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.checkpoint.hf import export_hf
+from rlhf_mc.checkpoint.hf_format import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
@@ -22,14 +22,14 @@ from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sinks, view
-from rlhf_mc.observability.whereabouts import Place
 from rlhf_mc.rewards.manager import PendingScores
-from rlhf_mc.rollout.engine import Sampling
-from rlhf_mc.topology.agreement import on_rank_0
+from rlhf_mc.rollout.vllm_engine import Sampling
+from rlhf_mc.runtime.preemption import StopRequested, StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.trainer import evaluate, experience, success, update
 from rlhf_mc.trainer.checkpointing import Checkpoints
-from rlhf_mc.trainer.passes import micro_batch_limit
-from rlhf_mc.trainer.preemption import StopRequested, StopRequests
+from rlhf_mc.trainer.micro_batching import micro_batch_limit
 from rlhf_mc.trainer.run_directory import EXPORT, HF, PLOT
 from rlhf_mc.trainer.setup import Run, layouts_of
 
@@ -47,24 +47,24 @@ class StepState:
     metrics: dict[str, float]
 
 
-def fit(run: Run, place: Place | None = None, stop: StopRequests | None = None) -> bool:
+def fit(run: Run, place: RankStatus | None = None, stop: StopRequests | None = None) -> bool:
     """Trains to the last step, to the target accuracy, or until it is asked to stop. False: it is to go on when it is
     started again. Every rank must call it. `place` is told where the run is."""
     checkpoints = Checkpoints(run)
     try:
-        train(run, checkpoints, place or Place(), stop or StopRequests(run.config.trainer))
+        train(run, checkpoints, place or RankStatus(), stop or StopRequests(run.config.trainer))
         return True
     except StopRequested as request:
-        give_way(run, checkpoints, str(request))
+        save_and_stop(run, checkpoints, str(request))
         return False
     finally:
-        checkpoints.let_go()
+        checkpoints.release()
 
 
-def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) -> None:
+def train(run: Run, checkpoints: Checkpoints, place: RankStatus, stop: StopRequests) -> None:
     """The loop. Raises StopRequested where it can give way: while the weights are those of the last complete step."""
     cfg, directory = run.config.trainer, Path(run.config.trainer.default_local_dir)
-    with run.residency.phase(PhaseTimer(place=place), "save_checkpoint"):
+    with run.offload_schedule.phase(PhaseTimer(place=place), "save_checkpoint"):
         position = checkpoints.resume()
     run_id = checkpoints.run_id
     sinks: list[Sinks] = []  # one, on rank 0
@@ -90,7 +90,7 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
             export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
         checkpoints.step_done(step, accuracy)
         if checkpoints.is_due(is_last=last or reached):
-            with run.residency.phase(state.timer, "save_checkpoint"):
+            with run.offload_schedule.phase(state.timer, "save_checkpoint"):
                 checkpoints.begin()
         log(sinks, state)
         checkpoints.advance()
@@ -107,7 +107,7 @@ def train(run: Run, checkpoints: Checkpoints, place: Place, stop: StopRequests) 
     say(run, f"{why}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
 
 
-def begin_step(step: int, place: Place) -> StepState:
+def begin_step(step: int, place: RankStatus) -> StepState:
     """A step's empty state; step 0 is what comes before the first."""
     place.step = step
     return StepState(step, PhaseTimer(platform.synchronize, place), {})
@@ -131,9 +131,9 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     return batch
 
 
-def give_way(run: Run, checkpoints: Checkpoints, reason: str) -> None:
+def save_and_stop(run: Run, checkpoints: Checkpoints, reason: str) -> None:
     """Saves the last complete step, which the models still stand at."""
-    with run.residency.phase(PhaseTimer(), "save_checkpoint"):
+    with run.offload_schedule.phase(PhaseTimer(), "save_checkpoint"):
         checkpoints.save_now()
     checkpoints.close()
     step = checkpoints.position.step
@@ -168,7 +168,7 @@ def headlines(run: Run) -> list[str]:
 
 def sync_weights(run: Run, timer: PhaseTimer) -> None:
     """The actor's weights into vLLM's own parameters, each rank receiving only the blocks it lacks."""
-    with run.residency.phase(timer, "update_weights"):
+    with run.offload_schedule.phase(timer, "update_weights"):
         run.update.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
 
@@ -181,7 +181,7 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     )
     drawn = [run.train_prompts[i] for i in indices]
     sync_weights(run, state.timer)
-    with run.residency.phase(state.timer, "gen"):
+    with run.offload_schedule.phase(state.timer, "gen"):
         seeds = experience.sampling_seeds(cfg.trainer.seed, experience.TRAINING, state.step, drawn, cfg.rollout.n)
         prompts = experience.repeat_prompts(drawn, cfg.rollout.n)
         sampling = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
@@ -194,7 +194,7 @@ def reward(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch
     With a reward model it is that model's turn after that phase."""
     if run.reward_model is not None:
         return None
-    with run.residency.phase(state.timer, "reward"):
+    with run.offload_schedule.phase(state.timer, "reward"):
         return experience.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
 
 
@@ -206,13 +206,13 @@ def rewarded(run: Run, state: StepState, batch: RaggedBatch, pending: PendingSco
             run.config.actor, cfg.forward_max_token_len_per_gpu, cfg.forward_micro_batch_size_per_gpu
         )
         assert run.reward_model is not None
-        with run.residency.phase(state.timer, "reward_model"):
+        with run.offload_schedule.phase(state.timer, "reward_model"):
             scores = experience.score_sequences(run.reward_model, batch, limit)
         if not scores.isfinite().all():  # the same on every rank
             raise UserError(f"reward_model.model_path: {cfg.model_path}: a score is not finite in step {state.step}")
         return batch.with_fields(scores=scores)
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
-    with run.residency.phase(state.timer, "reward"):
+    with run.offload_schedule.phase(state.timer, "reward"):
         rows = experience.collect_scores(pending, batch.num_sequences)
     return batch.with_fields(scores=torch.tensor([row["score"] for row in rows], dtype=torch.float32))
 
@@ -221,18 +221,18 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Old log-probs (actor), reference log-probs, values (critic)."""
     cfg = run.config
     log_probs = experience.log_prob_head(run.actor.shape.vocab_size, cfg.rollout.temperature)
-    with run.residency.phase(state.timer, "old_log_prob"):
+    with run.offload_schedule.phase(state.timer, "old_log_prob"):
         limit = micro_batch_limit(
             cfg.actor, cfg.rollout.log_prob_max_token_len_per_gpu, cfg.rollout.log_prob_micro_batch_size_per_gpu
         )
         batch = batch.with_fields(old_log_probs=experience.score_tokens(run.actor, batch, log_probs, limit))
     if run.reference is not None:
-        with run.residency.phase(state.timer, "ref"):
+        with run.offload_schedule.phase(state.timer, "ref"):
             limit = micro_batch_limit(
                 cfg.actor, cfg.ref.log_prob_max_token_len_per_gpu, cfg.ref.log_prob_micro_batch_size_per_gpu
             )
             batch = batch.with_fields(ref_log_probs=experience.score_tokens(run.reference, batch, log_probs, limit))
-    with run.residency.phase(state.timer, "values"):
+    with run.offload_schedule.phase(state.timer, "values"):
         limit = micro_batch_limit(
             cfg.actor, cfg.critic.forward_max_token_len_per_gpu, cfg.critic.forward_micro_batch_size_per_gpu
         )
@@ -242,7 +242,7 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
 
 def advantage(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Token rewards, advantages and returns; then the KL controller moves on."""
-    with run.residency.phase(state.timer, "adv"):
+    with run.offload_schedule.phase(state.timer, "adv"):
         coef = run.kl_controller.value
         batch, metrics, kl = experience.compute_advantages(batch, run.config.algorithm, coef)
         if run.config.algorithm.use_kl_in_reward:
@@ -258,7 +258,7 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
     cfg = run.config
     seed = (cfg.trainer.seed, state.step)
     num_prompts, n = cfg.data.train_batch_size, cfg.rollout.n
-    with run.residency.phase(state.timer, "update_critic"):
+    with run.offload_schedule.phase(state.timer, "update_critic"):
         size, epochs = cfg.critic.ppo_mini_batch_size, cfg.critic.ppo_epochs
         minis = update.mini_batches(
             num_prompts,
@@ -275,7 +275,7 @@ def update_models(run: Run, state: StepState, batch: RaggedBatch) -> None:
         state.metrics.update(update.update(run.critic, batch, minis, objective, limit, run.skipped, state.step))
     if state.step <= cfg.trainer.critic_warmup:
         return
-    with run.residency.phase(state.timer, "update_actor"):
+    with run.offload_schedule.phase(state.timer, "update_actor"):
         minis = update.mini_batches(
             num_prompts, n, cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_epochs, cfg.actor.shuffle, seed
         )
@@ -306,7 +306,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             "perf/peak_memory_gb": platform.peak_memory_gb(),
             **run.update.metrics,
-            **run.residency.metrics(),
+            **run.offload_schedule.metrics(),
         }
     )
 
@@ -315,7 +315,7 @@ def validate(run: Run, state: StepState) -> float:
     """Validates with the current weights. Returns the mean accuracy."""
     cfg = run.config
     sync_weights(run, state.timer)
-    with run.residency.phase(state.timer, "testing"):
+    with run.offload_schedule.phase(state.timer, "testing"):
         metrics, accuracy, texts = evaluate.evaluate(
             run.rollout,
             run.val_prompts,
@@ -341,7 +341,7 @@ def is_target(run: Run, accuracy: float | None) -> bool:
 
 def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:
     """Write the actor as a Hugging Face checkpoint, which names the run."""
-    with run.residency.phase(state.timer, "export"):
+    with run.offload_schedule.phase(state.timer, "export"):
         export_hf(
             run.actor.params,
             layouts_of(run.actor),

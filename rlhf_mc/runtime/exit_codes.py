@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from rlhf_mc.config.errors import JoinError, NodeError, UserError
 
-USER_ERROR, OTHER_ERROR, TO_BE_CONTINUED, INTERRUPTED = 2, 1, 75, 130
+EXIT_USER_ERROR, EXIT_ERROR, EXIT_REQUEUE, EXIT_INTERRUPTED = 2, 1, 75, 130
 """Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and resumes from its
 checkpoint when it is started again (EX_TEMPFAIL); it was interrupted and has saved nothing (128 + SIGINT). 0 means that
 the action came to its end."""
@@ -32,7 +32,7 @@ _LOST = re.compile(
 """What gloo, NCCL and torch's store write where another rank is gone; they have no exception of its own for it."""
 
 
-class ToBeContinuedError(Exception):
+class RequeueError(Exception):
     """The run was asked to stop, and has. What there is to say has been said; every rank raises it."""
 
 
@@ -41,21 +41,21 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
     try:
         action()
         return 0
-    except ToBeContinuedError:
-        return TO_BE_CONTINUED
+    except RequeueError:
+        return EXIT_REQUEUE
     except UserError as error:
         line = " ".join(str(error).splitlines())
         _report(f"{program}: error: {line}", line, of_this_node=isinstance(error, NodeError))
         _wait_for_reports()
-        return USER_ERROR
+        return EXIT_USER_ERROR
     except JoinError as error:
         line = f"{program}: error on rank {os.environ.get('RANK', '0')}: {error}"
         if error.speaks:
             _print(line)
         _tell_torchrun(line)
-        return OTHER_ERROR
+        return EXIT_ERROR
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BaseException as error:  # at the entry point: whatever it is, sys.exit(0) in a library too, is no success
         where = f"{program}: error on rank {os.environ.get('RANK', '0')}: "
         if (lost := _lost_contact(error)) is not None:
@@ -64,7 +64,7 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         else:
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             _report(f"{traceback.format_exc()}\n{where}{line}", line)
-        return OTHER_ERROR
+        return EXIT_ERROR
 
 
 def leave(code: int) -> NoReturn:
@@ -89,7 +89,7 @@ def note_exit_code(code: int) -> None:
             file.write(f"{code}\n")
 
 
-def end_from_a_thread(line: str, code: int = OTHER_ERROR, say: bool = True) -> NoReturn:
+def end_from_a_thread(line: str, code: int = EXIT_ERROR, say: bool = True) -> NoReturn:
     """Ends this process while its loop may be stuck anywhere, so without asking the other ranks who speaks."""
     text = f"rlhf_mc: error on rank {os.environ.get('RANK', '0')}: {line}"
     if say:
@@ -108,7 +108,7 @@ def _lost_contact(error: BaseException) -> str | None:
     if _LOST.search(first) is None:
         return None
     notes = getattr(error, "__notes__", ["in phase unknown"])
-    known = [note for note in notes if note and not note.startswith("in phase ")]  # watchdog.py's
+    known = [note for note in notes if note and not note.startswith("in phase ")]  # heartbeat.py's
     # "[gloo's source file:line] Connection closed by peer [address]. General advice."
     reason = re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0]
     return "; ".join([f"lost contact with another rank {notes[0]} ({reason})", *known])

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from rlhf_mc.checkpoint import hf, tying
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint import hf_format, tying
 from rlhf_mc.checkpoint.finite import num_not_finite
-from rlhf_mc.checkpoint.hf import HFReader, export_hf, import_hf
+from rlhf_mc.checkpoint.hf_format import HFReader, export_hf, import_hf
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import Layout, mcore_layout
 
 SIZES = {
@@ -146,8 +146,8 @@ def test_an_export_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.
         alive.extend(weakref.ref(t) for t in tensors.values())
         largest = max(largest, sum(t.nbytes for t in tensors.values()))
 
-    monkeypatch.setattr(hf, "_save", save)
-    monkeypatch.setattr(hf, "_finish", lambda *args: None)
+    monkeypatch.setattr(hf_format, "_save", save)
+    monkeypatch.setattr(hf_format, "_finish", lambda *args: None)
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start, 120_000)
     assert len(alive) == len(all_tensors(start)) and 0 < largest <= 120_000
 
@@ -463,7 +463,7 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch) ->
     def disk_full(*_, **__) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlhf_mc.checkpoint.hf.save_file", disk_full)
+    monkeypatch.setattr("rlhf_mc.checkpoint.hf_format.save_file", disk_full)
     with pytest.raises(UserError, match=r"failed on rank 0: .*No space left on device"):
         export_hf(params, [layout], shape, end, 0, None, "bfloat16", start)
     HFReader(end).check(shape)

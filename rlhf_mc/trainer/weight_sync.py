@@ -17,7 +17,7 @@ from rlhf_mc.reshard.plan import Plan
 from rlhf_mc.reshard.verify import verify
 
 
-class WeightUpdate:
+class WeightSync:
     """This rank's part of the update, and what all ranks move."""
 
     def __init__(self, plan: Plan, rank: int, verify_when: Literal["off", "first", "always"]) -> None:

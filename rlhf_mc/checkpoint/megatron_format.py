@@ -1,5 +1,5 @@
 """Megatron-Core checkpoints of a model's weights, in any (tp, pp) layout: written and read through
-dist_checkpointing. The Hugging Face form is in hf.py.
+dist_checkpointing. The Hugging Face form is in hf_format.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
 from rlhf_mc.checkpoint.finite import check_finite
-from rlhf_mc.checkpoint.hf import ASSETS, HFReader
+from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.topology.agreement import gather_objects, on_rank_0
+from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
 HF_ASSETS = "hf"
 """Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""

@@ -1,6 +1,6 @@
 """What a model of a known family is made of: its sizes, and what it computes otherwise than others.
 
-Adding a family adds an entry to FAMILIES, and to params.py the rows of the parameters that no family has yet.
+Adding a family adds an entry to FAMILIES, and to parameters.py the rows of the parameters that no family has yet.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_mc.architectures import hf_config
+from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard import hf_config
-from rlhf_mc.reshard.hf_config import flag, need, size
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this; Megatron's padding follows it so that shards agree."""

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from test_reshard import check_movement, empty, numbered, padded_chunk
 from transformers import GemmaConfig, GemmaForCausalLM
 
+from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.build import scale_embeddings
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.norms import ZeroCenteredRMSNorm
-from rlhf_mc.reshard.families import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,

@@ -1,6 +1,6 @@
 """Each rank tells rank 0 where it is, in every phase and every few seconds, over a connection of its own: collectives
 and torch's store may be what is stuck. A rank that falls silent or is gone ends all others, with a line that names it.
-What follows from what was heard is decided in whereabouts.py; what else a failing rank says is in failures.py.
+What follows from what was heard is decided in rank_status.py; what else a failing rank says is in exit_codes.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.observability.failures import end_from_a_thread
-from rlhf_mc.observability.whereabouts import Beat, Place, Register, beat_of, describe_error
-from rlhf_mc.topology.agreement import gather_objects
+from rlhf_mc.runtime.exit_codes import end_from_a_thread
+from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, Register, describe_error, heartbeat_of
+from rlhf_mc.topology.consensus import gather_objects
 
 LONGEST_INTERVAL_SECONDS = 5.0
 GONE_AFTER_SECONDS = 10.0
@@ -36,7 +36,7 @@ MOST_STRANGERS = 64
 
 
 @contextlib.contextmanager
-def watching(place: Place, rank: int, timeout_seconds: float, slow_seconds: float) -> Iterator[None]:
+def watching(place: RankStatus, rank: int, timeout_seconds: float, slow_seconds: float) -> Iterator[None]:
     """Watches over the ranks while the body runs, and tells an error that leaves it what is known of the other ranks.
 
     timeout_seconds: a rank that is not heard of for so long ends the run. slow_seconds: a rank that the others have
@@ -57,7 +57,7 @@ def watching(place: Place, rank: int, timeout_seconds: float, slow_seconds: floa
     watchdog.end()
 
 
-def _start(place: Place, rank: int, timeout_seconds: float, slow_seconds: float) -> Listener | Teller | None:
+def _start(place: RankStatus, rank: int, timeout_seconds: float, slow_seconds: float) -> Listener | Teller | None:
     """This rank's part; None where it is alone, or where the ranks do not reach rank 0 over TCP."""
     everyone = gather_objects((socket.gethostname(), _machine(), _addresses_of_rank_0()))
     hosts = [host for host, _, _ in everyone]
@@ -143,7 +143,7 @@ def _say(text: str) -> None:
 class _Thread:
     """What both ends have in common: a thread that can be woken and ended."""
 
-    def __init__(self, place: Place, token: str, interval: float, timeout: float) -> None:
+    def __init__(self, place: RankStatus, token: str, interval: float, timeout: float) -> None:
         self._place, self._token, self._interval, self._timeout = place, token, interval, timeout
         self._loop_thread = threading.get_ident()
         self._ended = threading.Event()
@@ -172,8 +172,8 @@ class _Thread:
         gap, self._last_turn = now - self._last_turn, now
         return gap > 2 * self._interval + 1
 
-    def _beat(self, rank: int) -> Beat:
-        return beat_of(self._place, rank, self._loop_thread)
+    def _beat(self, rank: int) -> Heartbeat:
+        return heartbeat_of(self._place, rank, self._loop_thread)
 
 
 class Teller(_Thread):
@@ -181,7 +181,7 @@ class Teller(_Thread):
 
     def __init__(
         self,
-        place: Place,
+        place: RankStatus,
         token: str,
         interval: float,
         timeout: float,
@@ -281,7 +281,7 @@ class Listener(_Thread):
 
     def __init__(
         self,
-        place: Place,
+        place: RankStatus,
         token: str,
         interval: float,
         timeout: float,
@@ -362,7 +362,7 @@ class Listener(_Thread):
                 if told["token"] != self._token:
                     raise ConnectionResetError
                 self._strangers.pop(connection, None)
-                beat = Beat(**told["beat"])
+                beat = Heartbeat(**told["beat"])
                 self._ranks[connection] = beat.rank
                 self._register.heard(beat, now)
                 if told["goodbye"]:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
 from rlhf_mc.checkpoint.tying import are_equal
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.families import ModelShape
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.topology.agreement import raise_together
+from rlhf_mc.topology.consensus import raise_together
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTIZATION = "hf_quant_config.json"

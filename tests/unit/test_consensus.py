@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology import agreement
+from rlhf_mc.topology import consensus
 
 
 def test_what_one_rank_finds_wrong_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreement.on_every_rank(lambda: 7) == 7
+    assert consensus.on_every_rank(lambda: 7) == 7
 
     def fail() -> None:
         raise UserError("mine")
 
     with pytest.raises(UserError, match="mine"):
-        agreement.on_every_rank(fail)
-    monkeypatch.setattr(agreement, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])
+        consensus.on_every_rank(fail)
+    monkeypatch.setattr(consensus, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])
     with pytest.raises(UserError, match="of rank 1"):
-        agreement.on_every_rank(lambda: 7)
+        consensus.on_every_rank(lambda: 7)
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_what_one_rank_finds_wrong_ends_all(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_ranks_per_node(hosts: list[str], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "gather_objects", lambda value: hosts)
-    assert agreement.ranks_per_node() == count
+    monkeypatch.setattr(consensus, "gather_objects", lambda value: hosts)
+    assert consensus.ranks_per_node() == count

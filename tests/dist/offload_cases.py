@@ -1,4 +1,4 @@
-"""What the ranks run in test_residency.py; each function is called on every rank with the same arguments."""
+"""What the ranks run in test_offload_schedule.py; each function is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlhf_mc.models.offload import optimizer_tensors
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import METRICS_FILE
 from rlhf_mc.platform import SideStream
-from rlhf_mc.rollout import engine as rollout_engine
-from rlhf_mc.trainer import ppo, residency, setup
+from rlhf_mc.rollout import vllm_engine
+from rlhf_mc.trainer import loop, offload_schedule, setup
 from rlhf_mc.trainer.experience import log_prob_head, score_tokens
 
 ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
@@ -36,8 +36,8 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
     phase = PhaseTimer.phase
 
     def look(timer: PhaseTimer, name: str) -> Any:
-        if name in residency.TABLE:
-            seen[name] = {role: there(engine) for role, engine in run.residency._engines.items()}
+        if name in offload_schedule.TABLE:
+            seen[name] = {role: there(engine) for role, engine in run.offload_schedule._engines.items()}
         return phase(timer, name)
 
     def sleep(llm: Any, level: int) -> None:
@@ -51,13 +51,13 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         told.append(f"wake {' '.join(tags)}")
 
     with (
-        mock.patch.object(setup, "check_residency", lambda rollout: None),
-        mock.patch.multiple(rollout_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
+        mock.patch.object(setup, "check_offload", lambda rollout: None),
+        mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", look),
-        mock.patch.object(ppo, "plot_run", lambda *args, **kwargs: None),
+        mock.patch.object(loop, "plot_run", lambda *args, **kwargs: None),
         a_run(config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]) as run,
     ):
-        ppo.fit(run)
+        loop.fit(run)
         steps = []
         if dist.get_rank() == 0:
             lines = (Path(run.config.trainer.default_local_dir) / METRICS_FILE).read_text().splitlines()
@@ -97,14 +97,14 @@ def steps_with_pauses(
         engine = make_engine(checkpoint, "actor", groups, **megatron, **(ALL_AWAY if pauses else {}))
         engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
         for _ in range(2):
-            engine.offload.put_away_all_but(())
-            away.append(engine.offload.bytes_away)
-            engine.offload.bring_back(("params", "grads", "optimizer"))
+            engine.offload.offload_all_but(())
+            away.append(engine.offload.offloaded_bytes)
+            engine.offload.onload(("params", "grads", "optimizer"))
             micro_batches = _my_micro_batches(engine, batch, 48)
             norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean"))["grad_norm"])
-        engine.offload.put_away_all_but(())
-        away.append(engine.offload.bytes_away)
-        engine.offload.bring_back(("params", "optimizer"))
+        engine.offload.offload_all_but(())
+        away.append(engine.offload.offloaded_bytes)
+        engine.offload.onload(("params", "optimizer"))
         held = [*engine.params.values(), *optimizer_tensors(engine._optimizer)]
         return [tensor.detach().clone() for tensor in held], norms, away
 
@@ -118,12 +118,12 @@ def frozen_scores(checkpoint: str, batch: RaggedBatch) -> dict[str, Any]:
         head = log_prob_head(engine.shape.vocab_size, 1.0)
         scores = [score_tokens(engine, batch, head, 48)]
         for _ in range(2):
-            engine.offload.put_away_all_but(())
+            engine.offload.offload_all_but(())
             try:
                 score_tokens(engine, batch, head, 48)
                 message = "it was scored"
             except RuntimeError as error:
                 message = str(error)
-            engine.offload.bring_back(("params",))
+            engine.offload.onload(("params",))
             scores.append(score_tokens(engine, batch, head, 48))
     return {"scores": scores, "message": message, "copies": leaving.call_count}
