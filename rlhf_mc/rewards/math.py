@@ -6,10 +6,10 @@ step here takes time in proportion to the response's length, whatever the respon
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 from rlhf_mc.rewards.equivalence import Comparison, Undecided
+from rlhf_mc.runtime.console import say
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is compared character for character, and neither normalised nor parsed."""
@@ -133,8 +133,7 @@ def _report_undecided(answer: str, truth: str, why: str) -> None:
     global _undecided
     _undecided += 1
     if _undecided <= _NAMED_UNDECIDED or _undecided % 100 == 0:
-        print(
-            f"rlhf_mc: warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is {truth[:80]!r} was"
-            f" not decided: {why} ({_undecided} such answers so far in this process)",
-            file=sys.stderr,
+        say(
+            f"warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is {truth[:80]!r} was"
+            f" not decided: {why} ({_undecided} such answers so far in this process)"
         )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from rlhf_mc.config.errors import JoinError, NodeError, UserError
+from rlhf_mc.runtime.console import write_line
 
 EXIT_USER_ERROR, EXIT_ERROR, EXIT_REQUEUE, EXIT_INTERRUPTED = 2, 1, 75, 130
 """Exit codes: something the user gave is wrong; anything else; the run was asked to stop, and resumes from its
@@ -51,7 +52,7 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
     except JoinError as error:
         line = f"{program}: error on rank {os.environ.get('RANK', '0')}: {error}"
         if error.speaks:
-            _print(line)
+            write_line(line)
         _tell_torchrun(line)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -93,7 +94,7 @@ def end_from_a_thread(line: str, code: int = EXIT_ERROR, say: bool = True) -> No
     """Ends this process while its loop may be stuck anywhere, so without asking the other ranks who speaks."""
     text = f"rlhf_mc: error on rank {os.environ.get('RANK', '0')}: {line}"
     if say:
-        _print(text)
+        write_line(text)
     _tell_torchrun(text)
     leave(code)
 
@@ -117,13 +118,8 @@ def _lost_contact(error: BaseException) -> str | None:
 def _report(text: str, key: str, of_this_node: bool = False) -> None:
     """Prints the text, once for all ranks that report the same key; its last line is the message."""
     if _is_first_to_say(key, of_this_node):
-        _print(text)
+        write_line(text)
     _tell_torchrun(text.splitlines()[-1])
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr may be full or closed, and the rank must end all the same
-        print(text, file=sys.stderr, flush=True)
 
 
 def _tell_torchrun(line: str) -> None:

@@ -11,7 +11,6 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.exit_codes import end_from_a_thread
 from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, Register, describe_error, heartbeat_of
 from rlhf_mc.topology.consensus import gather_objects
@@ -83,7 +83,7 @@ def _start(place: RankStatus, rank: int, timeout_seconds: float, slow_seconds: f
         first, text = next(iter(failures.items()))
         what = f"does not reach rank 0 at {host}:{port}" if first else "cannot listen at MASTER_ADDR"
         if rank == 0:
-            _say(f"warning: rank {first} {what} ({text}); no watch is kept")
+            say(f"warning: rank {first} {what} ({text}); no watch is kept")
         for opened in (server, connection):
             if opened is not None:
                 opened.close()
@@ -133,11 +133,6 @@ def _listen(addresses: list[str]) -> socket.socket:
         except OSError as error:
             failure = error
     raise failure
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # no reason to stop watching
-        print(f"rlhf_mc: {text}", file=sys.stderr, flush=True)
 
 
 class _Thread:
@@ -307,7 +302,7 @@ class Listener(_Thread):
         try:
             self._listen()
         except Exception as error:  # whatever it is: silence of this thread must not end a run that is well
-            _say(f"warning: the watchdog has failed ({type(error).__name__}: {error}); no watch is kept")
+            say(f"warning: the watchdog has failed ({type(error).__name__}: {error}); no watch is kept")
             self._tell_all({"unwatched": "yes"})
 
     def _listen(self) -> None:
@@ -382,7 +377,7 @@ class Listener(_Thread):
 
     def _judge(self, now: float) -> None:
         if slow := self._register.slow(now, self._slow_seconds):
-            _say(f"warning: {slow}")
+            say(f"warning: {slow}")
         verdict = self._register.verdict(now, self._timeout, GONE_AFTER_SECONDS)
         if not verdict or self._ended.is_set():
             return

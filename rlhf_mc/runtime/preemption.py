@@ -6,20 +6,19 @@ No torch at import: signals are taken from the program's first moment on, and im
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE, end_from_a_thread, leave
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -76,11 +75,7 @@ class StopRequests:
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
-                    with contextlib.suppress(OSError, ValueError):  # Ctrl-C has ended the other end of a pipe too
-                        print(
-                            "rlhf_mc: interrupted: saving, then ending; a second Ctrl-C ends the run at once",
-                            file=sys.stderr,
-                        )
+                    say("interrupted: saving, then ending; a second Ctrl-C ends the run at once")
             self.request(number.name)
 
     def request(self, reason: str) -> None:

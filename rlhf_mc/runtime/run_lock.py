@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
 NAME = "run.lock"
@@ -57,7 +57,7 @@ def check_free(root: Path) -> None:
     lock = Lock(root)
     on_rank_0("trainer.default_local_dir", lock.look)
     if lock.in_doubt is not None:
-        print(f"rlhf_mc: {lock.in_doubt}; waiting for a sign of life", file=sys.stderr, flush=True)
+        say(f"{lock.in_doubt}; waiting for a sign of life")
     while gather_objects(lock.in_doubt)[0] is not None:
         time.sleep(_LOOK_SECONDS)
         on_rank_0("trainer.default_local_dir", lock.look)
