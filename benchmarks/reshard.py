@@ -173,13 +173,13 @@ class Gatherer:
         self, local: str, shards: list[torch.Tensor], layouts: list[Layout]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         full: dict[str, torch.Tensor] = {}
-        for shard, layout in zip(shards, layouts, strict=False):
-            for piece in layout.pieces:
-                if piece.local == local:
-                    out = full.setdefault(piece.tensor, torch.empty(self.sizes[piece.tensor], dtype=DTYPE))
-                    box = tuple(slice(a, b) for a, b in piece.box)
-                    there = tuple(slice(o, o + b - a) for o, (a, b) in zip(piece.offset, piece.box, strict=True))
-                    out[box] = shard[there]
+        for held, layout in zip(shards, layouts, strict=False):
+            for shard in layout.shards:
+                if shard.local == local:
+                    out = full.setdefault(shard.tensor, torch.empty(self.sizes[shard.tensor], dtype=DTYPE))
+                    box = tuple(slice(a, b) for a, b in shard.box)
+                    there = tuple(slice(o, o + b - a) for o, (a, b) in zip(shard.offset, shard.box, strict=True))
+                    out[box] = held[there]
         yield from full.items()
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_mc.config.errors import UserError
+
+_Name = TypeVar("_Name", bound=str)
 
 HONOURED = frozenset(
     {
@@ -236,8 +238,8 @@ def head_dim(config: Mapping[str, Any], family: str) -> int:
     return found
 
 
-def activation(config: Mapping[str, Any], known: Mapping[str, str]) -> str:
-    """Return the function that hidden_act means. `known`: what it may be -> transformers' name of the function."""
+def activation(config: Mapping[str, Any], known: Mapping[str, _Name]) -> _Name:
+    """Return the activation that hidden_act selects. `known`: supported values -> transformers' names."""
     name = config.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in known:
         raise refused("hidden_act", name, f"only {' or '.join(map(repr, known))} is supported")

@@ -1,8 +1,8 @@
-"""The table of parameters: one row for each that a model may have.
+"""The table of parameters: one row for each parameter that a model may have.
 
-A row says how the parameter is named in Megatron-Core and in vLLM and which Hugging Face tensors it joins; the names
-of the dimensions, whose sizes are ModelShape.dims, say how it is split. Where each block lies on which rank is
-computed in layout.py.
+A row has the parameter's names in Megatron-Core and vLLM, the Hugging Face tensors that it concatenates, and the names
+of their dimensions, which decide the tensor-parallel split. ModelShape.dims has the sizes of the dimensions;
+reshard/layout.py computes the shards of each rank.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from typing import Literal
 from rlhf_mc.architectures.spec import ModelShape
 
 SPLIT_DIMS = frozenset({"q", "kv", "ffn", "expert_ffn", "vocab"})
-"""Dimensions that tensor parallelism splits; a tensor has at most one of them, others are replicated."""
+"""Dimensions that tensor parallelism splits. A tensor has at most one of them; a tensor with none is replicated."""
 
-Place = Literal["first", "layer", "expert", "last", "last of several"]
-"""Which pipeline stages hold a parameter; `expert`: once per expert of a layer; `last of several`: the last, unless it
-is also the first."""
+StagePlacement = Literal["first", "layer", "expert", "last", "last_if_not_first"]
+"""The pipeline stage that holds a parameter: the first, the last, or the stage of its layer; `expert`: the stage of its
+layer, one parameter per expert."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter as the engines hold it. `{i}` stands for the layer and `{e}` for the expert, each numbered as the
-    holder does: over the whole model, or over what the rank has."""
+    """One parameter of an engine. In names, `{i}` is the layer and `{e}` the expert: global indices in Hugging Face
+    names, indices local to the rank in the engines' names."""
 
-    place: Place
+    stage: StagePlacement
     hf: Mapping[str, tuple[str, ...]]
-    """The Hugging Face tensors that it joins along their split dimension, in order, each with its dimensions."""
+    """Hugging Face tensors that it concatenates along their split dimension, in order -> dimensions of each."""
     mcore: str
     """Name in Megatron-Core's local layer spec."""
     vllm: str | None
-    """Name in vLLM; None: vLLM has no such parameter. The parameters of all experts of a layer lie
-    in one tensor, whose first dimension counts the experts."""
+    """Name in vLLM; None: vLLM has no such parameter. vLLM stacks a layer's experts in one tensor [experts, ...]."""
     mcore_fused: str | None = None
-    """Name in the Transformer Engine layer spec, which joins norms with the next linear; None: as `mcore`."""
+    """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer; None: as `mcore`."""
     only_if: str | None = None
-    """Attribute of ModelShape that must be true."""
+    """Attribute of ModelShape (a trait, mostly) without which the model lacks the parameter."""
 
 
-_HF, _MC = "model.layers.{i}.", "decoder.layers.{i}."
+_HF = "model.layers.{i}."
+_MC = "decoder.layers.{i}."
 
 PARAMS: tuple[Param, ...] = (
     Param(
-        place="first",
+        stage="first",
         hf={"model.embed_tokens.weight": ("vocab", "hidden")},
         mcore="embedding.word_embeddings.weight",
         vllm="model.embed_tokens.weight",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "input_layernorm.weight": ("hidden",)},
         mcore=_MC + "input_layernorm.weight",
         mcore_fused=_MC + "self_attention.linear_qkv.layer_norm_weight",
         vllm=_HF + "input_layernorm.weight",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={
             _HF + "self_attn.q_proj.weight": ("q", "hidden"),
             _HF + "self_attn.k_proj.weight": ("kv", "hidden"),
@@ -67,7 +67,7 @@ PARAMS: tuple[Param, ...] = (
         vllm=_HF + "self_attn.qkv_proj.weight",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={
             _HF + "self_attn.q_proj.bias": ("q",),
             _HF + "self_attn.k_proj.bias": ("kv",),
@@ -78,57 +78,57 @@ PARAMS: tuple[Param, ...] = (
         only_if="qkv_bias",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "self_attn.o_proj.weight": ("hidden", "q")},
         mcore=_MC + "self_attention.linear_proj.weight",
         vllm=_HF + "self_attn.o_proj.weight",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "self_attn.o_proj.bias": ("hidden",)},
         mcore=_MC + "self_attention.linear_proj.bias",
         vllm=_HF + "self_attn.o_proj.bias",
         only_if="o_bias",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "self_attn.q_norm.weight": ("head",)},
         mcore=_MC + "self_attention.q_layernorm.weight",
         vllm=_HF + "self_attn.q_norm.weight",
         only_if="qk_norm",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "self_attn.k_norm.weight": ("head",)},
         mcore=_MC + "self_attention.k_layernorm.weight",
         vllm=_HF + "self_attn.k_norm.weight",
         only_if="qk_norm",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "post_attention_layernorm.weight": ("hidden",)},
         mcore=_MC + "pre_mlp_layernorm.weight",
         mcore_fused=_MC + "mlp.linear_fc1.layer_norm_weight",
         vllm=_HF + "post_attention_layernorm.weight",
         only_if="is_dense",
     ),
-    # The norm before a router is joined with nothing.
+    # The norm before a router is not fused.
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "post_attention_layernorm.weight": ("hidden",)},
         mcore=_MC + "pre_mlp_layernorm.weight",
         vllm=_HF + "post_attention_layernorm.weight",
         only_if="has_experts",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "mlp.gate.weight": ("experts", "hidden")},
         mcore=_MC + "mlp.router.weight",
         vllm=_HF + "mlp.gate.weight",
         only_if="has_experts",
     ),
     Param(
-        place="expert",
+        stage="expert",
         hf={
             _HF + "mlp.experts.{e}.gate_proj.weight": ("expert_ffn", "hidden"),
             _HF + "mlp.experts.{e}.up_proj.weight": ("expert_ffn", "hidden"),
@@ -138,63 +138,63 @@ PARAMS: tuple[Param, ...] = (
         only_if="has_experts",
     ),
     Param(
-        place="expert",
+        stage="expert",
         hf={_HF + "mlp.experts.{e}.down_proj.weight": ("hidden", "expert_ffn")},
         mcore=_MC + "mlp.experts.local_experts.{e}.linear_fc2.weight",
         vllm=_HF + "mlp.experts.routed_experts.w2_weight",
         only_if="has_experts",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "mlp.gate_proj.weight": ("ffn", "hidden"), _HF + "mlp.up_proj.weight": ("ffn", "hidden")},
         mcore=_MC + "mlp.linear_fc1.weight",
         vllm=_HF + "mlp.gate_up_proj.weight",
         only_if="is_dense",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "mlp.gate_proj.bias": ("ffn",), _HF + "mlp.up_proj.bias": ("ffn",)},
         mcore=_MC + "mlp.linear_fc1.bias",
         vllm=_HF + "mlp.gate_up_proj.bias",
         only_if="mlp_bias",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "mlp.down_proj.weight": ("hidden", "ffn")},
         mcore=_MC + "mlp.linear_fc2.weight",
         vllm=_HF + "mlp.down_proj.weight",
         only_if="is_dense",
     ),
     Param(
-        place="layer",
+        stage="layer",
         hf={_HF + "mlp.down_proj.bias": ("hidden",)},
         mcore=_MC + "mlp.linear_fc2.bias",
         vllm=_HF + "mlp.down_proj.bias",
         only_if="mlp_bias",
     ),
     Param(
-        place="last",
+        stage="last",
         hf={"model.norm.weight": ("hidden",)},
         mcore="decoder.final_layernorm.weight",
         vllm="model.norm.weight",
     ),
     Param(
-        place="last",
+        stage="last",
         hf={"lm_head.weight": ("vocab", "hidden")},
         mcore="output_layer.weight",
         vllm="lm_head.weight",
         only_if="has_lm_head",
     ),
-    # Megatron keeps a second copy of a shared embedding on the last of several stages.
+    # Megatron-Core replicates a tied embedding on the last stage.
     Param(
-        place="last of several",
+        stage="last_if_not_first",
         hf={"model.embed_tokens.weight": ("vocab", "hidden")},
         mcore="output_layer.weight",
         vllm=None,
         only_if="shares_embeddings",
     ),
     Param(
-        place="last",
+        stage="last",
         hf={"score.weight": ("one", "hidden")},
         mcore="output_layer.weight",
         vllm=None,
@@ -204,5 +204,5 @@ PARAMS: tuple[Param, ...] = (
 
 
 def params_of(shape: ModelShape) -> tuple[Param, ...]:
-    """The rows of the table that this model has."""
+    """Return the rows of the parameters that this model has."""
     return tuple(p for p in PARAMS if p.only_if is None or getattr(shape, p.only_if))

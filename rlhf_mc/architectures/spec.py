@@ -1,99 +1,107 @@
-"""What a model of a known family is made of: its sizes, and what it computes otherwise than others.
+"""Specifications of architectures: the traits of each supported model family, and the sizes and traits of one model.
 
-Adding a family adds an entry to FAMILIES, and to parameters.py the rows of the parameters that no family has yet.
+A new family is an entry in FAMILIES. A new trait is a field of Traits; parameters.py or models/ then reads it from the
+ModelShape. A new parameter is a row in parameters.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from rlhf_mc.architectures import hf_config
 from rlhf_mc.architectures.hf_config import flag, need, size
 from rlhf_mc.config.errors import UserError
 
 VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this; Megatron's padding follows it so that shards agree."""
+"""vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary shards agree."""
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""Activation functions, by transformers' names. models/build.py has the function of each."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """What one `model_type` leaves open. Flags are True, False, or the key of config.json that decides."""
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Computations in which families differ."""
 
-    architecture: str
-    """The class of its language models, by which vLLM goes."""
-    qkv_bias: bool | str
-    o_bias: bool | str
-    mlp_bias: bool | str
+    qkv_bias: bool = False
+    """The projections to queries, keys and values have biases."""
+    o_bias: bool = False
+    """The projection of the attention's output has a bias."""
+    mlp_bias: bool = False
+    """The projections of the dense feed-forward network have biases."""
     qk_norm: bool = False
-    """Each head's query and key pass through a norm of their own."""
+    """Each head's query and key are normalised (RMSNorm)."""
     zero_centered_norms: bool = False
     """Norms multiply by 1 + weight."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
-    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one `model_type`."""
+
+    architecture: str
+    """Class of the language model, by its name in transformers and vLLM."""
+    traits: Traits = field(default_factory=Traits)
+    config_traits: Mapping[str, str] = field(default_factory=dict)
+    """Name of a trait -> key of config.json that sets it."""
+    is_moe: bool = False
     """The layers are mixtures of experts."""
-    activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu"})
-    """What hidden_act may be -> the function that it means, by the name that transformers gives it."""
+    activations: Mapping[str, Activation] = field(default_factory=lambda: {"silu": "silu"})
+    """Supported values of hidden_act -> the function that each selects."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a config.json means that leaves the key out."""
+    """Values of the keys that a config.json may leave out."""
+
+    def traits_in(self, config: Mapping[str, Any]) -> dict[str, bool]:
+        """Return every trait of the model that a config.json describes, by name."""
+        return asdict(self.traits) | {trait: flag(config, key) for trait, key in self.config_traits.items()}
 
 
-_GELU = "gelu_pytorch_tanh"
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _NO_WINDOW = {"use_sliding_window": False}
+_GELU: Activation = "gelu_pytorch_tanh"
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "llama": Family("LlamaForCausalLM", config_traits={**_ATTENTION_BIAS, "mlp_bias": "mlp_bias"}),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
+        Traits(qkv_bias=True),
         defaults={"num_key_value_heads": 32, **_NO_WINDOW},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias=False,
-        qk_norm=True,
+        Traits(qk_norm=True),
+        config_traits=_ATTENTION_BIAS,
         defaults={"head_dim": 128, "num_key_value_heads": 32, **_NO_WINDOW},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias=False,
-        qk_norm=True,
-        experts=True,
+        Traits(qk_norm=True),
+        config_traits=_ATTENTION_BIAS,
+        is_moe=True,
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, **_NO_WINDOW},
     ),
-    "mistral": Family(
-        "MistralForCausalLM",
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-    ),
+    "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
     "gemma": Family(
         "GemmaForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias=False,
-        zero_centered_norms=True,
-        scaled_embeddings=True,
-        # The first published configurations say "gelu" and mean the approximation, as vLLM takes it.
+        Traits(zero_centered_norms=True, scaled_embeddings=True),
+        config_traits=_ATTENTION_BIAS,
+        # The first published configurations say "gelu" and mean the tanh approximation, as vLLM reads them.
         activations={_GELU: _GELU, "gelu": _GELU},
         defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": _GELU, "num_key_value_heads": 16},
     ),
 }
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """All that decides which tensors a model has, and what the builder of the model needs beside them."""
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(Traits):
+    """Sizes and traits of one model: everything that its parameters and its computation follow from.
+
+    Checkpoints store the fields by name (checkpoint/training_state.py)."""
 
     family: str
     num_layers: int
@@ -104,30 +112,24 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tie_embeddings: bool
-    qkv_bias: bool
     norm_eps: float
     rope_theta: float
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    zero_centered_norms: bool = False
-    scaled_embeddings: bool = False
-    activation: str = "silu"
+    activation: Activation = "silu"
     num_experts: int = 0
-    """Of each layer; 0: the layers are dense."""
+    """Experts of each layer; 0: the layers are dense."""
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
-    """Of one expert; ffn_hidden_size is that of a dense layer."""
+    """Intermediate size of one expert; ffn_hidden_size is that of a dense layer."""
     norm_topk_prob: bool = False
-    """A token's weights of its experts are made to sum to 1."""
+    """The router's weights of a token's experts are normalised to sum to 1."""
     value_head: bool = False
-    """A critic: `score.weight` [1, hidden] in place of the language-model head."""
+    """A critic: `score.weight` [1, hidden] replaces the language-model head."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], value_head: bool = False) -> ModelShape:
-        """Return the shape that a parsed config.json describes. UserError for what is not supported."""
+        """Return the shape that a parsed config.json describes. Raise UserError for an unsupported value."""
         family_name = need(config, "model_type")
         if not isinstance(family_name, str) or family_name not in FAMILIES:
             raise hf_config.refused("model_type", family_name, f"known are {', '.join(FAMILIES)}")
@@ -151,26 +153,23 @@ class ModelShape:
             head_dim=hf_config.head_dim(config, family_name),
             vocab_size=size(config, "vocab_size"),
             tie_embeddings=flag(config, "tie_word_embeddings"),
-            qkv_bias=_flag(config, family.qkv_bias),
-            o_bias=_flag(config, family.o_bias),
-            mlp_bias=_flag(config, family.mlp_bias),
             norm_eps=hf_config.positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=size(config, "max_position_embeddings"),
-            qk_norm=family.qk_norm,
-            zero_centered_norms=family.zero_centered_norms,
-            scaled_embeddings=family.scaled_embeddings,
             activation=hf_config.activation(config, family.activations),
             value_head=value_head,
-            **(_experts(config) if family.experts else {}),
+            **family.traits_in(config),
+            **(_moe_sizes(config) if family.is_moe else {}),
         )
 
     def sequence_cost(self, num_tokens: int) -> float:
-        """What a sequence costs to compute, in tokens of a short one: n + n^2 x (width of the queries) / (a layer's
-        weights that a token meets). The products with the weights take 2 FLOPs for each of them and token, causal
-        attention 2 n^2 for each query dimension."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """Return the compute of a sequence of n tokens, in units of one token of a short sequence.
+
+        It is n + n^2 x (dimensions of all queries) / (weights of a layer that one token uses): a product with a weight
+        takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension."""
+        q = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
         ffn = self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
         weights = self.hidden_size * (2 * q + 2 * kv + 3 * ffn)
         return num_tokens + num_tokens**2 * q / weights
@@ -187,7 +186,7 @@ class ModelShape:
 
     @property
     def has_lm_head(self) -> bool:
-        """There is an `lm_head.weight` of its own."""
+        """The language-model head has a weight of its own, `lm_head.weight`."""
         return not self.tie_embeddings and not self.value_head
 
     @property
@@ -196,7 +195,7 @@ class ModelShape:
         return self.tie_embeddings and not self.value_head
 
     def dims(self) -> dict[str, int]:
-        """Sizes of the dimensions that the table names."""
+        """Return the sizes of the dimensions that parameters.py names."""
         return {
             "hidden": self.hidden_size,
             "q": self.num_heads * self.head_dim,
@@ -210,22 +209,20 @@ class ModelShape:
         }
 
 
-def _flag(config: Mapping[str, Any], rule: bool | str) -> bool:
-    return rule if isinstance(rule, bool) else flag(config, rule)
-
-
-def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ModelShape that describe a mixture of experts."""
+def _moe_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ModelShape that describe a mixture of experts. Raise UserError unless all layers have
+    experts."""
     everywhere: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
     for key, supported in everywhere.items():
         if config.get(key, supported) not in (supported, None):
             raise hf_config.refused(key, config[key], f"only {supported} is supported: experts in all layers")
-    # transformers 5 writes num_local_experts, earlier ones num_experts.
+    # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_experts" if config.get("num_experts") else "num_local_experts"
     if config.get("num_local_experts") not in (None, config.get(key)):
         other = f"num_experts is {config[key]}, and they are two names of one number"
         raise hf_config.refused("num_local_experts", config["num_local_experts"], other)
-    num_experts, per_token = size(config, key), size(config, "num_experts_per_tok")
+    num_experts = size(config, key)
+    per_token = size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise UserError(f"config.json: num_experts_per_tok is {per_token}, more than {key}, which is {num_experts}")
     return {
@@ -237,6 +234,6 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of Megatron's embedding over all its tensor-parallel ranks: the next multiple of lcm(64, tp_size)."""
+    """Return the rows of Megatron's embedding over all tensor-parallel ranks: the next multiple of lcm(64, tp_size)."""
     multiple = math.lcm(VOCAB_MULTIPLE, tp_size)
     return -(-vocab_size // multiple) * multiple

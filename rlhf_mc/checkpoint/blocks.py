@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.reshard.layout import Box, Layout, Piece, logical_shapes
+from rlhf_mc.reshard.layout import Box, Layout, Shard, logical_shapes
 from rlhf_mc.topology.consensus import gather_objects
 
 
@@ -47,8 +47,8 @@ def blocks_of(role: Role) -> list[Block]:
     parts = role.engine.optimizer_parts()
     spread = gather_objects({part.local: part.ranks for part in parts})
     shapes = logical_shapes(role.engine.shape)
-    pieces: dict[str, list[Piece]] = {}
-    for piece in role.layouts[rank].pieces:
+    pieces: dict[str, list[Shard]] = {}
+    for piece in role.layouts[rank].shards:
         pieces.setdefault(piece.local, []).append(piece)
     writers = _Writers(role.layouts, spread)
     out = []
@@ -76,28 +76,28 @@ class _Writers:
         self._holders: dict[tuple[str, Box], list[int]] = {}
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):
-            for piece in layout.pieces:
+            for piece in layout.shards:
                 at = (piece.tensor, piece.box)
                 self._holders.setdefault(at, []).append(rank)
                 if piece.local in spread[rank]:
                     self._state.setdefault(at, set()).add(spread[rank][piece.local])
 
-    def of_weight(self, piece: Piece) -> int:
+    def of_weight(self, piece: Shard) -> int:
         """The rank: one of the holders, so that replicas share the work."""
         holders = self._holders[piece.tensor, piece.box]
         return holders[zlib.crc32(f"{piece.tensor}{piece.box}".encode()) % len(holders)]
 
-    def of_state(self, piece: Piece) -> tuple[int, ...]:
+    def of_state(self, piece: Shard) -> tuple[int, ...]:
         """The ranks that hold the state once between them. Others (tensor-parallel ranks that all hold a norm, the two
         ends of a pipeline with a tied embedding) hold the same."""
         return min(self._state[piece.tensor, piece.box])
 
 
-def _slices(piece: Piece) -> tuple[slice, ...]:
+def _slices(piece: Shard) -> tuple[slice, ...]:
     return tuple(slice(at, at + end - start) for at, (start, end) in zip(piece.offset, piece.box, strict=True))
 
 
-def _runs(piece: Piece, local_shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, slice]]:
+def _runs(piece: Shard, local_shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, slice]]:
     """The elements [start, end) of a flattened local parameter, as far as they are the piece's, as boxes of the logical
     tensor: of a matrix the end of a row, whole rows, the beginning of a row. With each the run of elements,
     counted from `start`."""

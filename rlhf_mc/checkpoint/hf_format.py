@@ -252,17 +252,17 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
     error: UserError | None = None
     wanted = layout.without(skip)  # single tensors, as in the files
     try:
-        slices = reader.slices({piece.tensor: None for piece in wanted.pieces})
+        slices = reader.slices({piece.tensor: None for piece in wanted.shards})
         source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
         plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
         execute(plan.for_rank(0), slices, params, group=None)
     except UserError as found:
         error = found
     raise_together(error)
-    filled = {piece.local for piece in wanted.pieces}
+    filled = {piece.local for piece in wanted.shards}
 
     def describe(local: str, count: int) -> str:
-        of_param = {piece.tensor: None for piece in wanted.pieces if piece.local == local}
+        of_param = {piece.tensor: None for piece in wanted.shards if piece.local == local}
         for name in of_param:
             if in_file := reader.num_not_finite(name):
                 return f"{reader.file_of(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"

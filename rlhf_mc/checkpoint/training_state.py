@@ -162,10 +162,10 @@ def stored_models(path: Path) -> dict[str, Any]:
 def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
     """Raise UserError where the checkpoint's model of a role has another shape."""
     theirs, ours = stored[name]["shape"], asdict(shape)
-    for field, value in ours.items():
-        if theirs.get(field) != value:
+    for field in ("family", *ours):
+        if theirs.get(field) != ours[field]:
             raise UserError(
-                f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and {value} here"
+                f"{path}: of another model: the {name}'s {field} is {theirs.get(field)} there and {ours[field]} here"
             )
 
 

@@ -26,7 +26,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mc import platform
-from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import Activation, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, ReplicatedKVAttention
 from rlhf_mc.models.checks import check_layout
@@ -36,7 +36,7 @@ from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.topology.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
 }

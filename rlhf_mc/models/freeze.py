@@ -27,7 +27,7 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
             raise UserError(f"{key}: {pattern!r} matches no tensor of the model; the nearest name is {nearest!r}")
         frozen.update(matched)
     together: dict[str, set[str]] = defaultdict(set)
-    for piece in mcore_layout(shape, 0, 1, range(shape.num_layers), first=True, last=True).pieces:
+    for piece in mcore_layout(shape, 0, 1, range(shape.num_layers), first=True, last=True).shards:
         together[piece.local].add(piece.tensor)
     for tensors in together.values():
         if tensors & frozen and tensors - frozen:
@@ -42,7 +42,7 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
     """The parameters of a rank, by their names there, that hold these tensors."""
-    return frozenset(piece.local for piece in layout.pieces if piece.tensor in tensors)
+    return frozenset(piece.local for piece in layout.shards if piece.tensor in tensors)
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ stacked experts are cut along the second, where a single expert is too much."""
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A Transfer for every tensor of a pattern: `src` and `dst` number the pattern's pieces on either side."""
+    """A Transfer for every tensor of a pattern: `src` and `dst` number the pattern's shards on either side."""
 
     src_rank: int
     dst_rank: int
@@ -55,9 +55,9 @@ class Pattern:
     """Tensors that lie alike on both sides, and the moves that each of them makes."""
 
     src_locals: list[tuple[str, ...]]
-    """[tensor][source piece] local name."""
+    """[tensor][source shard] local name."""
     dst_locals: list[tuple[str, ...]]
-    """[tensor][target piece] local name."""
+    """[tensor][target shard] local name."""
     copies: list[Move]
     """Within a rank."""
     moves: list[Move]

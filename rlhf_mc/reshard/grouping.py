@@ -82,9 +82,9 @@ def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> list[_Held]
 def _common(have: Layout, want: Layout) -> int:
     """Return the number of elements that both layouts hold."""
     boxes: dict[str, list[Box]] = defaultdict(list)
-    for piece in have.stacked:
-        boxes[piece.tensor].append(piece.box)
-    return sum(_overlap(box, piece.box) for piece in want.stacked for box in boxes[piece.tensor])
+    for shard in have.stacked:
+        boxes[shard.tensor].append(shard.box)
+    return sum(_overlap(box, shard.box) for shard in want.stacked for box in boxes[shard.tensor])
 
 
 def _overlap(a: Box, b: Box) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, Place, params_of
+from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, params_of
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 
@@ -30,7 +30,7 @@ def member(name: str, index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """A block of a logical tensor and where it begins in a local tensor; no stride, no transposition."""
 
     tensor: str
@@ -47,8 +47,8 @@ class Piece:
         (start, end), *_ = self.box
         return range(self.offset[0], self.offset[0] + end - start)
 
-    def singles(self) -> Iterator[Piece]:
-        """Yield the same piece as pieces of single tensors, one for each expert."""
+    def singles(self) -> Iterator[Shard]:
+        """Yield the same shard as shards of single tensors, one for each expert."""
         if STACK not in self.tensor:
             yield self
             return
@@ -56,12 +56,12 @@ class Piece:
         for expert, index in zip(range(*self.box[0]), self.indices(), strict=True):
             tensor = member(self.tensor, expert)
             if STACK in self.local:
-                yield Piece(tensor, tuple(box), member(self.local, index), self.offset[1:])
+                yield Shard(tensor, tuple(box), member(self.local, index), self.offset[1:])
             else:
-                yield Piece(tensor, tuple(box), self.local, (index, *self.offset[1:]))
+                yield Shard(tensor, tuple(box), self.local, (index, *self.offset[1:]))
 
     def offset_of(self, block: Box) -> tuple[int, ...]:
-        """Where a part of the piece's block begins in the local tensor."""
+        """Where a part of the shard's block begins in the local tensor."""
         lead = len(self.offset) - len(self.box)
         places = zip(self.offset[lead:], block, self.box, strict=True)
         return (*self.offset[:lead], *[at + part[0] - whole[0] for at, part, whole in places])
@@ -69,27 +69,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """All that one process holds. Local elements that no piece covers are padding.
+    """All that one process holds. Local elements that no shard covers are padding.
 
     The experts of a layer are planned as one: their tensors stand here as stacks, with "*" in the place of the
-    expert's number and the experts as first dimension. `shapes` and `pieces` have each tensor by its own name."""
+    expert's number and the experts as first dimension. `shapes` and `shards` have each tensor by its own name."""
 
     stacked_shapes: dict[str, tuple[int, ...]]
     """Local name -> local shape."""
-    stacked: tuple[Piece, ...]
+    stacked: tuple[Shard, ...]
 
     @functools.cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces of single tensors."""
-        return tuple(single for piece in self.stacked for single in piece.singles())
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards of single tensors."""
+        return tuple(single for shard in self.stacked for single in shard.singles())
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Local name -> local shape, of single tensors."""
         indices: dict[str, set[int]] = {}
-        for piece in self.stacked:
-            if STACK in piece.local:
-                indices.setdefault(piece.local, set()).update(piece.indices())
+        for shard in self.stacked:
+            if STACK in shard.local:
+                indices.setdefault(shard.local, set()).update(shard.indices())
         shapes: dict[str, tuple[int, ...]] = {}
         for name, size in self.stacked_shapes.items():
             if STACK in name:
@@ -99,17 +99,17 @@ class Layout:
         return shapes
 
     @functools.cached_property
-    def by_local(self) -> dict[str, list[Piece]]:
-        """The pieces by the local tensor, or stack, that they lie in."""
-        found: dict[str, list[Piece]] = {}
-        for piece in self.stacked:
-            found.setdefault(piece.local, []).append(piece)
+    def by_local(self) -> dict[str, list[Shard]]:
+        """The shards by the local tensor, or stack, that they lie in."""
+        found: dict[str, list[Shard]] = {}
+        for shard in self.stacked:
+            found.setdefault(shard.local, []).append(shard)
         return found
 
     def without(self, tensors: Collection[str]) -> Layout:
-        """The same, less the pieces of these logical tensors. It has no stacks, so that what it is planned with must
+        """The same, less the shards of these logical tensors. It has no stacks, so that what it is planned with must
         have none either."""
-        return Layout(self.shapes, tuple(p for p in self.pieces if p.tensor not in tensors))
+        return Layout(self.shapes, tuple(p for p in self.shards if p.tensor not in tensors))
 
 
 EMPTY = Layout({}, ())
@@ -121,9 +121,9 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     occurrences = _occurrences(params_of(shape), range(shape.num_layers))
     # All parameters of one expert come before those of the next, as models list them.
-    for (layer, place), group in itertools.groupby(occurrences, lambda found: (found[1], found[0].place)):
+    for (layer, stage), group in itertools.groupby(occurrences, lambda found: (found[1], found[0].stage)):
         params = [param for param, _ in group]
-        for expert in range(shape.num_experts if place == "expert" else 1):
+        for expert in range(shape.num_experts if stage == "expert" else 1):
             for param in params:
                 for name, dims in param.hf.items():
                     shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
@@ -134,13 +134,13 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
     """One process that holds every logical tensor, or those of `names`, whole and under its own name."""
     sizes, held = shape.dims(), None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: list[Piece] = []
+    shards: list[Shard] = []
     for param, layer in _occurrences(params_of(shape), range(shape.num_layers)):
         for pattern, dims in param.hf.items():
             name, size = pattern.format(i=layer, e=STACK), tuple(sizes[d] for d in dims)
             if name in shapes:
                 continue  # Megatron holds a tied embedding twice
-            if param.place == "expert":
+            if param.stage == "expert":
                 size = (shape.num_experts, *size)
                 runs = list(_runs([e for e in range(shape.num_experts) if held is None or member(name, e) in held]))
             else:
@@ -148,8 +148,8 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
             if runs:
                 shapes[name] = size
             rest = tuple((0, length) for length in size[1:])
-            pieces += [Piece(name, (run, *rest), name, (run[0], *(0 for _ in rest))) for run in runs]
-    return Layout(shapes, tuple(pieces))
+            shards += [Shard(name, (run, *rest), name, (run[0], *(0 for _ in rest))) for run in runs]
+    return Layout(shapes, tuple(shards))
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -161,8 +161,8 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def whole_layout(shapes: dict[str, tuple[int, ...]]) -> Layout:
     """One process that holds tensors of these shapes whole."""
-    pieces = (Piece(n, tuple((0, size) for size in s), n, (0,) * len(s)) for n, s in shapes.items())
-    return Layout(shapes, tuple(pieces))
+    shards = (Shard(n, tuple((0, size) for size in s), n, (0,) * len(s)) for n, s in shapes.items())
+    return Layout(shapes, tuple(shards))
 
 
 @functools.cache
@@ -192,14 +192,14 @@ def mcore_layout(
         etp_rank, etp_size = tp_rank, tp_size
     per_rank = shape.num_experts // ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-    places = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
-    places |= {"last of several"} if last and not first else set()
+    stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
+    stages |= {"last_if_not_first"} if last and not first else set()
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
     held = []
-    for param in (p for p in params_of(shape) if p.place in places):
+    for param in (p for p in params_of(shape) if p.stage in stages):
         if _is_qkv(param):
             cuts = _qkv_cuts(param, shape, tp_rank, tp_size)
-        elif param.place == "expert":
+        elif param.stage == "expert":
             cuts = _even_cuts(param, shape, etp_rank, etp_size)
         else:
             cuts = _even_cuts(param, shape, tp_rank, tp_size, vocab)
@@ -318,7 +318,7 @@ def _is_qkv(param: Param) -> bool:
 
 class _Placed(Protocol):
     @property
-    def place(self) -> Place: ...
+    def stage(self) -> StagePlacement: ...
 
 
 _P = TypeVar("_P", bound=_Placed)
@@ -327,11 +327,11 @@ _P = TypeVar("_P", bound=_Placed)
 def _occurrences(params: Sequence[_P], layers: range) -> Iterator[tuple[_P, int]]:
     """Yield each parameter with the global number of its layer, layer by layer; those outside the layers with the
     first layer."""
-    yield from ((p, layers.start) for p in params if p.place == "first")
+    yield from ((p, layers.start) for p in params if p.stage == "first")
     for layer in layers:
-        yield from ((p, layer) for p in params if p.place == "layer")
-        yield from ((p, layer) for p in params if p.place == "expert")
-    yield from ((p, layers.start) for p in params if p.place.startswith("last"))
+        yield from ((p, layer) for p in params if p.stage == "layer")
+        yield from ((p, layer) for p in params if p.stage == "expert")
+    yield from ((p, layers.start) for p in params if p.stage.startswith("last"))
 
 
 _Cut = tuple[str, tuple[int, int]]
@@ -369,28 +369,28 @@ def _part(index: int, count: int, size: int) -> tuple[int, int]:
 class _Joined:
     """One parameter in one process. `{i}` in its names stands for the layer."""
 
-    place: Place
+    stage: StagePlacement
     local: str
     size: tuple[int, ...]
     """Its local shape."""
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
 
 
 def _of_layers(params: Sequence[_Joined], layers: range) -> Layout:
     """Return the layout of a process that holds these parameters in each of these layers, which it counts from 0."""
-    shapes, pieces = {}, []
+    shapes, shards = {}, []
     for param, layer in _occurrences(params, layers):
         local = param.local.format(i=layer - layers.start)
         shapes[local] = param.size
-        pieces += [Piece(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.pieces]
-    return Layout(shapes, tuple(pieces))
+        shards += [Shard(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.shards]
+    return Layout(shapes, tuple(shards))
 
 
 def _join(param: Param, shape: ModelShape, local: str, cuts: Sequence[_Cut], experts: range) -> _Joined:
     """Return a parameter that joins `cuts` in order along the dimension that is split, for experts their stack."""
     sizes = shape.dims()
-    stacks = param.place == "expert"
-    pieces, filled = [], 0
+    stacks = param.stage == "expert"
+    shards, filled = [], 0
     for name, (start, end) in cuts:
         dims = param.hf[name]
         box = [(0, sizes[d]) for d in dims]
@@ -405,9 +405,9 @@ def _join(param: Param, shape: ModelShape, local: str, cuts: Sequence[_Cut], exp
             box.insert(0, (experts.start, experts.stop))
             offset.insert(0, 0)
         if all(a < b for a, b in box):
-            pieces.append(Piece(name.replace("{e}", STACK), tuple(box), local, tuple(offset)))
+            shards.append(Shard(name.replace("{e}", STACK), tuple(box), local, tuple(offset)))
     local_shape = [sizes[d] for d in dims]
     if axis is not None:
         local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
-    return _Joined(param.place, local.replace("{e}", STACK), size, tuple(pieces))
+    return _Joined(param.stage, local.replace("{e}", STACK), size, tuple(shards))

@@ -42,12 +42,12 @@ def chunk_prefix(chunk: int, num_chunks: int) -> str:
 
 def _joined(chunks: Sequence[Layout]) -> Layout:
     """What a rank with several model chunks holds."""
-    shapes, pieces = {}, []
+    shapes, shards = {}, []
     for number, layout in enumerate(chunks):
         prefix = chunk_prefix(number, len(chunks))
         shapes.update({prefix + name: size for name, size in layout.stacked_shapes.items()})
-        pieces += [replace(piece, local=prefix + piece.local) for piece in layout.stacked]
-    return Layout(shapes, tuple(pieces))
+        shards += [replace(shard, local=prefix + shard.local) for shard in layout.stacked]
+    return Layout(shapes, tuple(shards))
 
 
 def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]]) -> list[Layout]:

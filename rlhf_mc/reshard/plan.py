@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Shared, shared_tensors
 from rlhf_mc.reshard.buckets import Move, Pattern, Step, fill_buckets
-from rlhf_mc.reshard.layout import Box, Layout, Piece
+from rlhf_mc.reshard.layout import Box, Layout, Shard
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 
 MIN_SLICE_BYTES = 1 << 16
@@ -147,19 +147,19 @@ class _Side:
             ranks_of[id(layout)].append(rank)
         self.ranks = list(ranks_of.values())
         """Ranks of each distinct layout."""
-        self.held: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
-        """Tensor -> (number of the distinct layout, piece)."""
+        self.held: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
+        """Tensor -> (number of the distinct layout, shard)."""
         self.position: dict[str, int] = {}
         """Tensor -> how early it comes in a layout."""
         for number, ranks in enumerate(self.ranks):
-            for position, piece in enumerate(layouts[ranks[0]].stacked):
-                self.held[piece.tensor].append((number, piece))
-                if position <= self.position.get(piece.tensor, position):
-                    self.position[piece.tensor] = position
+            for position, shard in enumerate(layouts[ranks[0]].stacked):
+                self.held[shard.tensor].append((number, shard))
+                if position <= self.position.get(shard.tensor, position):
+                    self.position[shard.tensor] = position
 
 
-def _placement(held: Iterable[tuple[int, Piece]]) -> tuple:
-    return tuple((number, piece.box, piece.offset) for number, piece in held)
+def _placement(held: Iterable[tuple[int, Shard]]) -> tuple:
+    return tuple((number, shard.box, shard.offset) for number, shard in held)
 
 
 class _Spread:
@@ -211,20 +211,20 @@ class _Spread:
 
 
 class _Cut:
-    """A block and where it begins in the pieces that hold it, which are numbered."""
+    """A block and where it begins in the shards that hold it, which are numbered."""
 
-    def __init__(self, block: Box, sources: Sequence[tuple[int, Piece]], targets: Sequence[tuple[int, Piece]]) -> None:
+    def __init__(self, block: Box, sources: Sequence[tuple[int, Shard]], targets: Sequence[tuple[int, Shard]]) -> None:
         self.extent = tuple(end - start for start, end in block)
         self.begin = functools.cache(lambda number: sources[number][1].offset_of(block))
         self.end = functools.cache(lambda number: targets[number][1].offset_of(block))
 
     def move(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """Return the move from a source's piece (rank, number) to a target's."""
+        """Return the move from a source's shard (rank, number) to a target's."""
         (src_rank, src), (dst_rank, dst) = sender, receiver
         return Move(src_rank, dst_rank, src, self.begin(src), dst, self.end(dst), self.extent)
 
     def relay(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """Return the move from a target's piece to another's."""
+        """Return the move from a target's shard to another's."""
         (src_rank, src), (dst_rank, dst) = sender, receiver
         return Move(src_rank, dst_rank, src, self.end(src), dst, self.end(dst), self.extent)
 
@@ -232,17 +232,17 @@ class _Cut:
 def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) -> tuple[Pattern, Pattern]:
     """Works out the moves of the first tensor, from its sources and those that relay; the others make the same."""
     sources, targets = src.held.get(tensors[0], []), dst.held[tensors[0]]
-    holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> number of its piece
-    for number, (layout, piece) in enumerate(sources):
-        holders[piece.box].update(dict.fromkeys(src.ranks[layout], number))
+    holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> number of its shard
+    for number, (layout, shard) in enumerate(sources):
+        holders[shard.box].update(dict.fromkeys(src.ranks[layout], number))
     copies: list[Move] = []
     moves: list[Move] = []
     relays: list[Move] = []
     for (box, block), wanted in _needs(tensors[0], holders, targets, dst.ranks).items():
         have = holders[box]
         whole = _Cut(block, sources, targets)
-        copies += [whole.move((rank, have[rank]), (rank, piece)) for rank, piece in wanted if rank in have]
-        missing = [(rank, piece) for rank, piece in wanted if rank not in have]
+        copies += [whole.move((rank, have[rank]), (rank, shard)) for rank, shard in wanted if rank in have]
+        missing = [(rank, shard) for rank, shard in wanted if rank not in have]
         for senders, teams in spread.nearest(have, missing).items():
             served = sum(map(len, teams))
             cuts: dict[int, list[_Cut]] = {}
@@ -259,28 +259,28 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) 
 
 
 def _needs(
-    tensor: str, holders: Mapping[Box, object], targets: Sequence[tuple[int, Piece]], dst_ranks: list[list[int]]
+    tensor: str, holders: Mapping[Box, object], targets: Sequence[tuple[int, Shard]], dst_ranks: list[list[int]]
 ) -> dict[tuple[Box, Box], list[tuple[int, int]]]:
-    """(block of the source, its part that is wanted) -> (rank, number of its piece) of all who want it."""
+    """(block of the source, its part that is wanted) -> (rank, number of its shard) of all who want it."""
     needs: dict[tuple[Box, Box], list[tuple[int, int]]] = defaultdict(list)
     blocks_of: dict[Box, list[tuple[Box, Box]]] = {}
-    for number, (layout, piece) in enumerate(targets):
-        if piece.box not in blocks_of:
-            blocks_of[piece.box] = [(box, block) for box in holders if (block := _intersection(box, piece.box))]
-        for found in blocks_of[piece.box]:
+    for number, (layout, shard) in enumerate(targets):
+        if shard.box not in blocks_of:
+            blocks_of[shard.box] = [(box, block) for box in holders if (block := _intersection(box, shard.box))]
+        for found in blocks_of[shard.box]:
             needs[found] += [(rank, number) for rank in dst_ranks[layout]]
-        covered = sum(_volume(block) for _, block in blocks_of[piece.box])
-        assert covered <= _volume(piece.box), f"{tensor}: blocks of the source overlap"
-        if covered < _volume(piece.box):
+        covered = sum(_volume(block) for _, block in blocks_of[shard.box])
+        assert covered <= _volume(shard.box), f"{tensor}: blocks of the source overlap"
+        if covered < _volume(shard.box):
             raise UserError(
-                f"{tensor}: rank {dst_ranks[layout][0]} needs {_show(piece.box)} of it for {piece.local}, "
+                f"{tensor}: rank {dst_ranks[layout][0]} needs {_show(shard.box)} of it for {shard.local}, "
                 f"and the source has {', '.join(map(_show, holders)) or 'nothing of it'}"
             )
     return needs
 
 
 def _locals(tensors: list[str], side: _Side) -> list[tuple[str, ...]]:
-    return [tuple(piece.local for _, piece in side.held.get(name, ())) for name in tensors]
+    return [tuple(shard.local for _, shard in side.held.get(name, ())) for name in tensors]
 
 
 def _intersection(a: Box, b: Box) -> Box | None:

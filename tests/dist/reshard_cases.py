@@ -39,11 +39,11 @@ def held(layout: Layout) -> dict[str, torch.Tensor]:
         starts[name] = start
         start += math.prod(size)
     out = {name: torch.full(size, -1.0) for name, size in layout.shapes.items()}
-    for piece in layout.pieces:
-        size = logical_shapes(SHAPE)[piece.tensor]
-        full = torch.arange(starts[piece.tensor], starts[piece.tensor] + math.prod(size)).view(size)
-        there = tuple(slice(o, o + b - a) for o, (a, b) in zip(piece.offset, piece.box, strict=True))
-        out[piece.local][there] = full[tuple(slice(a, b) for a, b in piece.box)].float()
+    for shard in layout.shards:
+        size = logical_shapes(SHAPE)[shard.tensor]
+        full = torch.arange(starts[shard.tensor], starts[shard.tensor] + math.prod(size)).view(size)
+        there = tuple(slice(o, o + b - a) for o, (a, b) in zip(shard.offset, shard.box, strict=True))
+        out[shard.local][there] = full[tuple(slice(a, b) for a, b in shard.box)].float()
     return out
 
 

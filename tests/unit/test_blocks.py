@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from rlhf_mc.checkpoint.blocks import _runs
-from rlhf_mc.reshard.layout import Piece
+from rlhf_mc.reshard.layout import Shard
 
-JOINED = (Piece("q", ((4, 7), (0, 5)), "qkv", (0, 0)), Piece("k", ((0, 2), (0, 5)), "qkv", (3, 0)))
-BIASES = (Piece("q", ((4, 7),), "qkv", (0,)), Piece("k", ((0, 2),), "qkv", (3,)))
+JOINED = (Shard("q", ((4, 7), (0, 5)), "qkv", (0, 0)), Shard("k", ((0, 2), (0, 5)), "qkv", (3, 0)))
+BIASES = (Shard("q", ((4, 7),), "qkv", (0,)), Shard("k", ((0, 2),), "qkv", (3,)))
 
 
 @pytest.mark.parametrize(("pieces", "local_shape"), [(JOINED, (5, 5)), (BIASES, (5,))], ids=["matrix", "vector"])
 def test_every_element_of_a_part_is_in_one_box_of_its_piece(
-    pieces: tuple[Piece, ...], local_shape: tuple[int, ...]
+    pieces: tuple[Shard, ...], local_shape: tuple[int, ...]
 ) -> None:
     """Wherever the distributed optimizer cuts a parameter that joins several tensors: a piece may lie wholly before or
     beyond a rank's part."""

@@ -77,7 +77,7 @@ def merged(ranks: list[dict[str, torch.Tensor]], layouts: list[Layout]) -> tuple
     for rank, (tensors, layout) in enumerate(zip(ranks, layouts, strict=True)):
         params |= {f"{rank}:{name}": t for name, t in tensors.items()}
         shapes |= {f"{rank}:{name}": s for name, s in layout.shapes.items()}
-        for p in layout.pieces:
+        for p in layout.shards:
             if (p.tensor, p.box) not in seen:
                 seen.add((p.tensor, p.box))
                 pieces.append(type(p)(p.tensor, p.box, f"{rank}:{p.local}", p.offset))
@@ -128,7 +128,7 @@ def test_a_rank_reads_its_own_blocks_and_no_others(tmp_path: Path, monkeypatch: 
     for layout in tp2_pp2(shape):
         read.clear()
         import_all(reader, [layout])
-        held = sum(math.prod(b - a for a, b in piece.box) for piece in layout.pieces)
+        held = sum(math.prod(b - a for a, b in piece.box) for piece in layout.shards)
         assert sum(read) == held < 0.5 * total
 
 
@@ -401,7 +401,7 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path, name: str) -> No
     layouts = tp2_pp2(reader.shape())
     bad = 0
     for layout in layouts:
-        if any(p.tensor == name and p.box[0][0] <= 5 < p.box[0][1] for p in layout.pieces):
+        if any(p.tensor == name and p.box[0][0] <= 5 < p.box[0][1] for p in layout.shards):
             bad += 1
             with pytest.raises(UserError, match=rf"model\.safetensors: {name} has values that are not finite .*: 3$"):
                 import_all(reader, [layout])

@@ -19,7 +19,7 @@ from rlhf_mc.reshard.execute import by_peer, execute, pack, shared_storage, unpa
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
-    Piece,
+    Shard,
     check_mcore,
     check_vllm,
     hf_layout,
@@ -323,7 +323,7 @@ def test_a_part_of_what_training_holds_is_shared_where_its_rows_are_whole() -> N
 
 
 def test_what_would_begin_at_an_odd_address_is_copied() -> None:
-    layouts = [whole_layout({"w": (6, 3)})], [Layout({"v": (3, 3)}, (Piece("w", ((3, 6), (0, 3)), "v", (0, 0)),))]
+    layouts = [whole_layout({"w": (6, 3)})], [Layout({"v": (3, 3)}, (Shard("w", ((3, 6), (0, 3)), "v", (0, 0)),))]
     assert make_plan(*layouts, 4, 100, share=True).shared_bytes == (0,)  # 36 bytes into w
     assert make_plan(*layouts, 16, 100, share=True).shared_bytes == (16 * 9,)
 
@@ -355,7 +355,7 @@ def test_senders_of_a_block_send_the_same(tp: int, stages: int, dp: int, rollout
     mesh = Mesh(shape, tp, dp, [range(p * per_stage, (p + 1) * per_stage) for p in range(stages)])
 
     def only_o_proj(layout: Layout) -> Layout:
-        return Layout(layout.shapes, tuple(p for p in layout.pieces if "o_proj" in p.tensor))
+        return Layout(layout.shapes, tuple(p for p in layout.shards if "o_proj" in p.tensor))
 
     source = {id(x): only_o_proj(x) for x in mesh.layouts()}
     stride = max(1, tp // rollout_tp)
@@ -388,7 +388,7 @@ def test_a_node_receives_a_block_once_and_its_ranks_relay_it() -> None:
     shape = make_shape(num_layers=2, hidden_size=512, ffn_hidden_size=1024, head_dim=128, qkv_bias=False)
     mesh = Mesh(shape, tp=1, dp=4, stages=[range(1), range(1, 2)])
     layer = Layout(
-        {}, tuple(p for p in vllm_layout(shape, 0, 1).pieces if ".layers." in p.tensor and "norm" not in p.local)
+        {}, tuple(p for p in vllm_layout(shape, 0, 1).shards if ".layers." in p.tensor and "norm" not in p.local)
     )
     plan = make_plan(mesh.layouts(), [layer] * 8, 4, 1 << 20, ranks_per_node=4)
     half = plan.received_bytes[0]
@@ -418,7 +418,7 @@ def test_missing_source_names_the_tensor() -> None:
 
 def test_fused_norm_names() -> None:
     layout = mcore_layout(make_shape(), 0, 1, range(3), True, True, fused_norms=True)
-    names = {p.local for p in layout.pieces if "layernorm" in p.tensor}
+    names = {p.local for p in layout.shards if "layernorm" in p.tensor}
     assert {
         "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",

@@ -128,11 +128,11 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
 def fill(layout: Layout, shape: ModelShape) -> dict[str, torch.Tensor]:
     """The local tensors as the layout describes them."""
     full, out = numbered(shape), empty(layout)
-    for piece in layout.pieces:
-        block = full[piece.tensor][tuple(slice(*sides) for sides in piece.box)]
-        lead = len(piece.offset) - len(piece.box)
-        target = out[piece.local][piece.offset[:lead]]
-        target[tuple(slice(at, at + n) for at, n in zip(piece.offset[lead:], block.shape, strict=True))] = block
+    for shard in layout.shards:
+        block = full[shard.tensor][tuple(slice(*sides) for sides in shard.box)]
+        lead = len(shard.offset) - len(shard.box)
+        target = out[shard.local][shard.offset[:lead]]
+        target[tuple(slice(at, at + n) for at, n in zip(shard.offset[lead:], block.shape, strict=True))] = block
     return out
 
 

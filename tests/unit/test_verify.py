@@ -8,11 +8,11 @@ import torch
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard import verify as verify_module
 from rlhf_mc.reshard.execute import execute, shared_storage
-from rlhf_mc.reshard.layout import Layout, Piece, whole_layout
+from rlhf_mc.reshard.layout import Layout, Shard, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.verify import checksum, verify
 
-EXPERTS = Layout({"all": (2, 3, 4)}, tuple(Piece(f"e{i}", ((0, 3), (0, 4)), "all", (i, 0, 0)) for i in (0, 1)))
+EXPERTS = Layout({"all": (2, 3, 4)}, tuple(Shard(f"e{i}", ((0, 3), (0, 4)), "all", (i, 0, 0)) for i in (0, 1)))
 SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
 
 
