@@ -73,7 +73,8 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def copy_speed(size: int) -> float:
     """Bytes per second from one piece of memory to another, both in use before."""
-    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.ones(size, dtype=torch.uint8)
     return size / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
 
 
@@ -95,7 +96,8 @@ def disk_speed(directory: Path, size: int) -> float:
 def work(seconds: float, until: Callable[[], bool]) -> float:
     """Matrix products per second, for so long or until that holds."""
     a = torch.randn(384, 384)
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     while time.perf_counter() - start < seconds and not until():
         a @ a
         count += 1

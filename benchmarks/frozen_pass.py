@@ -33,7 +33,8 @@ WAYS = ("trainable", "frozen")
 
 def make_engines(directory: str, dtype: str) -> dict[str, ModelEngine]:
     """Build the checkpoint's model twice, over all ranks by tensor parallelism."""
-    reader, world = HFReader(directory), dist.get_world_size()
+    reader = HFReader(directory)
+    world = dist.get_world_size()
     groups = build_groups(Mesh(world, world, 1))
     engines = {}
     for way in WAYS:

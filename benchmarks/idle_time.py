@@ -77,7 +77,8 @@ class Waits:
         finalize = config.finalize_model_grads_func
 
         def wait_then_finalize(*args: Any, **kwargs: Any) -> Any:
-            self.ready, self.ready_cpu = time.perf_counter(), time.process_time()
+            self.ready = time.perf_counter()
+            self.ready_cpu = time.process_time()
             dist.barrier()
             self.all_ready = time.perf_counter()
             return finalize(*args, **kwargs)
@@ -86,7 +87,8 @@ class Waits:
 
     def start(self) -> None:
         dist.barrier()
-        self.begun, self.begun_cpu = time.perf_counter(), time.process_time()
+        self.begun = time.perf_counter()
+        self.begun_cpu = time.process_time()
 
     def shares(self) -> tuple[float, float]:
         """(of wall time, of processor time) in which ranks had nothing to do, on all ranks together."""
@@ -105,7 +107,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     init_process_group(600)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     engine = make_engine(args.hidden, args.layers)
     waits = Waits(engine)
 
@@ -115,7 +118,8 @@ def main() -> None:
     found: dict[str, list[tuple[float, float, float]]] = {"dealt out in order": [], "spread by cost": []}
     for number in range(args.rounds + 1):  # the first is a warm-up
         batch = gsm8k_like_batch(args.sequences, args.longest, seed=number)
-        lens, cost = batch.seq_lens.tolist(), engine.shape.sequence_cost
+        lens = batch.seq_lens.tolist()
+        cost = engine.shape.sequence_cost
         in_order = [list(range(r, len(lens), world)) for r in range(world)]
         count = max(len(micro_batches([lens[i] for i in part], args.budget)) for part in in_order)
         cut = [micro_batches([lens[i] for i in part], args.budget, count) for part in in_order]

@@ -80,9 +80,11 @@ def _of_states(model: Qwen2ForCausalLM, states: torch.Tensor, targets: torch.Ten
 
 def _padded(model: Qwen2ForCausalLM, batch: RaggedBatch, per_pass: int) -> Iterator[torch.Tensor]:
     """Passes of per_pass sequences in the order in which they come, padded on the right."""
-    seqs, lens = batch.tokens.split(batch.seq_lens.tolist()), batch.seq_lens.tolist()
+    seqs = batch.tokens.split(batch.seq_lens.tolist())
+    lens = batch.seq_lens.tolist()
     for start in range(0, len(seqs), per_pass):
-        part, length = seqs[start : start + per_pass], lens[start : start + per_pass]
+        part = seqs[start : start + per_pass]
+        length = lens[start : start + per_pass]
         ids = torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True)
         place = torch.arange(ids.shape[1])[None]
         mask = place < torch.tensor(length)[:, None]
@@ -100,7 +102,8 @@ def _packed(model: Qwen2ForCausalLM, batch: RaggedBatch, budget: int) -> Iterato
             groups.append([])
         groups[-1].append(seq)
     for group in groups:
-        ids, places = torch.cat(group), torch.cat([torch.arange(len(seq)) for seq in group])
+        ids = torch.cat(group)
+        places = torch.cat([torch.arange(len(seq)) for seq in group])
         states = model.model(input_ids=ids[None], position_ids=places[None]).last_hidden_state[0]
         targets = torch.nonzero(places >= PROMPT)[:, 0]
         yield _of_states(model, states[targets - 1], ids[targets])

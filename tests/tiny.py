@@ -102,7 +102,8 @@ def make_prompts(path: Path, num_prompts: int, seed: int) -> Path:
     rng = random.Random(seed)
     rows = []
     for index in range(num_prompts):
-        a, b = rng.randrange(10 ** rng.randrange(1, 4)), rng.randrange(100)
+        a = rng.randrange(10 ** rng.randrange(1, 4))
+        b = rng.randrange(100)
         rows.append(
             {
                 "data_source": "arithmetic",

@@ -83,7 +83,8 @@ def same_memory(run: Run) -> list[str]:
     spans = [(p.untyped_storage().data_ptr(), p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
     found = set()
     for name, param in run.rollout.params.items():
-        begin, end = param.data_ptr(), param.data_ptr() + param.nbytes
+        begin = param.data_ptr()
+        end = param.data_ptr() + param.nbytes
         if any(a <= begin and end <= b for _, a, b in spans):
             found.add(re.sub(r"layers\.\d+\.", "layers.*.", name))
     return sorted(found)
@@ -141,7 +142,8 @@ def vllm_differs_from(run: Run, checkpoint: Path, config_path: str, rollout_tp: 
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tp_rank = next(g.index(dist.get_rank()) for g in [run.rollout._group])
             real = max(0, min(len(param), vocab - tp_rank * len(param)))
-            param, mine = param[:real], mine[:real]
+            param = param[:real]
+            mine = mine[:real]
         if param.isnan().any() or not torch.equal(param, mine):
             different.append(name)
     return different

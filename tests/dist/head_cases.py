@@ -43,7 +43,8 @@ def log_probs_of(
         if "entropy" in terms:
             log_probs, entropy = heads.log_probs_and_entropy(*arguments)
         else:
-            log_probs, entropy = heads.log_probs(*arguments), torch.empty(0)
+            log_probs = heads.log_probs(*arguments)
+            entropy = torch.empty(0)
         loss = (upstream[0] * log_probs).sum() if "log-prob" in terms else torch.tensor(0.0)
         if "entropy" in terms:
             loss = loss + (upstream[1] * entropy).sum()

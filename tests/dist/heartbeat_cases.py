@@ -22,7 +22,8 @@ def watched(what: str) -> dict[str, Any]:
     """Let rank 1 do `what`: "silent", "gone", "goodbye", "stranger", "crowd" or "asks".
 
     Returns how this rank would have ended."""
-    rank, said = dist.get_rank(), []
+    rank = dist.get_rank()
+    said = []
 
     def end(line: str, code: int = 1, say: bool = True) -> NoReturn:
         said.append((line, say))

@@ -92,7 +92,8 @@ def steps_with_pauses(
 ) -> tuple[list[torch.Tensor], list[float], list[int]]:
     """Two updates; with pauses, all that may go away does so before each pass and comes back. Returns all that the
     optimizer holds and the weights, the gradient norms, and the bytes that were away at each pause."""
-    away, norms = [], []
+    away = []
+    norms = []
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, **megatron, **(ALL_AWAY if pauses else {}))
         engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)

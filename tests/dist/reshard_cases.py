@@ -34,7 +34,8 @@ SHAPE = ModelShape.from_hf_config(
 
 def held(layout: Layout) -> dict[str, torch.Tensor]:
     """The layout's tensors, every element the number of its logical one; padding is -1."""
-    starts, start = {}, 0
+    starts = {}
+    start = 0
     for name, size in logical_shapes(SHAPE).items():
         starts[name] = start
         start += math.prod(size)
@@ -53,7 +54,8 @@ def update_by(
     """Run one movement through the node's memory, through sockets, or by sockets because one rank may not open the
     others' memory (refused) or allocate its own (limited). Return whether the rank holds just what it should, and how
     many ranks' memory it reads."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
     training = training_layouts(SHAPE, mesh)
     rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp))
@@ -69,7 +71,8 @@ def update_by(
                 node = NodeMemory(part.outbox_bytes, dist.group.WORLD)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    source, wanted = held(training[rank]), held(rollout[rank])
+    source = held(training[rank])
+    wanted = held(rollout[rank])
     target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
     for _ in range(2):  # the second finds the node's memory used
         for tensor in target.values():

@@ -51,7 +51,8 @@ def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any
 
 @contextlib.contextmanager
 def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
-    step_done, resume = Checkpoints.step_done, Checkpoints.resume
+    step_done = Checkpoints.step_done
+    resume = Checkpoints.resume
 
     def note_step(self: Checkpoints, step: int, accuracy: float | None) -> None:
         seen["steps"].append(step)
@@ -66,11 +67,13 @@ def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
             seen["then"] = blocks(run)
         return position
 
-    checkpointing.Checkpoints.step_done, checkpointing.Checkpoints.resume = note_step, note_resumed
+    checkpointing.Checkpoints.step_done = note_step
+    checkpointing.Checkpoints.resume = note_resumed
     try:
         yield
     finally:
-        checkpointing.Checkpoints.step_done, checkpointing.Checkpoints.resume = step_done, resume
+        checkpointing.Checkpoints.step_done = step_done
+        checkpointing.Checkpoints.resume = resume
 
 
 def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]:
@@ -98,7 +101,8 @@ def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]
 
 def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> list[int]:
     """Resumes in each directory, where rank 1 cannot read the file of step 3 that is the key. Returns the steps."""
-    read, steps = directory.read_file, []
+    read = directory.read_file
+    steps = []
 
     def refused(path: Path, at: Path) -> bytes:
         if path == at and dist.get_rank() == 1:

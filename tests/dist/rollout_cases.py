@@ -144,7 +144,9 @@ def disagree(config_path: str, from_step: int) -> list[str]:
 def gsm8k_steps(config_path: str) -> dict[str, Any]:
     """Run two PPO steps and a sampled validation. Return digests of the tokens of each step, the metrics, the
     validation's samples, and the prompt tokens of this rank's engine in each step."""
-    steps, digests, prompt_tokens = [], [], []
+    steps = []
+    digests = []
+    prompt_tokens = []
     with a_run(config_path, []) as run:
         for step in (1, 2):
             state = loop.begin_step(step, RankStatus())

@@ -358,7 +358,8 @@ def test_what_is_said_of_updates_that_are_not_finite() -> None:
         rollout_log_probs=torch.zeros(2),
         finished=torch.ones(1, dtype=torch.bool),
     )
-    good, bad = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}
+    good = {"a": torch.ones(2)}
+    bad = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}
     with_nan = batch.with_fields(old_log_probs=torch.zeros(2), ref_log_probs=torch.tensor([torch.nan, 0.0]))
     for params, mini, words in (
         (good, batch, "weights and batch are finite, so .* try a smaller critic.optim.lr"),

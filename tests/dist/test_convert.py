@@ -63,7 +63,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
     root = tmp_path_factory.mktemp("convert")
     out = {}
     for name, extra in SOURCES.items():
-        source, output = make_checkpoint(root / name, **extra), root / f"{name}_mcore"
+        source = make_checkpoint(root / name, **extra)
+        output = root / f"{name}_mcore"
         if name.endswith("bfloat16"):
             file = source / "model.safetensors"
             save_file({key: tensor.bfloat16() for key, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -80,7 +81,8 @@ def test_there_and_back_is_bit_for_bit(converted: dict[str, tuple[Path, Path]], 
     result = to_hf(checkpoint, tmp_path / "back")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("\n") == 1
-    wanted, got = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    wanted = load_file(source / "model.safetensors")
+    got = load_file(tmp_path / "back" / "model.safetensors")
     assert got.keys() == wanted.keys()
     assert ("lm_head.weight" in got) == name.startswith("untied")
     for key, tensor in wanted.items():
@@ -151,7 +153,8 @@ def test_weights_that_are_not_finite_are_refused(
     pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     """By whatever reads them: a run that loads a Megatron checkpoint, and the converters."""
-    source, directory = converted["tied_float32"][0], tmp_path / "with_nan"
+    source = converted["tied_float32"][0]
+    directory = tmp_path / "with_nan"
     messages = set(pool(2).run(model_cases.refuses_nan, checkpoint=str(source), directory=str(directory), tp=2))
     name = "model.decoder.layers.1.mlp.linear_fc2.weight"
     assert messages == {f"{directory}: tensor {name} has values that are not finite (NaN or infinite): 1"}

@@ -34,7 +34,8 @@ def test_a_tied_checkpoint_with_a_head_of_its_own(
     """An equal head is tied in both engines, another one in neither; from the first rollout on they agree."""
     make_workspace(tmp_path)
     head = add_head(tmp_path / "model", change)
-    config, overrides = write_config(tmp_path), ["reshard.verify=always"]
+    config = write_config(tmp_path)
+    overrides = ["reshard.verify=always"]
     for result in cases.run_two_steps(pool(world), config, (tp, pp, rollout_tp), tmp_path / "out", overrides):
         assert result["different"] == []
         for metrics in result["steps"]:

@@ -32,7 +32,8 @@ EXPERTS = {
     # The weights of a token's experts as the softmax over all experts gives them.
     "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
 }
-PROMPT_LENS, RESPONSE_LENS = (3, 9, 4, 4), (6, 1, 11, 5)
+PROMPT_LENS = (3, 9, 4, 4)
+RESPONSE_LENS = (6, 1, 11, 5)
 
 
 @pytest.fixture(scope="session")
@@ -52,9 +53,11 @@ def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def family_batch(workspaces: dict[str, Path]) -> RaggedBatch:
     """Random tokens, and random numbers for all that the actor's loss reads."""
     draw = torch.Generator().manual_seed(5)
-    prompt_lens, response_lens = torch.tensor(PROMPT_LENS), torch.tensor(RESPONSE_LENS)
+    prompt_lens = torch.tensor(PROMPT_LENS)
+    response_lens = torch.tensor(RESPONSE_LENS)
     vocab = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())["vocab_size"]
-    total, responses = int((prompt_lens + response_lens).sum()), int(response_lens.sum())
+    total = int((prompt_lens + response_lens).sum())
+    responses = int(response_lens.sum())
     empty = RaggedBatch(
         tokens=torch.randint(vocab, (total,), generator=draw),
         prompt_lens=prompt_lens,
@@ -203,7 +206,8 @@ def test_a_rope_is_that_of_transformers_and_of_vllm(pool: Any, tmp_path: Path) -
     plain = Reference(str(directory / "model"))
     for name, model, batch in zip(ROPES, models, batches, strict=True):
         with torch.no_grad():
-            wanted, without = Reference(str(model)).log_probs(batch)[0], plain.log_probs(batch)[0]
+            wanted = Reference(str(model)).log_probs(batch)[0]
+            without = plain.log_probs(batch)[0]
         for engine, found in (("vLLM", batch.rollout_log_probs), ("the trainer", batch.old_log_probs)):
             error = float((found - wanted).abs().max())
             assert error < 2e-5, f"{name}: log-probs of {engine} are off by {error:.1e}"

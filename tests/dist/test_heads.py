@@ -11,7 +11,10 @@ import torch
 
 pytestmark = pytest.mark.dist
 
-VOCAB, PADDED, HIDDEN, TOKENS = 130, 192, 24, 37
+VOCAB = 130
+PADDED = 192
+HIDDEN = 24
+TOKENS = 37
 """Of 4 ranks the last has no token at all: its 48 rows begin at 144."""
 
 
@@ -110,7 +113,9 @@ def test_bfloat16_loses_no_more_than_one_matrix_product_does(pool: Any, world: i
 
 @pytest.mark.parametrize("world", [1])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(pool: Any, world: int) -> None:
-    vocab, num_tokens, chunk = 5000, 400, 50_000
+    vocab = 5000
+    num_tokens = 400
+    chunk = 50_000
     [largest] = pool(world).run(
         head_cases.largest_tensor, vocab=vocab, num_tokens=num_tokens, size=8, chunk_logits=chunk
     )

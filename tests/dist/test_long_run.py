@@ -56,7 +56,8 @@ def test_four_processes_learn_as_one_does(
     if not fed:
         return
     start = cases.exported_weights(quickstart_overrides[0].partition("=")[2])
-    one, four = cases.exported_weights(str(out)), cases.exported_weights(str(tmp_path))
+    one = cases.exported_weights(str(out))
+    four = cases.exported_weights(str(tmp_path))
     for name, weight in one.items():
         apart = float((four[name] - weight).norm() / (weight - start[name]).norm())
         # 1e-4 is seen; 1e-3 in the bias of the keys, whose gradient is zero but for rounding.

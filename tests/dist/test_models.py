@@ -40,9 +40,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama_biases": {"family": "llama", "tied": False, "attention_bias": True, "mlp_bias": True},
 }
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-PROMPT_LENS, RESPONSE_LENS = (3, 9, 5, 4, 4, 14, 2), (6, 1, 11, 5, 5, 16, 8)
+PROMPT_LENS = (3, 9, 5, 4, 4, 14, 2)
+RESPONSE_LENS = (6, 1, 11, 5, 5, 16, 8)
 ALL = tuple(range(len(PROMPT_LENS)))
-BIG, SMALL = 10_000, 32
+BIG = 10_000
+SMALL = 32
 """Token budgets: all sequences in one micro-batch, and no room for two long ones (the longest has 30 tokens)."""
 FIXED = Sequences(2)
 """Two sequences to a micro-batch, whatever their lengths."""
@@ -58,9 +60,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
     """Random tokens; all that the losses read, spread so that some tokens are clipped and some are not."""
     draw = torch.Generator().manual_seed(5)
-    prompt_lens, response_lens = torch.tensor(PROMPT_LENS), torch.tensor(RESPONSE_LENS)
+    prompt_lens = torch.tensor(PROMPT_LENS)
+    response_lens = torch.tensor(RESPONSE_LENS)
     vocab = json.loads((Path(checkpoints["qwen2_tied"]) / "config.json").read_text())["vocab_size"]
-    total, responses = int((prompt_lens + response_lens).sum()), int(response_lens.sum())
+    total = int((prompt_lens + response_lens).sum())
+    responses = int(response_lens.sum())
     empty = RaggedBatch(
         tokens=torch.randint(vocab, (total,), generator=draw),
         prompt_lens=prompt_lens,
@@ -261,7 +265,8 @@ def test_recomputation_changes_no_bit_and_keeps_less(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
     checkpoint = checkpoints["qwen2_tied"]
-    kept, grads = {}, {}
+    kept = {}
+    grads = {}
     for how in (None, "selective", "full"):
         [(kept[how], grads[how])] = pool(world).run(
             model_cases.kept_for_backward, checkpoint=checkpoint, batch=batch, recompute_granularity=how
@@ -287,7 +292,8 @@ def test_a_replica_without_sequences_changes_nothing(
     pp: int,
     sequences: tuple[int, ...],
 ) -> None:
-    tied, untied = checkpoints["qwen2_tied"], checkpoints["qwen2_untied"]
+    tied = checkpoints["qwen2_tied"]
+    untied = checkpoints["qwen2_untied"]
     roles = ((tied, "actor"), (untied, "actor"), (tied, "critic"))
     jobs = [Job(checkpoint, role, "token-mean", BIG, sequences) for checkpoint, role in roles]
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)

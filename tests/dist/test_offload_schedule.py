@@ -60,7 +60,8 @@ def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
         )
         return results
 
-    here, away = fit("here", []), fit("away", settings)
+    here = fit("here", [])
+    away = fit("away", settings)
     assert len(here[0]["steps"]) == 3
     for mine, wanted in zip(away[0]["steps"], here[0]["steps"], strict=True):
         assert of_training(mine) == of_training(wanted)
@@ -93,7 +94,8 @@ def of_training(metrics: dict[str, float]) -> dict[str, float]:
 def check_vllm(told: list[str]) -> None:
     """Weights wake before the update, the KV cache after it; both sleep while models train. From validation to the next
     rollout the KV cache makes room for the update."""
-    generate, train = ["wake weights", "wake kv_cache"], ["sleep 2"]
+    generate = ["wake weights", "wake kv_cache"]
+    train = ["sleep 2"]
     make_room = train
     step = [*make_room, *generate, *train, *generate]  # rollout, training, validation
     validation_first = [*make_room, *generate]
@@ -122,7 +124,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def batch() -> RaggedBatch:
     """Random tokens, and numbers for what the losses read."""
     draw = torch.Generator().manual_seed(5)
-    prompt_lens, response_lens = torch.tensor([3, 9, 5, 4]), torch.tensor([6, 1, 11, 5])
+    prompt_lens = torch.tensor([3, 9, 5, 4])
+    response_lens = torch.tensor([6, 1, 11, 5])
     fields = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
     responses = int(response_lens.sum())
     return RaggedBatch(
@@ -189,7 +192,8 @@ class Recorded:
     """Stands for a model's Offload: writes down what it is told, with the model's name."""
 
     def __init__(self, name: str, told: list[str]) -> None:
-        self._name, self._told = name, told
+        self._name = name
+        self._told = told
         self.offloaded_bytes = 0
 
     def differs_from(self, on_device: Any) -> bool:
@@ -225,7 +229,8 @@ def test_all_that_leaves_goes_before_anything_comes() -> None:
         places.add(role, SimpleNamespace(offload=Recorded(role, told)))  # type: ignore[arg-type]
     assert told == ["put away actor", "put away critic"], "a finished model makes room for the next"
     places.add_rollout(RecordedRollout(told))  # type: ignore[arg-type]
-    away, back = ["put away actor", "put away critic"], ["bring back actor", "bring back critic"]
+    away = ["put away actor", "put away critic"]
+    back = ["bring back actor", "bring back critic"]
     for phase, wanted in {
         "update_weights": [*away, "sleep", *back, "wake weights"],
         "gen": [*away, *back, "wake kv_cache"],

@@ -21,7 +21,8 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_mc.trainer import success
 
 ROOT = Path(__file__).parents[2]
-STEPS, SAVED = 4, 2
+STEPS = 4
+SAVED = 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"total_training_steps": STEPS, "save_freq": SAVED, "test_freq": 2, "critic_warmup": 1},
     "actor": {"optim": {"lr_decay_style": "linear"}},
@@ -48,7 +49,9 @@ class Uninterrupted:
     """Whole runs by layout, each done once."""
 
     def __init__(self, pool: Any, config: Path, root: Path) -> None:
-        self.pool, self.config, self.root = pool, config, root
+        self.pool = pool
+        self.config = config
+        self.root = root
         self._known: dict[str, list[dict[str, Any]]] = {}
 
     def directory(self, layout: str) -> Path:
@@ -98,7 +101,8 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
                 out.setdefault(key + part, np.zeros((*shape, size), np.uint8)) for part in ("", " is filled")
             )
             assert not filled[place].any() or (whole[place] == data).all(), key
-            whole[place], filled[place] = data, 1
+            whole[place] = data
+            filled[place] = 1
     assert all(tensor.all() for key, tensor in out.items() if key.endswith(" is filled"))
     return out
 
@@ -126,8 +130,10 @@ def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, lay
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2"])
 def test_a_checkpoint_is_exported_without_the_jobs_ranks(runs: Uninterrupted, tmp_path: Path, layout: str) -> None:
     """As the run did after its last step; the critic in the form that a critic begins with."""
-    results, run = runs.results(layout), runs.directory(layout)
-    tool, checkpoint = str(ROOT / "tools" / "convert_mcore_to_hf.py"), str(run / f"global_step_{STEPS}")
+    results = runs.results(layout)
+    run = runs.directory(layout)
+    tool = str(ROOT / "tools" / "convert_mcore_to_hf.py")
+    checkpoint = str(run / f"global_step_{STEPS}")
     for role in ("actor", "critic"):
         done = forked.run([tool, "--checkpoint", checkpoint, "--output", str(tmp_path / role), "--role", role])
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1), done.stderr
@@ -192,11 +198,13 @@ def test_every_file_has_the_umasks_mode(runs: Uninterrupted, tmp_path: Path) -> 
 )
 def test_in_another_layout(runs: Uninterrupted, tmp_path: Path, source: str, layout: str) -> None:
     resumed = runs.resumed(source, layout, tmp_path)
-    then, saved = assembled(resumed, "then"), assembled(runs.results(source), "then")
+    then = assembled(resumed, "then")
+    saved = assembled(runs.results(source), "then")
     assert then.keys() == saved.keys()
     assert sum(".exp_avg_sq." in key for key in then) > 20 and any(".weight.score" in key for key in then)
     assert all((then[key] == saved[key]).all() for key in then)
-    curve, original = metrics(tmp_path), metrics(runs.directory(source))
+    curve = metrics(tmp_path)
+    original = metrics(runs.directory(source))
     for step in (3, 4):
         for key in ("critic/score/mean", "actor/loss", "critic/vf_loss", "actor/grad_norm", "critic/values/mean"):
             assert curve[step][key] == pytest.approx(original[step][key], rel=2e-4, abs=2e-6), (step, key)

@@ -29,7 +29,8 @@ def test_scores_and_values_are_those_of_transformers(
     pool: Any, checkpoint: Path, world: int, tp: int, pp: int, settings: dict[str, Any]
 ) -> None:
     draw = torch.Generator().manual_seed(7)
-    prompt_lens, response_lens = torch.tensor([3, 9, 5, 4, 2]), torch.tensor([6, 1, 11, 5, 7])
+    prompt_lens = torch.tensor([3, 9, 5, 4, 2])
+    response_lens = torch.tensor([6, 1, 11, 5, 7])
     batch = RaggedBatch(
         tokens=torch.randint(1, 260, (int((prompt_lens + response_lens).sum()),), generator=draw),
         prompt_lens=prompt_lens,
@@ -38,7 +39,8 @@ def test_scores_and_values_are_those_of_transformers(
         finished=torch.ones(5, dtype=torch.bool),
     )
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
-    scores, values = [], []
+    scores = []
+    values = []
     with torch.no_grad():
         for seq, prompt in zip(batch.tokens.split(batch.seq_lens.tolist()), prompt_lens.tolist(), strict=True):
             scores.append(model(seq[None]).logits[0, 0])

@@ -49,7 +49,8 @@ def role_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 def role_batch() -> RaggedBatch:
     """Random tokens, and random numbers for all that the losses read."""
     draw = torch.Generator().manual_seed(5)
-    prompt_lens, response_lens = torch.tensor(PROMPT_LENS), torch.tensor(RESPONSE_LENS)
+    prompt_lens = torch.tensor(PROMPT_LENS)
+    response_lens = torch.tensor(RESPONSE_LENS)
     responses = int(response_lens.sum())
     names = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
     numbers = {name: torch.randn(responses, generator=draw) for name in names}

@@ -75,7 +75,8 @@ def test_vllm_still_needs_the_patch_of_chunked_prefill(
 ROOT = Path(__file__).parents[2]
 REAL_DATA = Path(os.environ.get("RLHF_MC_DATA", ROOT.parent / "shared/data")) / "gsm8k_train.jsonl"
 SOURCE = "real" if REAL_DATA.is_file() else "generated"
-NUM_PROMPTS, NUM_VAL = 64, 64
+NUM_PROMPTS = 64
+NUM_VAL = 64
 
 
 def gsm8k_lines() -> list[str]:

@@ -19,7 +19,8 @@ def random_padded(
     rewards = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
     values = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
     mask = torch.rand(num_sequences, width, generator=g) < 0.6
-    mask[0], mask[1] = True, False
+    mask[0] = True
+    mask[1] = False
     return rewards, values, mask
 
 
@@ -81,7 +82,8 @@ def test_equal_elements_whiten_to_exactly_zero(value: float) -> None:
 
 
 def test_kl_estimates_by_hand() -> None:
-    log_probs, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])  # d = -0.5, 1
+    log_probs = torch.tensor([-1.0, -2.0])
+    ref = torch.tensor([-1.5, -1.0])  # d = -0.5, 1
     assert kl_estimate(log_probs, ref, "k1").tolist() == [0.5, -1.0]
     assert kl_estimate(log_probs, ref, "k2").tolist() == [0.125, 0.5]
     # e^-0.5 + 0.5 - 1 = 0.106531, e - 2 = 0.718282
@@ -89,7 +91,8 @@ def test_kl_estimates_by_hand() -> None:
 
 
 def test_kl_estimates_stay_finite_at_extreme_log_ratios() -> None:
-    log_probs, ref = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])  # d clamped to -20, 20
+    log_probs = torch.tensor([0.0, -500.0])
+    ref = torch.tensor([-500.0, 0.0])  # d clamped to -20, 20
     assert kl_estimate(log_probs, ref, "k1").tolist() == [20.0, -20.0]
     assert kl_estimate(log_probs, ref, "k2").tolist() == [200.0, 200.0]
     # e^-20 + 20 - 1 = 19, e^20 - 21 = 485165174.4
@@ -200,7 +203,8 @@ def slow_gae(
     where = [t for t, on in enumerate(mask) if on]
     v = [values[t] for t in where] + [0.0]
     deltas = [rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(where)]
-    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    advantages = [0.0] * len(mask)
+    returns = [0.0] * len(mask)
     for k, t in enumerate(where):
         advantages[t] = sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
         returns[t] = advantages[t] + v[k]
@@ -221,6 +225,7 @@ def test_gae_matches_the_definition_on_masks_with_holes(seed: int, gamma: float,
 
 def test_gae_with_gamma_and_lam_1_returns_the_rewards_to_go() -> None:
     mask = torch.tensor([[True, True, True]])
-    rewards, values = torch.tensor([[0.0, -1.0, 3.0]]), torch.tensor([[0.25, -4.0, 8.0]])
+    rewards = torch.tensor([[0.0, -1.0, 3.0]])
+    values = torch.tensor([[0.25, -4.0, 8.0]])
     _, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
     assert returns.tolist() == [[2.0, 2.0, 3.0]]  # whatever the values are

@@ -90,7 +90,8 @@ def test_pad_responses_and_back() -> None:
 
 
 def test_what_depends_on_the_sequences_alone_is_worked_out_once() -> None:
-    batch, made = make_batch(), []
+    batch = make_batch()
+    made = []
 
     def make() -> int:
         made.append(1)

@@ -81,7 +81,8 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path, 1)
-    refused, summed = [], directory.summed
+    refused = []
+    summed = directory.summed
 
     def once(file: Path) -> directory.File:
         if len(refused) < limit:
@@ -209,7 +210,8 @@ def test_all_that_is_written_is_on_the_disk_itself(tmp_path: Path, monkeypatch: 
 
 def test_ranks_ask_again_while_one_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk slower than the collectives' time-out must not keep the others in one of them."""
-    asked, write = [], writer._write_bucket
+    asked = []
+    write = writer._write_bucket
 
     def slowly(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.5)

@@ -26,7 +26,8 @@ def a_batch(prompt_lens: list[int], response_lens: list[int]) -> RaggedBatch:
 @pytest.mark.parametrize(("multiple_of", "padded"), [(1, 11), (2, 12), (4, 12), (8, 16), (11, 11)])
 def test_padding_is_a_sequence_of_its_own_from_which_nothing_is_predicted(multiple_of: int, padded: int) -> None:
     batch = a_batch([3, 2], [4, 2])
-    plain, micro = cut_micro_batch(batch, [0, 1]), cut_micro_batch(batch, [0, 1], multiple_of)
+    plain = cut_micro_batch(batch, [0, 1])
+    micro = cut_micro_batch(batch, [0, 1], multiple_of)
     assert micro.tokens.shape == (1, padded)
     assert micro.tokens[0, :11].tolist() == plain.tokens[0].tolist() == [8, 9, 10, 11, 1, 2, 3, 4, 5, 6, 7]
     assert micro.tokens[0, 11:].tolist() == [0] * (padded - 11)

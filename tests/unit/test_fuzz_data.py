@@ -72,7 +72,8 @@ USUAL = {
 def tables(draw: st.DrawFn) -> pa.Table:
     """Draw up to three rows; each column as it should be, of any other type, or not there; some twice."""
     num_rows = draw(st.integers(0, 3))
-    names, arrays = [], []
+    names = []
+    arrays = []
     for name, usual in [*USUAL.items(), ("prompt", None), ("other", None)]:
         what = (
             draw(st.sampled_from(["usual", "usual", "usual", "any", "none"]))

@@ -65,7 +65,8 @@ def least(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_grouping_of_a_small_world_receives_less(name: str) -> None:
-    shape, better = SHAPES[name], 0
+    shape = SHAPES[name]
+    better = 0
     meshes = small_meshes()
     assert len(meshes) > 10
     for mesh, rollout_tp in meshes:
@@ -88,7 +89,8 @@ def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -
 
     shape = SHAPES["heads"]
     for mesh, rollout_tp in small_meshes():
-        groups, usual = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node), rollout_groups(mesh, rollout_tp)
+        groups = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node)
+        usual = rollout_groups(mesh, rollout_tp)
         assert nodes(groups) <= nodes(usual)
         if groups != usual:
             assert received(shape, mesh, groups) < received(shape, mesh, usual)
@@ -96,7 +98,8 @@ def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -
 
 def test_six_ranks_of_tp_2_to_engines_of_three() -> None:
     """Thirds of a tensor lie in its first half, across, and in its second half."""
-    shape, mesh = SHAPES["heads"], Mesh(world=6, tp=2, pp=1)
+    shape = SHAPES["heads"]
+    mesh = Mesh(world=6, tp=2, pp=1)
     groups = choose_rollout_groups(shape, mesh, 3)
     assert all(group == sorted(group) for group in groups)
     assert all(rank % 2 == 0 for rank, *_ in groups) and all(group[2] % 2 for group in groups)
@@ -116,7 +119,8 @@ def test_a_plan_between_sizes_that_do_not_divide_is_exact() -> None:
 
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(8, 4, 1, 2), (8, 2, 2, 4), (8, 2, 1, 8), (4, 1, 2, 2)])
 def test_where_one_size_divides_the_other_the_rule_is_best(world: int, tp: int, pp: int, rollout_tp: int) -> None:
-    shape, mesh = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=128), Mesh(world, tp, pp)
+    shape = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=128)
+    mesh = Mesh(world, tp, pp)
     groups = choose_rollout_groups(shape, mesh, rollout_tp)
     assert groups == rollout_groups(mesh, rollout_tp)
     assert received(shape, mesh, groups) == least(shape, mesh, rollout_tp)

@@ -78,7 +78,8 @@ def test_one_token_however_far_off_is_not_judged_by_itself() -> None:
 @pytest.mark.parametrize(("temperature", "passes"), [(1.0, False), (0.5, True), (2.0, False)])
 def test_the_bound_is_at_temperature_1(temperature: float, passes: bool) -> None:
     """Half the temperature doubles the difference of the same logits."""
-    check, batch = a_check(temperature=temperature), a_batch([0.15] * 10)
+    check = a_check(temperature=temperature)
+    batch = a_batch([0.15] * 10)
     if passes:
         check.judge(batch, 1)
     else:

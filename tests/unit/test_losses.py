@@ -91,11 +91,15 @@ def test_policy_loss_by_hand() -> None:
 def test_policy_loss_matches_plain_python(seed: int) -> None:
     t = random_tokens(seed, count=200)
     loss, stats = policy_loss(t["log_probs"], t["old_log_probs"], t["advantages"], t["entropy"], num_tokens=200, **CLIP)
-    total, clipped, lower, kl = 0.0, 0, 0, 0.0
+    total = 0.0
+    clipped = 0
+    lower = 0
+    kl = 0.0
     rows = zip(*(t[k].tolist() for k in ("log_probs", "old_log_probs", "advantages", "entropy")), strict=True)
     for log_prob, old, advantage, weight in rows:
         r = math.exp(log_prob - old)
-        a, b = -advantage * r, -advantage * min(max(r, 1 - CLIP["clip_low"]), 1 + CLIP["clip_high"])
+        a = -advantage * r
+        b = -advantage * min(max(r, 1 - CLIP["clip_low"]), 1 + CLIP["clip_high"])
         token = max(a, b)
         clipped += b > a
         if advantage < 0 and token > -advantage * CLIP["clip_c"]:
@@ -157,10 +161,12 @@ def test_value_loss_by_hand() -> None:
 def test_value_loss_matches_plain_python(seed: int) -> None:
     t = random_tokens(seed, count=200)
     loss, stats = value_loss(t["values"], t["old_values"], t["returns"], t["entropy"], num_tokens=200, cliprange=0.4)
-    total, clipped = 0.0, 0
+    total = 0.0
+    clipped = 0
     rows = zip(*(t[k].tolist() for k in ("values", "old_values", "returns", "entropy")), strict=True)
     for v, old, ret, weight in rows:
-        a, b = (v - ret) ** 2, (min(max(v, old - 0.4), old + 0.4) - ret) ** 2
+        a = (v - ret) ** 2
+        b = (min(max(v, old - 0.4), old + 0.4) - ret) ** 2
         clipped += b > a
         total += weight * 0.5 * max(a, b)
     assert 0 < clipped < 200

@@ -21,7 +21,9 @@ def numbers(count: int) -> torch.Tensor:
 def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks smaller than a tensor, and tensors that end in the middle of one."""
     monkeypatch.setattr(offload, "HOST_BLOCK", 64)
-    flat, single, other = numbers(25), numbers(7), numbers(33).bfloat16()
+    flat = numbers(25)
+    single = numbers(7)
+    other = numbers(33).bfloat16()
     views = [flat[3:9].view(2, 3), flat[20:], single, other[1:]]
     wanted = [view.clone() for view in views]
     group = TensorGroup(lambda: views)
@@ -79,12 +81,14 @@ def test_memory_that_is_not_torchs_own_is_not_given_back() -> None:
 
 
 def test_shards_of_the_parameters_are_not_the_optimizers_to_move() -> None:
-    flat, moment = torch.zeros(8, device=DEVICE), torch.zeros(4, device=DEVICE)
+    flat = torch.zeros(8, device=DEVICE)
+    moment = torch.zeros(4, device=DEVICE)
     assert [t.data_ptr() for t in tensors_besides([flat[4:], moment], [flat[:2]])] == [moment.data_ptr()]
 
 
 def test_what_is_away_cannot_be_used() -> None:
-    params, moments = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    params = torch.zeros(3, device=DEVICE)
+    moments = torch.zeros(3, device=DEVICE)
     model = Offload("critic", {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])})
     model.require("params", "grads", "optimizer")
     assert not model.differs_from(("params", "optimizer"))

@@ -343,7 +343,8 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_epoch_takes_every_prompt_at_most_once(shuffle: bool) -> None:
-    num_prompts, batch_size = 23, 5
+    num_prompts = 23
+    batch_size = 5
     per_epoch = steps_per_epoch(num_prompts, batch_size)
     assert per_epoch == 4
     for epoch in range(3):

@@ -75,11 +75,13 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
 
 def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) -> dict[str, torch.Tensor]:
     """What the Megatron rank of the only pipeline stage holds; `e` of `ep` is its place among the experts' ranks."""
-    full, out = numbered(shape), {}
+    full = numbered(shape)
+    out = {}
     rows = padded_vocab_size(shape.vocab_size, tp)
     out["embedding.word_embeddings.weight"] = padded_chunk(full["model.embed_tokens.weight"], rows, t, tp)
     for i in range(shape.num_layers):
-        hf, mc = f"model.layers.{i}.", f"decoder.layers.{i}."
+        hf = f"model.layers.{i}."
+        mc = f"decoder.layers.{i}."
         out |= {mc + name: norm for name, norm in norms(full, shape, i).items()}
         for kind in ["weight"] + ["bias"] * shape.qkv_bias:
             qkv = [full[f"{hf}self_attn.{x}_proj.{kind}"] for x in "qkv"]
@@ -102,7 +104,8 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
 
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]:
     """What the vLLM rank holds: all experts of a layer in one tensor, each of them split."""
-    full, out = numbered(shape), {}
+    full = numbered(shape)
+    out = {}
     rows = padded_vocab_size(shape.vocab_size, 1)
     for name in ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not shape.tie_embeddings):
         out[name] = padded_chunk(full[name], rows, t, tp)
@@ -120,14 +123,16 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
             out[hf + "mlp.experts.routed_experts.w13_weight"] = torch.stack(gate_up)
             out[hf + "mlp.experts.routed_experts.w2_weight"] = torch.stack(down)
         else:
-            out[hf + "mlp.gate_up_proj.weight"], out[hf + "mlp.down_proj.weight"] = gate_up[0], down[0]
+            out[hf + "mlp.gate_up_proj.weight"] = gate_up[0]
+            out[hf + "mlp.down_proj.weight"] = down[0]
     out["model.norm.weight"] = full["model.norm.weight"]
     return out
 
 
 def fill(layout: Layout, shape: ModelShape) -> dict[str, torch.Tensor]:
     """The local tensors as the layout describes them."""
-    full, out = numbered(shape), empty(layout)
+    full = numbered(shape)
+    out = empty(layout)
     for shard in layout.shards:
         block = full[shard.tensor][tuple(slice(*sides) for sides in shard.box)]
         lead = len(shard.offset) - len(shard.box)
@@ -185,7 +190,8 @@ def test_experts_may_have_a_tensor_parallelism_of_their_own() -> None:
     shape = shape_of("qwen3_moe")
     for t in range(2):
         got = fill(whole(shape, t, 2, etp_rank=0, etp_size=1), shape)
-        unsplit, split = expected_mcore(shape, 0, 1), expected_mcore(shape, t, 2)
+        unsplit = expected_mcore(shape, 0, 1)
+        split = expected_mcore(shape, t, 2)
         assert_same(got, {name: (unsplit if ".experts." in name else split)[name] for name in split})
 
 
@@ -201,7 +207,8 @@ def test_experts_move_between_all_layouts(data: st.DataObject) -> None:
     rollout = data.draw(st.sampled_from([1, 2]))
     ranks = data.draw(st.permutations([r % rollout for r in range(len(places))]))
     target = [vllm_layout(shape, r, rollout) for r in ranks]
-    bucket, nodes = data.draw(st.sampled_from([100, 1000, 1 << 20])), data.draw(st.sampled_from([1, 2, 8]))
+    bucket = data.draw(st.sampled_from([100, 1000, 1 << 20]))
+    nodes = data.draw(st.sampled_from([1, 2, 8]))
     want = [expected_vllm(shape, r, rollout) for r in ranks]
     check_movement(make_plan(source, target, 8, bucket, nodes), have, want, target, bucket)
     file = [hf_layout(shape)] + [EMPTY] * (len(places) - 1)
@@ -223,7 +230,8 @@ def test_planning_does_not_grow_with_the_number_of_experts() -> None:
         moves = sum(len(pattern.moves) + len(pattern.copies) for pattern in plan.patterns)
         return len(plan.patterns), moves, transfers + len(plan.for_rank(1).copies)
 
-    few, many = plan_of_experts(8, 1 << 20), plan_of_experts(64, 1 << 20)
+    few = plan_of_experts(8, 1 << 20)
+    many = plan_of_experts(64, 1 << 20)
     assert size(few) == size(many)
     assert sum(many.received_bytes) > 6 * sum(few.received_bytes) > 0
 
@@ -231,7 +239,8 @@ def test_planning_does_not_grow_with_the_number_of_experts() -> None:
 def test_stacked_experts_fit_into_buckets() -> None:
     """Buckets are filled with as many experts as fit; an expert larger than a bucket comes in parts."""
     expert = 2 * 16 * 6 * 4  # bytes of a rank's gate and up
-    roomy, narrow = plan_of_experts(16, 4 * expert), plan_of_experts(16, expert // 4)
+    roomy = plan_of_experts(16, 4 * expert)
+    narrow = plan_of_experts(16, expert // 4)
     for plan, limit in ((roomy, 4 * expert), (narrow, expert // 4)):
         sizes = [sum(t.numel for t in got) * 4 for r in range(4) for _, got in plan.for_rank(r).buckets]
         assert max(sizes) <= limit
@@ -246,7 +255,8 @@ def test_norms_of_transformer_engine_layers() -> None:
         layout = mcore_layout(shape_of(family), 0, 1, range(1), True, True, fused_norms=True)
         return {name.removeprefix("decoder.layers.0.") for name in layout.shapes if "norm" in name}
 
-    qkv, final = "self_attention.linear_qkv.layer_norm_weight", "decoder.final_layernorm.weight"
+    qkv = "self_attention.linear_qkv.layer_norm_weight"
+    final = "decoder.final_layernorm.weight"
     heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
     assert norm_names("gemma") == {qkv, "mlp.linear_fc1.layer_norm_weight", final}
     assert norm_names("qwen3") == {qkv, "mlp.linear_fc1.layer_norm_weight", final} | heads
@@ -409,12 +419,13 @@ def test_gemmas_norm_and_embeddings_round_as_transformers_does(dtype: torch.dtyp
 def test_experts_on_plain_weights(skip_weighted: bool) -> None:
     """Each token through every expert, those not chosen with weight 0. One expert is chosen by no token."""
     torch.manual_seed(0)
-    tokens, experts, hidden, ffn = 9, 5, 6, 4
-    x, w13, w2 = (
-        torch.randn(tokens, hidden),
-        torch.randn(experts, 2 * ffn, hidden),
-        torch.randn(experts, hidden, ffn),
-    )
+    tokens = 9
+    experts = 5
+    hidden = 6
+    ffn = 4
+    x = torch.randn(tokens, hidden)
+    w13 = torch.randn(experts, 2 * ffn, hidden)
+    w2 = torch.randn(experts, hidden, ffn)
     weights, ids = torch.rand(tokens, experts - 1).topk(2)
     gate, up = torch.einsum("th,efh->tef", x, w13).chunk(2, dim=-1)
     of_each = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, w2)

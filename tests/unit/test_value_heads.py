@@ -59,7 +59,8 @@ def test_a_classifier_of_one_label_is_one(directory: Path) -> None:
 
 
 def test_a_critic_may_start_from_a_checkpoint_without_a_head(directory: Path) -> None:
-    tokenizer, data = load_tokenizer(str(directory)), config(directory).data
+    tokenizer = load_tokenizer(str(directory))
+    data = config(directory).data
     with_head(directory, lambda t: t.pop("score.weight"))
     value_checkpoint("critic.model_path", str(directory), data, tokenizer)
     with_head(directory, lambda t: t.update({"score.weight": torch.zeros(2, 128)}))

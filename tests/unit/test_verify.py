@@ -29,7 +29,8 @@ def test_checksum_sees_every_change(dtype: torch.dtype, chunk: int, monkeypatch:
         other[index] = -other[index]
         assert not torch.equal(checksum([other]), wanted)
     swapped = blocks.clone()
-    swapped[0], swapped[2] = blocks[2], blocks[0]
+    swapped[0] = blocks[2]
+    swapped[2] = blocks[0]
     assert not torch.equal(checksum([swapped]), wanted), "blocks in another order"
     assert not torch.equal(checksum([torch.zeros_like(blocks)]), wanted)
 
