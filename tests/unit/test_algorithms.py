@@ -1,4 +1,4 @@
-"""masked.py, kl.py and advantages.py against numbers worked by hand and slow plain-Python versions."""
+"""masked.py, kl.py and advantages.py against hand-computed numbers and plain-Python reference implementations."""
 
 import math
 import statistics
@@ -14,7 +14,9 @@ from rlhf_mc.algorithms.masked import masked_mean, masked_sum, masked_var, maske
 def random_padded(
     seed: int, num_sequences: int = 7, width: int = 12
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values and a mask with holes, padding, one full row and one row without any response token."""
+    """Return rewards, values and a mask, each [num_sequences, width]. The mask has holes, padding, one full and one
+    empty row.
+    """
     g = torch.Generator().manual_seed(seed)
     rewards = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
     values = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
@@ -24,7 +26,7 @@ def random_padded(
     return rewards, values, mask
 
 
-def outside_is_nan(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def nan_outside_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, x, torch.nan)
 
 
@@ -48,7 +50,7 @@ def test_masked_moments_by_hand() -> None:
 def test_masked_moments_match_the_statistics_module(seed: int) -> None:
     x, _, mask = random_padded(seed)
     chosen = x[mask].tolist()
-    poisoned = outside_is_nan(x, mask)  # what lies off the mask must not matter
+    poisoned = nan_outside_mask(x, mask)  # values outside the mask must not matter
     assert masked_mean(poisoned, mask).item() == pytest.approx(statistics.mean(chosen))
     assert masked_var(poisoned, mask).item() == pytest.approx(statistics.variance(chosen))
     whitened = masked_whiten(poisoned, mask)
@@ -58,7 +60,7 @@ def test_masked_moments_match_the_statistics_module(seed: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_whitening_of_nothing_or_of_one_element_is_zero(count: int) -> None:
+def test_whitening_fewer_than_two_elements_is_zero(count: int) -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     mask[0, :count] = True
     x = torch.full((2, 3), 5.0)
@@ -69,7 +71,7 @@ def test_whitening_of_nothing_or_of_one_element_is_zero(count: int) -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7371, -12.34, 1e-3, 300_000.7])
 def test_equal_elements_whiten_to_exactly_zero(value: float) -> None:
-    """In float32 their mean is off by a rounding error, which 1 / sqrt(1e-8) makes up to 0.01 and more."""
+    """Catch the rounding error of the float32 mean, which 1 / sqrt(1e-8) amplifies to 0.01 and more."""
     for num_tokens in (3, 1000, 54_321):
         x = torch.full((3, num_tokens), value)
         mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -117,7 +119,7 @@ def test_kl_estimate_gradient(kind: str) -> None:
     assert torch.autograd.gradcheck(lambda a, b: kl_estimate(a, b, kind), (log_probs, ref))
 
 
-def test_k1_and_k3_are_unbiased_over_the_policy_and_k2_nearly() -> None:
+def test_k1_and_k3_are_unbiased_and_k2_nearly() -> None:
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(50, generator=g, dtype=torch.float64)
     policy = logits.log_softmax(0)
@@ -147,14 +149,14 @@ def test_adaptive_controller_by_hand() -> None:
     assert controller.value == pytest.approx(0.071104)
 
 
-def test_adaptive_controller_refuses_nan_which_it_would_keep_for_ever() -> None:
+def test_adaptive_controller_rejects_nan() -> None:
     controller = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
     with pytest.raises(AssertionError):
         controller.update(math.nan, 10)
     assert controller.value == 0.1
 
 
-def test_controllers_across_a_checkpoint() -> None:
+def test_controllers_resume_from_their_state() -> None:
     before = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
     before.update(1.0, 250)
     resumed = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
@@ -177,14 +179,14 @@ def test_token_rewards_by_hand() -> None:
     scores = torch.tensor([1.0, -2.0, 5.0])
     mask = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
     kl = torch.tensor([[0.1, 0.2, torch.nan], [0.3, torch.nan, 0.4], [torch.nan] * 3])
-    # row 1 has a hole; row 2 has no response token, and so no place for its score
+    # Row 1 has a hole. Row 2 has no response token, so its score is dropped.
     assert token_rewards(scores, None, 0.5, mask).tolist() == [[0, 1, 0], [0, 0, -2], [0, 0, 0]]
     expected = torch.tensor([[-0.05, 0.9, 0.0], [-0.15, 0.0, -2.2], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(token_rewards(scores, kl, 0.5, mask), expected)
 
 
 def test_gae_by_hand() -> None:
-    # One row, gamma 0.9, lam 0.5, a hole at position 1 with nonsense in it:
+    # One row, gamma 0.9, lam 0.5, a hole with arbitrary values at position 1:
     #   t=3: delta = 1 - 0.4                    = 0.6      A = 0.6
     #   t=2: delta = 0 + 0.9 * 0.4 - 0.2        = 0.16     A = 0.16 + 0.45 * 0.6  = 0.43
     #   t=0: delta = -0.1 + 0.9 * 0.2 - 0.5     = -0.42    A = -0.42 + 0.45 * 0.43 = -0.2265
@@ -196,16 +198,18 @@ def test_gae_by_hand() -> None:
     torch.testing.assert_close(returns, torch.tensor([[0.2735, 0.0, 0.63, 1.0, 0.0]]))
 
 
-def slow_gae(
+def reference_gae(
     rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """One row by the definition: A_t = sum_k (gamma lam)^k delta_{t+k} over the row's response tokens alone."""
-    where = [t for t, on in enumerate(mask) if on]
-    v = [values[t] for t in where] + [0.0]
-    deltas = [rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(where)]
+    """Return one row's advantages and returns by the definition: A_t = sum_k (gamma lam)^k delta_{t+k} over the row's
+    response tokens alone.
+    """
+    positions = [t for t, on in enumerate(mask) if on]
+    v = [values[t] for t in positions] + [0.0]
+    deltas = [rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(positions)]
     advantages = [0.0] * len(mask)
     returns = [0.0] * len(mask)
-    for k, t in enumerate(where):
+    for k, t in enumerate(positions):
         advantages[t] = sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
         returns[t] = advantages[t] + v[k]
     return advantages, returns
@@ -216,14 +220,14 @@ def slow_gae(
 def test_gae_matches_the_definition_on_masks_with_holes(seed: int, gamma: float, lam: float) -> None:
     rewards, values, mask = random_padded(seed)
     estimator = ADVANTAGE_ESTIMATORS["gae"]
-    advantages, returns = estimator(outside_is_nan(rewards, mask), outside_is_nan(values, mask), mask, gamma, lam)
+    advantages, returns = estimator(nan_outside_mask(rewards, mask), nan_outside_mask(values, mask), mask, gamma, lam)
     for s in range(len(mask)):
-        slow = slow_gae(rewards[s].tolist(), values[s].tolist(), mask[s].tolist(), gamma, lam)
-        assert advantages[s].tolist() == pytest.approx(slow[0], abs=1e-12)
-        assert returns[s].tolist() == pytest.approx(slow[1], abs=1e-12)
+        expected = reference_gae(rewards[s].tolist(), values[s].tolist(), mask[s].tolist(), gamma, lam)
+        assert advantages[s].tolist() == pytest.approx(expected[0], abs=1e-12)
+        assert returns[s].tolist() == pytest.approx(expected[1], abs=1e-12)
 
 
-def test_gae_with_gamma_and_lam_1_returns_the_rewards_to_go() -> None:
+def test_gae_with_gamma_and_lam_1_returns_rewards_to_go() -> None:
     mask = torch.tensor([[True, True, True]])
     rewards = torch.tensor([[0.0, -1.0, 3.0]])
     values = torch.tensor([[0.25, -4.0, 8.0]])

@@ -1,4 +1,4 @@
-"""balance.py: properties on random lengths, packings worked by hand, and how even it is on lengths like GSM8K's."""
+"""balance.py: properties on random lengths, packings worked by hand, and idle time on lengths like GSM8K's."""
 
 import random
 from itertools import chain
@@ -18,7 +18,7 @@ from rlhf_mc.data.balance import (
 from rlhf_mc.trainer.experience import balance_metrics
 
 BUDGET = 100
-unhurried = settings(deadline=None)  # a busy machine is no failure
+no_deadline = settings(deadline=None)  # the machine may be busy
 lengths = st.lists(st.integers(1, BUDGET), max_size=60)
 replicas = st.integers(1, 9)
 
@@ -28,20 +28,20 @@ def load(group: list[int], seq_lens: list[int]) -> int:
 
 
 def idle_share(loads: list[float]) -> float:
-    """Share of the replicas' time spent waiting for the slowest one."""
+    """Return the share of the replicas' time spent waiting for the slowest one."""
     return 1 - sum(loads) / len(loads) / max(loads)
 
 
 # Replicas
 
 
-def test_assign_by_hand() -> None:
+def test_assignment_by_hand() -> None:
     # 8+5+1 | 7+6+1
     groups = assign_to_replicas([8, 7, 6, 5, 1, 1], 2)
     assert sorted(load(g, [8, 7, 6, 5, 1, 1]) for g in groups) == [14, 14]
 
 
-@unhurried
+@no_deadline
 @given(lengths, replicas)
 def test_assignment_is_a_partition_without_idle_replicas(seq_lens: list[int], num_replicas: int) -> None:
     groups = assign_to_replicas(seq_lens, num_replicas)
@@ -55,19 +55,20 @@ def test_assignment_is_a_partition_without_idle_replicas(seq_lens: list[int], nu
         assert max(loads) - min(loads) <= max(seq_lens)
 
 
-def test_cost_decides_what_even_means() -> None:
+def test_assignment_balances_the_given_cost() -> None:
     seq_lens = [60, 20, 20, 20]
     assert assign_to_replicas(seq_lens, 2) in ([[0], [1, 2, 3]], [[1, 2, 3], [0]])
-    seq_lens += [20, 20]  # by tokens the long one is worth three; by squares, nine: it stays alone
+    seq_lens += [20, 20]  # the long sequence costs as much as three by tokens, but nine by squares: it stays alone
     by_square = assign_to_replicas(seq_lens, 2, cost=lambda n: float(n * n))
     assert [0] in by_square
     assert [0] not in assign_to_replicas(seq_lens, 2)
 
 
 def gsm8k_like_lengths(count: int, seed: int) -> list[int]:
-    """Prompt (median 100, 40 to 512) plus response (median 180, 20 to 1024), both log-normal. GSM8K's questions have
-    a median of 217 characters, about 50 tokens beside the template's, and its answers of 257; the logarithms' standard
-    deviations are 0.38 and 0.49."""
+    """Return lengths of a prompt (median 100, 40 to 512) plus a response (median 180, 20 to 1024), both log-normal.
+    The median question of GSM8K has 217 characters (about 50 tokens, without the template), the median answer 257.
+    The standard deviations of the logarithms are 0.38 and 0.49.
+    """
     rng = random.Random(seed)
 
     def draw(mu: float, sigma: float, low: int, high: int) -> int:
@@ -84,21 +85,21 @@ def test_idle_share_is_reported_by_cost() -> None:
     assert balance_metrics([5, 5, 5, 5], 2, float)["global_seqlen/idle_share"] == 0.0
 
 
-def cost_in_half_a_billion(num_tokens: int) -> float:
-    """ModelShape.sequence_cost of Qwen2.5-0.5B: 896 query dimensions to the 14.9 M weights of a layer."""
+def qwen_05b_cost(num_tokens: int) -> float:
+    """Return ModelShape.sequence_cost of Qwen2.5-0.5B: 896 query dimensions and 14.9 M weights a layer."""
     return num_tokens + num_tokens**2 / 16640
 
 
 @pytest.mark.parametrize("count", [64, 256, 1024])
-@pytest.mark.parametrize("limit", [4096, Sequences(8)], ids=["by tokens", "by number"])
-def test_little_idle_time_on_8_replicas(count: int, limit: int | Sequences) -> None:
-    """Of the whole plan, which may move sequences to fill micro-batches, by what they cost to compute."""
+@pytest.mark.parametrize("limit", [4096, Sequences(8)], ids=["token budget", "fixed number"])
+def test_idle_share_on_8_replicas_is_small(count: int, limit: int | Sequences) -> None:
+    """Check the idle share by compute cost. The plan may move sequences between replicas to fill micro-batches."""
     for seed in range(5):
-        costs = [cost_in_half_a_billion(n) for n in gsm8k_like_lengths(count, seed)]
-        plan = plan_micro_batches(gsm8k_like_lengths(count, seed), 8, limit, cost_in_half_a_billion)
+        costs = [qwen_05b_cost(n) for n in gsm8k_like_lengths(count, seed)]
+        plan = plan_micro_batches(gsm8k_like_lengths(count, seed), 8, limit, qwen_05b_cost)
         planned = [sum(costs[i] for group in replica for i in group) for replica in plan]
-        dealt_out = [sum(costs[r::8]) for r in range(8)]
-        assert idle_share(planned) <= 0.03 < idle_share(dealt_out)
+        round_robin = [sum(costs[r::8]) for r in range(8)]
+        assert idle_share(planned) <= 0.03 < idle_share(round_robin)
 
 
 # Micro-batches
@@ -111,7 +112,7 @@ def test_micro_batches_by_hand() -> None:
     assert micro_batches(seq_lens, 1000) == [[0, 1, 2, 3, 4]]
 
 
-def test_asking_for_more_micro_batches_than_needed() -> None:
+def test_more_micro_batches_than_needed() -> None:
     seq_lens = [10, 20, 30]
     assert micro_batches(seq_lens, 100, 2) == [[0, 1], [2]]
     assert micro_batches(seq_lens, 100, 3) == [[2], [1], [0]]  # the largest first
@@ -120,20 +121,20 @@ def test_asking_for_more_micro_batches_than_needed() -> None:
     assert micro_batches([], 100) == []
 
 
-def test_a_budget_too_tight_for_balancing_is_kept() -> None:
+def test_token_budget_is_kept_where_balancing_would_exceed_it() -> None:
     # Only 50+50 | 34+33+33 keeps to 100, and balancing alone gives 50+33+33 | 50+34 = 116 | 84.
     seq_lens = [50, 50, 34, 33, 33]
     assert micro_batches(seq_lens, 100) == [[0, 1], [2, 3, 4]]
 
 
-def test_a_sequence_beyond_the_budget_and_too_few_micro_batches_are_refused() -> None:
+def test_sequence_over_budget_and_too_few_micro_batches_are_rejected() -> None:
     with pytest.raises(AssertionError, match="sequence 1 has 101 tokens"):
         micro_batches([50, 101], 100)
     with pytest.raises(AssertionError, match="2 needed"):
         micro_batches([60, 60], 100, 1)
 
 
-@unhurried
+@no_deadline
 @given(lengths, st.integers(0, 20))
 def test_micro_batches_partition_within_the_budget(seq_lens: list[int], extra: int) -> None:
     count = num_micro_batches_needed(seq_lens, BUDGET) + extra
@@ -147,15 +148,15 @@ def test_micro_batches_partition_within_the_budget(seq_lens: list[int], extra: i
     assert groups == micro_batches(list(seq_lens), BUDGET, count)
 
 
-@unhurried
+@no_deadline
 @given(lengths)
-def test_needed_is_near_the_lower_bound(seq_lens: list[int]) -> None:
-    # Of first-fit-decreasing's micro-batches at most one is no more than half full.
+def test_number_of_micro_batches_is_near_the_lower_bound(seq_lens: list[int]) -> None:
+    # First-fit-decreasing leaves at most one micro-batch half full or less.
     needed = num_micro_batches_needed(seq_lens, BUDGET)
     assert -(-sum(seq_lens) // BUDGET) <= needed <= 2 * sum(seq_lens) / BUDGET + 1
 
 
-# Both together
+# Plans: replicas and micro-batches
 
 
 def test_plan_by_hand() -> None:
@@ -163,9 +164,9 @@ def test_plan_by_hand() -> None:
     assert plan_micro_batches([90, 90, 80, 80], 2, 100) in ([[[0], [3]], [[1], [2]]], [[[1], [2]], [[0], [3]]])
 
 
-def test_plan_moves_a_sequence_rather_than_leave_a_micro_batch_empty() -> None:
-    # By tokens 100 | 40+31+31 is the most even, which is one micro-batch and two: the first replica would have an
-    # empty one. It takes over one of 31, and nobody runs a dummy.
+def test_plan_moves_a_sequence_to_avoid_an_empty_micro_batch() -> None:
+    # The most even split by tokens, 100 | 40+31+31, gives one micro-batch and two, so that the first replica would run
+    # a dummy micro-batch. Instead it takes over a sequence of 31.
     plan = plan_micro_batches([100, 40, 31, 31], 2, 100)
     assert sorted(sorted(group for micro_batch in replica for group in micro_batch) for replica in plan) in (
         [[0, 2], [1, 3]],
@@ -174,26 +175,27 @@ def test_plan_moves_a_sequence_rather_than_leave_a_micro_batch_empty() -> None:
     assert all(len(group) == 1 for replica in plan for group in replica)
 
 
-def test_plan_leaves_empty_what_no_sequence_can_fill() -> None:
+def test_plan_has_empty_micro_batches_if_sequences_run_out() -> None:
     assert plan_micro_batches([10], 3, 100) == [[[0]], [[]], [[]]]
     assert plan_micro_batches([], 2, 100) == [[], []]
-    plan = plan_micro_batches([100, 60, 60], 2, 100)  # two sequences of 60 need two micro-batches; three for four
+    # Two micro-batches on each replica, because of the sequences of 60: three sequences for four micro-batches.
+    plan = plan_micro_batches([100, 60, 60], 2, 100)
     assert sorted(len(group) for replica in plan for group in replica) == [0, 1, 1, 1]
 
 
-def test_a_fixed_number_of_sequences_by_hand() -> None:
-    # Longest first, to and fro: 60 | 50 | 40 and back 40+30 | 50+20 | 60+10; no longer one, no group of three.
+def test_fixed_number_of_sequences_by_hand() -> None:
+    # Longest first, in snake order: 60 | 50 | 40, then backwards 40+30 | 50+20 | 60+10.
     assert even_micro_batches([10, 20, 30, 40, 50, 60], Sequences(2)) == [[0, 5], [1, 4], [2, 3]]
     assert even_micro_batches([10, 20, 30], Sequences(8)) == [[0, 1, 2]]
     assert even_micro_batches([10], Sequences(1), 3) == [[0], [], []]
     assert plan_micro_batches([90, 90, 80, 80, 1000], 2, Sequences(2)) in (
-        # The long one alone would leave a replica an empty micro-batch, so it gets company.
+        # Alone, the long sequence would leave its replica with an empty micro-batch, so another one joins it.
         [[[4], [2]], [[0, 3], [1]]],
         [[[4], [3]], [[0, 2], [1]]],
     )
 
 
-@unhurried
+@no_deadline
 @given(lengths, replicas, st.integers(1, 7))
 def test_plan_by_number_is_a_partition_of_equal_counts(seq_lens: list[int], num_replicas: int, number: int) -> None:
     plan = plan_micro_batches(seq_lens, num_replicas, Sequences(number))
@@ -206,7 +208,7 @@ def test_plan_by_number_is_a_partition_of_equal_counts(seq_lens: list[int], num_
     assert len(plan[0]) == fewest
 
 
-@unhurried
+@no_deadline
 @given(lengths, replicas)
 def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[int], num_replicas: int) -> None:
     plan = plan_micro_batches(seq_lens, num_replicas, BUDGET)

@@ -1,4 +1,4 @@
-"""batch.py: the ragged batch against the same thing held as lists of lists."""
+"""batch.py: the ragged batch against the same data as lists of lists."""
 
 import pytest
 import torch
@@ -31,12 +31,12 @@ def test_build_batch() -> None:
     assert batch.scores is None and batch.advantages is None
 
 
-def test_build_batch_wants_one_generation_a_prompt() -> None:
+def test_build_batch_needs_one_generation_per_prompt() -> None:
     with pytest.raises(AssertionError):
         build_batch([Prompt(0, [1], "", "", None)], [])
 
 
-def test_with_fields_checks_lengths_and_leaves_the_original() -> None:
+def test_with_fields_checks_lengths_and_keeps_the_original() -> None:
     batch = make_batch()
     filled = batch.with_fields(scores=torch.ones(3), values=torch.arange(6.0))
     assert batch.values is None and filled.values is not None
@@ -64,7 +64,7 @@ def test_select(order: list[int]) -> None:
 
 
 def test_select_carries_every_field() -> None:
-    """A field forgotten in select would come out as None or in its old order."""
+    """Catch a field that select forgets: it would be None or in its old order."""
     fields = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
     batch = make_batch().with_fields(**{name: 10.0 * k + torch.arange(6.0) for k, name in enumerate(fields)})
     picked = batch.select(torch.tensor([2, 0]))
@@ -72,13 +72,13 @@ def test_select_carries_every_field() -> None:
         assert getattr(picked, name).tolist() == [10.0 * k + x for x in (4, 5, 0)], name
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.data())
 def test_ragged_indices(lens: list[int], data: st.DataObject) -> None:
-    which = data.draw(st.lists(st.integers(0, len(lens) - 1), max_size=10))
+    indices = data.draw(st.lists(st.integers(0, len(lens) - 1), max_size=10))
     segments = [list(range(sum(lens[:i]), sum(lens[: i + 1]))) for i in range(len(lens))]
-    found = ragged_indices(torch.tensor(lens), torch.tensor(which, dtype=torch.int64))
-    assert found.tolist() == [position for i in which for position in segments[i]]
+    found = ragged_indices(torch.tensor(lens), torch.tensor(indices, dtype=torch.int64))
+    assert found.tolist() == [position for i in indices for position in segments[i]]
 
 
 def test_pad_responses_and_back() -> None:
@@ -89,13 +89,13 @@ def test_pad_responses_and_back() -> None:
     assert torch.equal(padded[mask], batch.rollout_log_probs)  # the way back to ragged
 
 
-def test_what_depends_on_the_sequences_alone_is_worked_out_once() -> None:
+def test_once_caches_per_selection_of_sequences() -> None:
     batch = make_batch()
-    made = []
+    calls = []
 
     def make() -> int:
-        made.append(1)
-        return len(made)
+        calls.append(1)
+        return len(calls)
 
     filled = batch.with_fields(values=torch.zeros(6))
     assert batch.once("plan", make) == filled.once("plan", make) == 1

@@ -1,4 +1,4 @@
-"""What is set up around Megatron-Core's models. Models themselves are built in tests/dist."""
+"""Random states that Megatron-Core's models need. The models themselves are built in tests/dist."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rlhf_mc import platform
 from rlhf_mc.models.build import _add_random_state
 
 
-def test_every_random_state_that_a_layer_enters_is_there() -> None:
-    """Transformer Engine's linear layers enter one as soon as there are any: their own, or that of experts."""
+def test_random_states_of_dense_and_expert_layers_exist() -> None:
+    """Enter the random states that Transformer Engine's linear layers enter: the default one and that of experts."""
     with platform.megatron():
         tracker = get_cuda_rng_tracker()
         tracker.reset()
-        for _ in range(2):  # by each role
+        for _ in range(2):  # once per role
             _add_random_state()
         with tracker.fork():
             pass

@@ -1,4 +1,4 @@
-"""Training checkpoints as directories: what counts, what is found damaged, what is kept, and who may write."""
+"""Directories of training checkpoints: commit, corruption, retention, quarantine, and the run lock."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def written(root: Path, step: int) -> Path:
-    """A complete checkpoint of two files."""
+def write_checkpoint(root: Path, step: int) -> Path:
+    """Write a complete checkpoint of two files. Return its directory."""
     path = directory.begin(root, step)
     files = {name: directory.write_bytes(path / name, name.encode() * 1000) for name in ("a", "b")}
     directory.commit(root, step, files)
     return directory.final_path(root, step)
 
 
-def test_only_what_is_committed_counts(tmp_path: Path) -> None:
-    written(tmp_path, 2)
-    written(tmp_path, 10)
+def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 10)
     directory.begin(tmp_path, 11)
     (tmp_path / "global_step_12").mkdir()
     assert directory.steps_with_checkpoint(tmp_path) == [2, 10]
@@ -53,55 +53,55 @@ def test_only_what_is_committed_counts(tmp_path: Path) -> None:
     assert not directory.staging_path(tmp_path, 11).exists()
 
 
-@pytest.mark.parametrize("harm", ["cut", "edited", "missing", "manifest cut", "manifest edited", "manifest elsewhere"])
-def test_damage_is_found(tmp_path: Path, harm: str) -> None:
-    path = written(tmp_path, 1)
+@pytest.mark.parametrize(
+    "change", ["truncated", "edited", "missing", "manifest truncated", "manifest edited", "manifest of other paths"]
+)
+def test_corruption_is_detected(tmp_path: Path, change: str) -> None:
+    path = write_checkpoint(tmp_path, 1)
     manifest = json.loads((path / directory.MANIFEST).read_text())
-    if harm == "cut":
+    if change == "truncated":
         os.truncate(path / "b", 500)
-    elif harm == "edited":
+    elif change == "edited":
         (path / "b").write_bytes(b"b" * 999 + b"c")
-    elif harm == "missing":
+    elif change == "missing":
         (path / "b").unlink()
-    elif harm == "manifest cut":
+    elif change == "manifest truncated":
         os.truncate(path / directory.MANIFEST, 40)
-    elif harm == "manifest edited":
+    elif change == "manifest edited":
         manifest["files"]["b"]["bytes"] = 5
         (path / directory.MANIFEST).write_text(json.dumps(manifest))
     else:
         body = {"format": 1, "step": 1, "run_id": None, "files": {"../a": manifest["files"]["a"]}}
         (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._sum_of(body)}))
     with pytest.raises(
-        directory.CorruptCheckpoint, match="b" if not harm.startswith("manifest") else directory.MANIFEST
+        directory.CorruptCheckpoint, match="b" if not change.startswith("manifest") else directory.MANIFEST
     ):
         directory.verify(path)
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path, 1)
-    refused = []
+def test_transient_read_error_is_not_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path, 1)
+    failed = []
     summed = directory.summed
 
-    def once(file: Path) -> directory.File:
-        if len(refused) < limit:
-            refused.append(file)
+    def fail_first(file: Path) -> directory.File:
+        if len(failed) < limit:
+            failed.append(file)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return summed(file)
 
-    monkeypatch.setattr(directory, "summed", once)
+    monkeypatch.setattr(directory, "summed", fail_first)
     monkeypatch.setattr(directory, "_AGAIN_SECONDS", 0.01)
     limit = 1
     directory.verify(path)
-    assert refused
+    assert failed
     limit = 3
     with pytest.raises(directory.CorruptCheckpoint, match="cannot be read"):
         directory.verify(path)
 
 
-def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
-    path = written(tmp_path, 1)
+def test_newer_format_is_rejected(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1)
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
     with pytest.raises(UserError, match=r"newer version of the program \(format 2; this one reads up to 1\)") as error:
@@ -112,13 +112,13 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "words"), [("metadata.json", "dist_checkpointing_path"), ("config.json", "model.path"), ("x", "manifest")]
 )
-def test_a_foreign_directory_is_refused(tmp_path: Path, file: str, words: str) -> None:
+def test_directory_without_training_checkpoint_is_rejected(tmp_path: Path, file: str, words: str) -> None:
     (tmp_path / file).write_text("{}")
     with pytest.raises(UserError, match=words):
         directory.verify(tmp_path)
 
 
-def test_files_that_another_node_wrote_elsewhere(tmp_path: Path) -> None:
+def test_commit_rejects_files_missing_from_the_directory(tmp_path: Path) -> None:
     path = directory.begin(tmp_path, 1)
     file = directory.write_bytes(path / "a", b"a")
     with pytest.raises(UserError, match="one directory that all nodes share"):
@@ -126,7 +126,7 @@ def test_files_that_another_node_wrote_elsewhere(tmp_path: Path) -> None:
     assert directory.steps_with_checkpoint(tmp_path) == []
 
 
-def test_what_is_kept() -> None:
+def test_retention_of_checkpoints() -> None:
     steps = [2, 4, 6, 8]
     assert directory.to_remove(steps, None, None) == []
     assert directory.to_remove(steps, 2, None) == [2, 4]
@@ -134,9 +134,9 @@ def test_what_is_kept() -> None:
     assert directory.to_remove(steps, 9, 2) == []
 
 
-def test_a_checkpoint_that_is_set_aside_does_not_count(tmp_path: Path) -> None:
+def test_quarantined_checkpoint_does_not_count(tmp_path: Path) -> None:
     for _ in range(2):
-        written(tmp_path, 3)
+        write_checkpoint(tmp_path, 3)
         directory.quarantine_step(tmp_path, 3)
     assert directory.steps_with_checkpoint(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 2
@@ -145,19 +145,23 @@ def test_a_checkpoint_that_is_set_aside_does_not_count(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- pickles
 
 
-class Evil:
+class MaliciousPickle:
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)
 
 
-@pytest.mark.parametrize("what", ["evil", "cut", "text"])
-def test_nothing_in_a_file_is_executed(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["malicious", "truncated", "text"])
+def test_reading_metadata_executes_no_code(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = pickle.dumps(Metadata(state_dict_metadata={"a": torch.Size([1])}))
-    (tmp_path / "m").write_bytes(whole)
+    intact = pickle.dumps(Metadata(state_dict_metadata={"a": torch.Size([1])}))
+    (tmp_path / "m").write_bytes(intact)
     check_metadata(tmp_path / "m")
-    content = {"evil": pickle.dumps(Metadata(state_dict_metadata={"a": Evil()})), "cut": whole[:-9], "text": b"hello"}
-    (tmp_path / "m").write_bytes(content[what])
+    content = {
+        "malicious": pickle.dumps(Metadata(state_dict_metadata={"a": MaliciousPickle()})),
+        "truncated": intact[:-9],
+        "text": b"hello",
+    }
+    (tmp_path / "m").write_bytes(content[kind])
     with pytest.raises(UserError, match="not the description of a checkpoint's tensors"):
         check_metadata(tmp_path / "m")
     assert not (tmp_path / "executed").exists()
@@ -167,7 +171,7 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, what: str, monkeypatch: p
 
 
 class OnDevice(torch.Tensor):
-    """What a GPU's tensor is to the writer: not in the host's memory until it is asked for."""
+    """A tensor that the writer treats as a GPU's: not in host memory until cpu() is called."""
 
     is_cpu = False
     collector_was_on: ClassVar[list[bool]] = []
@@ -178,11 +182,11 @@ class OnDevice(torch.Tensor):
 
 
 def blocks_over(data: torch.Tensor) -> list[Block]:
-    """A tensor of twelve elements in two rows, as two blocks."""
+    """Return the rows of a tensor [2, 6] as two blocks."""
     return [Block("a", (2, 6), ((row, row + 1), (0, 6)), data[row : row + 1], True) for row in range(2)]
 
 
-def test_tensors_of_a_gpu_are_written_without_buffers(tmp_path: Path) -> None:
+def test_gpu_tensors_are_written_without_buffers(tmp_path: Path) -> None:
     data = torch.arange(12.0).view(2, 6)
     OnDevice.collector_was_on.clear()
     writing = writer.Writing(blocks_over(data.as_subclass(OnDevice)), tmp_path, None)
@@ -194,31 +198,31 @@ def test_tensors_of_a_gpu_are_written_without_buffers(tmp_path: Path) -> None:
     assert (back == data).all()
 
 
-def test_all_that_is_written_is_on_the_disk_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: dict[str, int] = {}
     fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
     files = writer.Writing(blocks_over(torch.ones(2, 6)), tmp_path, None).finish()
     assert len(files) == 4
     assert synced.items() >= {name: file.num_bytes for name, file in files.items()}.items()
 
 
-def test_ranks_ask_again_while_one_still_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk slower than the collectives' time-out must not keep the others in one of them."""
-    asked = []
-    write = writer._write_bucket
+def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll with short collectives, so that a disk slower than the collective timeout does not abort the run."""
+    polls = []
+    write_bucket = writer._write_bucket
 
     def slowly(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.5)
-        write(*args, **kwargs)
+        write_bucket(*args, **kwargs)
 
     def counted(value: Any) -> list[Any]:
-        asked.append(value)
+        polls.append(value)
         return [value]
 
     monkeypatch.setattr(writer, "_write_bucket", slowly)
@@ -226,7 +230,7 @@ def test_ranks_ask_again_while_one_still_writes(tmp_path: Path, monkeypatch: pyt
     writing = writer.Writing(blocks_over(torch.ones(2, 6)), tmp_path, writer.HostBuffers())
     monkeypatch.setattr(writer, "gather_objects", counted)
     writing.wait()
-    assert asked.count(False) >= 3 and asked[-1] is True and writing.is_done()
+    assert polls.count(False) >= 3 and polls[-1] is True and writing.is_done()
 
 
 # ---------------------------------------------------------------- the lock
@@ -237,17 +241,17 @@ def owner(**changes: Any) -> run_lock.Owner:
     return run_lock.Owner(**{**vars(mine), **changes})
 
 
-def left_by(root: Path, other: run_lock.Owner, seconds_ago: float = 0.0) -> None:
+def write_lock_of(root: Path, other: run_lock.Owner, seconds_ago: float = 0.0) -> None:
     (root / run_lock.NAME).write_text(json.dumps(vars(other)))
     then = time.time() - seconds_ago
     os.utime(root / run_lock.NAME, (then, then))
 
 
-def test_the_lock_of_a_living_process_is_respected(tmp_path: Path) -> None:
+def test_lock_of_a_live_process_is_respected(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         other = owner(pid=child.pid, started=run_lock._start_of(child.pid), job="77")
-        left_by(tmp_path, other, seconds_ago=1000)  # stopped for long, but there
+        write_lock_of(tmp_path, other, seconds_ago=1000)  # suspended for long, but alive
         with pytest.raises(UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"):
             run_lock.Lock(tmp_path).take()
     finally:
@@ -260,51 +264,51 @@ def test_the_lock_of_a_living_process_is_respected(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_number_of_a_process_that_is_used_again(tmp_path: Path) -> None:
-    left_by(tmp_path, owner(started="1"))
+def test_lock_whose_pid_is_reused_is_free(tmp_path: Path) -> None:
+    write_lock_of(tmp_path, owner(started="1"))
     run_lock.Lock(tmp_path).take()
 
 
-def test_on_another_machine_signs_of_life_count(tmp_path: Path) -> None:
-    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
+def test_lock_of_another_host_expires_when_stale(tmp_path: Path) -> None:
+    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     with pytest.raises(UserError, match=r"elsewhere.*sign of life 20 s ago"):
         run_lock.Lock(tmp_path).take()
-    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=run_lock.STALE_SECONDS + 1)
+    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=run_lock.STALE_SECONDS + 1)
     run_lock.Lock(tmp_path).take()
 
 
-def test_numbers_of_processes_of_another_container_say_nothing(tmp_path: Path) -> None:
-    left_by(tmp_path, owner(numbered_by="another boot pid:[1]", started="1"))
+def test_pid_of_another_container_is_not_trusted(tmp_path: Path) -> None:
+    write_lock_of(tmp_path, owner(numbered_by="another boot pid:[1]", started="1"))
     with pytest.raises(UserError, match="sign of life"):
         run_lock.Lock(tmp_path).take()
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_an_owner_that_cannot_be_asked_is_watched(
-    tmp_path: Path, lives: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("alive", [True, False])
+def test_lock_of_another_host_is_watched_before_takeover(
+    tmp_path: Path, alive: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        if lives and len(waits) == 2:
-            left_by(tmp_path, owner(host="elsewhere"))
+        if alive and len(waits) == 2:
+            write_lock_of(tmp_path, owner(host="elsewhere"))
 
-    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
+    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     monkeypatch.setattr(run_lock.Lock, "_age", lambda self: 20.0 + 15 * len(waits))
     monkeypatch.setattr(time, "sleep", sleep)
-    if lives:
+    if alive:
         with pytest.raises(UserError, match="belongs to another run"):
             run_lock.check_free(tmp_path)
     else:
         run_lock.check_free(tmp_path)
         run_lock.Lock(tmp_path).take()
-    assert len(waits) == (2 if lives else 3)
+    assert len(waits) == (2 if alive else 3)
     assert capfd.readouterr().err.count("waiting for a sign of life") == 1
 
 
-def test_the_clock_is_the_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by(tmp_path, owner(host="elsewhere"), seconds_ago=20)
+def test_lock_age_is_measured_by_the_file_systems_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     with pytest.raises(UserError, match=r"sign of life 20 s ago"):
@@ -312,8 +316,8 @@ def test_the_clock_is_the_file_systems(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
 
 
-def test_a_requeued_job_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by(tmp_path, owner(host="elsewhere", job="5", restarts=0))
+def test_requeued_job_takes_the_lock_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lock_of(tmp_path, owner(host="elsewhere", job="5", restarts=0))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with pytest.raises(UserError, match="job 5"):  # another step of the same start of the job
         run_lock.Lock(tmp_path).take()
@@ -321,7 +325,7 @@ def test_a_requeued_job_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.M
     run_lock.Lock(tmp_path).take()
 
 
-def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_lock_in_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run_lock.check_free(tmp_path / "file" / "run")
     with pytest.raises(
@@ -330,7 +334,7 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
         run_lock.Lock(tmp_path / "file" / "run").take()
 
 
-def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(source: Path, target: Path) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -342,7 +346,7 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
         mine._put(tmp_path / run_lock.NAME)
 
 
-def test_a_lock_that_is_gone_or_not_seen_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_survives_deletion_and_transient_read_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = run_lock.Lock(tmp_path)
     mine.take()
     (tmp_path / run_lock.NAME).unlink()
@@ -357,11 +361,11 @@ def test_a_lock_that_is_gone_or_not_seen_for_a_moment(tmp_path: Path, monkeypatc
         mine.check_still_ours()
 
 
-def test_a_run_whose_directory_was_taken_over_notices(tmp_path: Path) -> None:
+def test_takeover_of_the_lock_is_noticed(tmp_path: Path) -> None:
     mine = run_lock.Lock(tmp_path)
     mine.take()
-    left_by(tmp_path, owner(host="elsewhere", pid=7))
+    write_lock_of(tmp_path, owner(host="elsewhere", pid=7))
     with pytest.raises(UserError, match="taken over by process 7 on elsewhere"):
         mine.check_still_ours()
     mine.release()
-    assert (tmp_path / run_lock.NAME).exists()  # it is theirs
+    assert (tmp_path / run_lock.NAME).exists()  # it belongs to the other run

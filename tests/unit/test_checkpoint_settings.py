@@ -1,4 +1,4 @@
-"""Settings of training checkpoints that do not go together."""
+"""Checks of the checkpoint settings against each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(**trainer: Any) -> Config:
         {"save_freq": 4, "max_ckpt_to_keep": 1, "keep_best": True, "test_freq": 2},
     ],
 )
-def test_what_goes_together(trainer: dict[str, Any]) -> None:
+def test_consistent_settings_are_accepted(trainer: dict[str, Any]) -> None:
     validate(config(**trainer), 1)
 
 
@@ -42,7 +42,7 @@ def test_what_goes_together(trainer: dict[str, Any]) -> None:
         ({"export_freq": 0}, "trainer.export_freq is 0"),
     ],
 )
-def test_what_does_not(trainer: dict[str, Any], words: str) -> None:
+def test_inconsistent_settings_are_rejected(trainer: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
         validate(config(**trainer), 1)
     assert words in str(error.value) and "\n" not in str(error.value)

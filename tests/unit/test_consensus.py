@@ -1,4 +1,4 @@
-"""What ranks derive from what all say of themselves; that they agree is tested on several ranks."""
+"""consensus.py in one process: errors of any rank, ranks per node. Agreement of several ranks: tests/dist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology import consensus
 
 
-def test_what_one_rank_finds_wrong_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert consensus.on_every_rank(lambda: 7) == 7
 
     def fail() -> None:
@@ -27,8 +27,8 @@ def test_what_one_rank_finds_wrong_ends_all(monkeypatch: pytest.MonkeyPatch) -> 
         (["a"], 1),
         (["a", "a", "b", "b"], 2),
         (["a", "a", "a", "a"], 4),
-        (["a", "b", "a", "b"], 1),  # not neighbours
-        (["a", "a", "b"], 1),  # not even
+        (["a", "b", "a", "b"], 1),  # interleaved
+        (["a", "a", "b"], 1),  # uneven
         (["a", "a", "b", "c"], 1),
     ],
 )

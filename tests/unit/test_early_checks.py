@@ -1,5 +1,5 @@
-"""What is refused before torch is imported: paths that are not there, layouts that do not fit, files of another kind.
-Each message begins with the key that is wrong."""
+"""Checks that run before torch is imported: missing paths, layouts that do not fit, files of the wrong kind. Each
+message begins with the wrong key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROW = {
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Write all that is read before torch is imported: no weights, no tokenizer."""
+    """Write the files that are read before torch is imported: no weights, no tokenizer."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     for name in ("train", "val"):
@@ -70,34 +70,34 @@ def error_of(directory: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_a_run_that_can_start(directory: Path) -> None:
+def test_valid_config_passes(directory: Path) -> None:
     check(directory)
-    # What the quickstart has: inputs in the directory that the run writes to.
+    # As in the quickstart: the inputs lie in the run's output directory.
     check(directory, f"trainer.default_local_dir={directory}")
     check(directory, "trainer.default_local_dir=not/yet/there")
 
 
-def test_every_path_among_the_settings_is_known() -> None:
+def test_every_path_setting_is_classified() -> None:
     named = {key for key in dotted_keys() if key.endswith(("path", "_files", "_dir"))}
     assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT}
 
 
 @pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
-def test_a_path_that_is_not_there_is_named_with_its_key(directory: Path, key: str) -> None:
-    more = ["trainer.resume_mode=resume_path"] if key == "trainer.resume_from_path" else []
+def test_missing_path_is_named_with_its_key(directory: Path, key: str) -> None:
+    extra = ["trainer.resume_mode=resume_path"] if key == "trainer.resume_from_path" else []
     kind = "file" if key in paths.INPUT_FILES else "directory"
-    assert error_of(directory, f"{key}=/nowhere/x", *more) == f"{key} /nowhere/x: no such {kind}"
+    assert error_of(directory, f"{key}=/nowhere/x", *extra) == f"{key} /nowhere/x: no such {kind}"
 
 
 @pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
-def test_a_file_in_place_of_a_directory_and_the_other_way_round(directory: Path, key: str) -> None:
-    more = ["trainer.resume_mode=resume_path"] if key == "trainer.resume_from_path" else []
+def test_file_for_a_directory_and_vice_versa_are_rejected(directory: Path, key: str) -> None:
+    extra = ["trainer.resume_mode=resume_path"] if key == "trainer.resume_from_path" else []
     wrong = directory / ("model" if key in paths.INPUT_FILES else "train.parquet")
-    message = error_of(directory, f"{key}={wrong}", *more)
+    message = error_of(directory, f"{key}={wrong}", *extra)
     assert message.startswith(f"{key} {wrong}: not a ")
 
 
-def test_an_output_directory_that_cannot_be_made(directory: Path) -> None:
+def test_output_directory_that_cannot_be_created_is_rejected(directory: Path) -> None:
     message = error_of(directory, f"trainer.default_local_dir={directory}/train.parquet/run")
     assert (
         message.startswith("trainer.default_local_dir ") and f"{directory}/train.parquet is not a directory" in message
@@ -107,18 +107,18 @@ def test_an_output_directory_that_cannot_be_made(directory: Path) -> None:
         assert "no permission to write to" in error_of(directory, f"trainer.default_local_dir={directory}/closed/run")
 
 
-def test_a_checkpoint_to_start_from_may_be_gone_once_the_run_has_its_own(directory: Path) -> None:
+def test_resume_path_may_be_gone_once_the_run_has_a_checkpoint(directory: Path) -> None:
     start = ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_4")
     assert "/nowhere/global_step_4: no such directory" in error_of(directory, *start)
     config = load_config(str(directory / "config.yaml"), start)
     assert "trainer.resume_from_path" in dict(paths.inputs_of(config))
     (directory / "run" / "global_step_6").mkdir(parents=True)
     check(directory, *start)
-    assert "trainer.resume_from_path" not in dict(paths.inputs_of(config))  # nor is it compared between nodes
+    assert "trainer.resume_from_path" not in dict(paths.inputs_of(config))  # not compared between nodes either
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("corrupt", "words"),
     [
         (lambda d: (d / "model/config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
         (lambda d: (d / "model/config.json").write_text("{"), ["model.path: ", "config.json", "not valid JSON"]),
@@ -129,10 +129,8 @@ def test_a_checkpoint_to_start_from_may_be_gone_once_the_run_has_its_own(directo
         (lambda d: (d / "val.parquet").write_text("x"), ["data.val_files ", "val.parquet: not a readable parquet"]),
     ],
 )  # fmt: skip
-def test_files_that_are_not_what_they_should_be(
-    directory: Path, damage: Callable[[Path], Any], words: list[str]
-) -> None:
-    damage(directory)
+def test_invalid_input_files_are_named(directory: Path, corrupt: Callable[[Path], Any], words: list[str]) -> None:
+    corrupt(directory)
     message = error_of(directory)
     assert message.startswith(words[0]) and all(word in message for word in words)
 
@@ -150,7 +148,7 @@ def _edit(directory: Path, **changes: Any) -> None:
         ("rollout.n=0", ["rollout.n is 0"]),
     ],
 )  # fmt: skip
-def test_settings_that_the_world_or_the_files_refuse(directory: Path, override: str, words: list[str]) -> None:
+def test_settings_that_do_not_fit_the_world_size_or_files(directory: Path, override: str, words: list[str]) -> None:
     message = error_of(directory, override)
     assert all(word in message for word in words)
 
@@ -165,12 +163,12 @@ def test_settings_that_the_world_or_the_files_refuse(directory: Path, override: 
         (["data.max_response_length=200"], "216 tokens, more than the model's max_position_embeddings 128"),
     ],
 )  # fmt: skip
-def test_what_the_sizes_in_config_json_refuse(directory: Path, overrides: list[str], words: str) -> None:
+def test_settings_that_do_not_fit_the_model_sizes(directory: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         check(directory, *overrides, world=6)
 
 
-def test_heads_that_the_rollout_cannot_split(directory: Path) -> None:
+def test_rollout_tp_must_divide_the_heads(directory: Path) -> None:
     _edit(directory, num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
     message = error_of(directory, "rollout.tensor_model_parallel_size=2")
     assert message.startswith("rollout.tensor_model_parallel_size 2 (vLLM)") and message.endswith("(model.path)")
@@ -189,13 +187,13 @@ def test_heads_that_the_rollout_cannot_split(directory: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("key", ["trainer.default_local_dir", "model.path", "data.val_files"])
-def test_paths_that_cannot_be_meant_so(directory: Path, key: str, value: str, words: str) -> None:
+def test_unexpanded_or_malformed_paths_are_rejected(directory: Path, key: str, value: str, words: str) -> None:
     message = error_of(directory, f"{key}={value}")
     assert message.startswith(f"{key} is ") and words in message
     assert not list(directory.glob("$*"))
 
 
-def test_a_run_does_not_write_into_its_inputs(directory: Path) -> None:
+def test_output_directory_inside_an_input_is_rejected(directory: Path) -> None:
     (directory / "link").symlink_to(directory / "model")
     for output in ("model", "model/run", "link/deeper/run", "other/../model"):
         message = error_of(directory, f"trainer.default_local_dir={directory}/{output}")
@@ -209,8 +207,8 @@ def test_a_run_does_not_write_into_its_inputs(directory: Path) -> None:
 # ---------------------------------------------------------------- the program
 
 
-def ended(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the program where importing torch is an error of its own."""
+def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the program in an environment where importing torch raises RuntimeError."""
     (directory / "no_torch").mkdir(exist_ok=True)
     (directory / "no_torch" / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
     environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}
@@ -218,53 +216,53 @@ def ended(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=directory)
 
 
-def test_mistakes_are_said_before_torch_is_imported(directory: Path) -> None:
+def test_user_errors_are_reported_before_torch_is_imported(directory: Path) -> None:
     config = str(directory / "config.yaml")
     for arguments in (
         [config, "rollout.m=1"],
         [config, "data.prompt_key=question"],
         [config, "rollout.tensor_model_parallel_size=2"],
     ):
-        done = ended(directory, *arguments)
+        done = run_program(directory, *arguments)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith("rlhf_mc: error: ") and len(done.stderr.splitlines()) == 1, done.stderr
-    done = ended(directory, config)
-    assert done.returncode == 1 and "torch was imported" in done.stderr, "nothing is wrong with it so far"
+    done = run_program(directory, config)
+    assert done.returncode == 1 and "torch was imported" in done.stderr, "a valid config gets as far as torch"
 
 
-def test_ranks_say_a_mistake_once_before_they_are_connected(directory: Path) -> None:
-    """As torchrun starts them on one node, and as srun does."""
-    said = []
+def test_early_error_is_reported_by_one_rank(directory: Path) -> None:
+    """Start two ranks with the environment of torchrun's agent, before they are connected."""
+    outputs = []
     for rank in ("1", "0"):
         error_file = directory / "attempt_0" / rank / "error.json"
         error_file.parent.mkdir(parents=True)
         env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(error_file)}
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
-        done = ended(directory, str(directory / "config.yaml"), "rollout.n=0", **env, **agent)
+        done = run_program(directory, str(directory / "config.yaml"), "rollout.n=0", **env, **agent)
         assert done.returncode == 2 and "rollout.n is 0" in error_file.read_text()
-        said.append(done.stderr)
-    assert [len(text.splitlines()) for text in said] == [1, 0], said
+        outputs.append(done.stderr)
+    assert [len(text.splitlines()) for text in outputs] == [1, 0], outputs
 
 
-@pytest.mark.parametrize(("of_this_node", "speakers"), [(False, ["0"]), (True, ["0", "4"])])
-def test_without_an_agent_rank_0_speaks_and_of_files_each_node(
-    monkeypatch: pytest.MonkeyPatch, of_this_node: bool, speakers: list[str]
+@pytest.mark.parametrize(("of_this_node", "expected"), [(False, ["0"]), (True, ["0", "4"])])
+def test_without_an_agent_rank_0_reports_or_each_nodes_first_rank(
+    monkeypatch: pytest.MonkeyPatch, of_this_node: bool, expected: list[str]
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    said = []
+    reporters = []
     for rank in ("0", "1", "4", "5"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", str(int(rank) % 4))
-        said += [rank] if exit_codes._is_first_to_say("key", of_this_node) else []
-    assert said == speakers
+        reporters += [rank] if exit_codes._is_first_to_say("key", of_this_node) else []
+    assert reporters == expected
 
 
-def test_a_world_size_that_is_no_number(directory: Path) -> None:
-    done = ended(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="many")
+def test_world_size_must_be_a_number(directory: Path) -> None:
+    done = run_program(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="many")
     assert done.returncode == 2 and "WORLD_SIZE is 'many'" in done.stderr
 
 
-def test_a_rank_that_is_not_told_where_rank_0_is(directory: Path) -> None:
-    done = ended(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
+def test_missing_master_addr_is_named(directory: Path) -> None:
+    done = run_program(directory, str(directory / "config.yaml"), RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
     assert done.returncode == 2 and "RANK is set in the environment, and MASTER_ADDR not" in done.stderr
     assert len(done.stderr.splitlines()) == 1

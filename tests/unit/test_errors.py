@@ -1,4 +1,4 @@
-"""What is said of an error of the system, by its number."""
+"""Messages for errors of the operating system, by errno, and the addresses that rank 0 binds."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from rlhf_mc.topology.consensus import disk_error
         (errno.EIO, ""),
     ],
 )
-def test_only_a_full_disk_is_worded_as_one(number: int, words: str) -> None:
+def test_disk_error_message_follows_errno(number: int, words: str) -> None:
     def fail() -> None:
         raise OSError(number, os.strerror(number), "metrics.jsonl")
 
-    said = str(disk_error("trainer.default_local_dir", fail))
-    assert said.startswith(f"trainer.default_local_dir: {os.strerror(number)}") and said.endswith(" (metrics.jsonl)")
-    assert words in said
-    assert ("space" in said) == (number == errno.ENOSPC)
+    message = str(disk_error("trainer.default_local_dir", fail))
+    assert message.startswith(f"trainer.default_local_dir: {os.strerror(number)}")
+    assert message.endswith(" (metrics.jsonl)")
+    assert words in message
+    assert ("space" in message) == (number == errno.ENOSPC)
     assert words or reason_of(OSError(number, "x")) == "x"
 
 
-SHORT_OF_FILES = """
+OUT_OF_FILE_DESCRIPTORS = """
 import os, resource, sys
 from pathlib import Path
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, read_json, read_manifest
@@ -57,12 +58,12 @@ for read in (lambda: read_manifest(root), lambda: read_json(root / "manifest.jso
 """
 
 
-def test_a_checkpoint_is_not_damaged_where_files_run_out(tmp_path: os.PathLike[str]) -> None:
+def test_running_out_of_file_descriptors_is_not_corruption(tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "manifest.json")
     with open(path, "w") as file:
         file.write("{}")
     done = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_FILES, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", OUT_OF_FILE_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done
@@ -71,7 +72,7 @@ def test_a_checkpoint_is_not_damaged_where_files_run_out(tmp_path: os.PathLike[s
 
 
 @pytest.mark.parametrize(
-    ("everyone", "expected"),
+    ("resolved", "expected"),
     [
         ([("a", ["127.0.0.1"]), ("a", ["127.0.0.1"])], ["127.0.0.1"]),
         ([("a", ["127.0.1.1"]), ("a", ["127.0.1.1"]), ("b", ["10.0.0.5"])], ["10.0.0.5"]),
@@ -79,7 +80,7 @@ def test_a_checkpoint_is_not_damaged_where_files_run_out(tmp_path: os.PathLike[s
         ([("a", ["10.0.0.5"]), ("b", ["10.0.0.5", "10.1.0.5"])], ["10.0.0.5", "10.1.0.5"]),
     ],
 )
-def test_rank_0_listens_where_the_other_machines_look(
-    everyone: list[tuple[str, list[str]]], expected: list[str]
+def test_rank_0_binds_the_addresses_that_other_hosts_resolve(
+    resolved: list[tuple[str, list[str]]], expected: list[str]
 ) -> None:
-    assert _to_bind(everyone) == expected
+    assert _to_bind(resolved) == expected

@@ -1,4 +1,4 @@
-"""A rank that must end does, whatever stands in its way."""
+"""Exit codes of ranks: a full disk prevents no exit, and one rank reports the code or the error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import forked
 import pytest
 
 PRELUDE = "from rlhf_mc.runtime.exit_codes import *; import sys"
-full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 
 
-def ended(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-    """The outcome of a line of Python whose output goes to a full disk."""
+def run_with_full_disk(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """Run Python code with stdout and stderr on a full disk. Return the ended process."""
     with open("/dev/full", "wb") as disk:
         command = [
             sys.executable,
@@ -25,7 +25,7 @@ def ended(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(command, env={**os.environ, **env}, stdout=disk, stderr=disk, timeout=60)
 
 
-@full
+@needs_dev_full
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -36,14 +36,14 @@ def ended(code: str, **env: str) -> subprocess.CompletedProcess[bytes]:
         ("def f(): raise KeyboardInterrupt\nleave(exit_code('rlhf_mc', f))", 130),
         ("from rlhf_mc.config.errors import UserError\ndef f(): raise UserError('no')\nleave(exit_code('x', f))", 2),
     ],
-    ids=["from a thread", "leave", "an error", "sys.exit(0)", "Ctrl-C", "a mistake"],
+    ids=["from a thread", "leave", "exception", "sys.exit(0)", "Ctrl-C", "UserError"],
 )
-def test_a_full_disk_keeps_nobody_alive(code: str, expected: int) -> None:
-    done = ended(code, TORCHELASTIC_ERROR_FILE="/dev/full", RLHF_MC_EXIT_CODE_FILE="/dev/full")
+def test_full_disk_does_not_prevent_exit(code: str, expected: int) -> None:
+    done = run_with_full_disk(code, TORCHELASTIC_ERROR_FILE="/dev/full", RLHF_MC_EXIT_CODE_FILE="/dev/full")
     assert done.returncode == expected
 
 
-def test_the_launcher_is_told_the_code_by_rank_0_alone(tmp_path: Path) -> None:
+def test_only_rank_0_writes_the_exit_code_file(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         file = tmp_path / rank
         command = [sys.executable, "-c", "from rlhf_mc.runtime.exit_codes import leave; leave(75)"]
@@ -52,7 +52,7 @@ def test_the_launcher_is_told_the_code_by_rank_0_alone(tmp_path: Path) -> None:
         assert (file.read_text() if file.exists() else None) == ("75\n" if rank == "0" else None)
 
 
-MISTAKE_OF_ALL = """
+ERROR_ON_ALL_RANKS = """
 import time
 from torch import distributed as dist
 from rlhf_mc.config.errors import UserError
@@ -64,15 +64,15 @@ leave(exit_code("x", f))
 """
 
 
-def test_a_mistake_that_a_later_rank_finds_too_is_said_once(tmp_path: Path) -> None:
-    """Without torchrun's agent the store that ranks ask who speaks ends with rank 0."""
+def test_error_of_all_ranks_is_reported_once(tmp_path: Path) -> None:
+    """Run without torchrun's agent: the store that decides which rank reports ends with rank 0."""
     output = tmp_path / "output"
     processes = []
     with open(output, "wb") as file:
         for variables in forked.rank_variables(2):
             env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-            command = [sys.executable, "-c", PRELUDE + MISTAKE_OF_ALL]
+            command = [sys.executable, "-c", PRELUDE + ERROR_ON_ALL_RANKS]
             processes.append(subprocess.Popen(command, env=env | variables, stdout=file, stderr=file))
         assert [process.wait(120) for process in processes] == [2, 2]
-    said = output.read_text()
-    assert said.count("x: error: no") == 1 and "Exception raised" not in said, said
+    text = output.read_text()
+    assert text.count("x: error: no") == 1 and "Exception raised" not in text, text

@@ -1,4 +1,4 @@
-"""How a micro-batch is cut out of the ragged batch."""
+"""Building micro-batches from the ragged batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_mc.models import forward
 from rlhf_mc.models.forward import cut_micro_batch
 
 
-def a_batch(prompt_lens: list[int], response_lens: list[int]) -> RaggedBatch:
+def make_batch(prompt_lens: list[int], response_lens: list[int]) -> RaggedBatch:
     total = sum(prompt_lens) + sum(response_lens)
     return RaggedBatch(
         tokens=torch.arange(1, total + 1),
@@ -24,8 +24,8 @@ def a_batch(prompt_lens: list[int], response_lens: list[int]) -> RaggedBatch:
 
 
 @pytest.mark.parametrize(("multiple_of", "padded"), [(1, 11), (2, 12), (4, 12), (8, 16), (11, 11)])
-def test_padding_is_a_sequence_of_its_own_from_which_nothing_is_predicted(multiple_of: int, padded: int) -> None:
-    batch = a_batch([3, 2], [4, 2])
+def test_padding_is_a_separate_sequence_without_targets(multiple_of: int, padded: int) -> None:
+    batch = make_batch([3, 2], [4, 2])
     plain = cut_micro_batch(batch, [0, 1])
     micro = cut_micro_batch(batch, [0, 1], multiple_of)
     assert micro.tokens.shape == (1, padded)
@@ -38,15 +38,15 @@ def test_padding_is_a_sequence_of_its_own_from_which_nothing_is_predicted(multip
         assert getattr(micro, name).tolist() == getattr(plain, name).tolist()
 
 
-def test_a_filler_can_be_padded_too() -> None:
-    micro = cut_micro_batch(a_batch([3], [4]), [], 4)
+def test_dummy_micro_batch_can_be_padded() -> None:
+    micro = cut_micro_batch(make_batch([3], [4]), [], 4)
     assert micro.is_filler
     assert micro.tokens.shape == (1, 8)
 
 
-def test_passes_that_cut_alike_share_what_is_packed() -> None:
-    """Three models' scoring passes and two models' updates of two epochs: each cut is packed once."""
-    batch = a_batch([3, 2, 5, 1], [4, 2, 1, 3])
+def test_passes_with_the_same_split_share_packed_sequences() -> None:
+    """Pack each split once for three models' scoring passes and two models' updates of two epochs."""
+    batch = make_batch([3, 2, 5, 1], [4, 2, 1, 3])
     with mock.patch.object(forward, "pack", wraps=forward.pack) as packs:
         first = [cut_micro_batch(batch, cut) for cut in ([0, 1], [2, 3])]
         for _ in range(2):
@@ -63,6 +63,6 @@ def test_passes_that_cut_alike_share_what_is_packed() -> None:
         cut_micro_batch(batch, [0, 1], 4)  # padded for sequence parallelism
         cut_micro_batch(batch, [])
         assert packs.call_count == 7
-    fresh = cut_micro_batch(a_batch([3, 2, 5, 1], [4, 2, 1, 3]), [2, 3])
+    fresh = cut_micro_batch(make_batch([3, 2, 5, 1], [4, 2, 1, 3]), [2, 3])
     for name in ("tokens", "predicting", "targets", "response_index"):
         assert torch.equal(getattr(fresh, name), getattr(first[1], name))

@@ -1,4 +1,4 @@
-"""Which tensors a pattern freezes, and what is refused."""
+"""Freeze patterns: the tensors that they match, and patterns that are rejected."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_patterns_name_tensors_of_the_checkpoint() -> None:
     assert len(frozen_tensors("actor.freeze", ["model.layers.1.*"], shape)) == 12
 
 
-def test_the_embedding_is_frozen_on_both_stages_that_hold_it() -> None:
+def test_tied_embedding_is_frozen_on_both_stages() -> None:
     shape = shape_of("qwen2", tie_word_embeddings=True)
     for stage, name in ((0, "embedding.word_embeddings.weight"), (1, "output_layer.weight")):
         layout = mcore_layout(shape, 0, 1, range(stage, stage + 1), first=stage == 0, last=stage == 1)
         assert frozen_parameters({"model.embed_tokens.weight"}, layout) == {name}
 
 
-def test_routers_of_a_mixture_of_experts() -> None:
+def test_routers_of_a_moe_can_be_frozen() -> None:
     shape = shape_of(
         "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, norm_topk_prob=True
     )
@@ -67,7 +67,7 @@ def test_routers_of_a_mixture_of_experts() -> None:
         (["model.*", "score.*"], True, ("critic.freeze freezes every tensor",)),
     ],
 )
-def test_refused_in_one_line(patterns: list[str], value_head: bool, words: tuple[str, ...]) -> None:
+def test_bad_patterns_are_rejected_in_one_line(patterns: list[str], value_head: bool, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         frozen_tensors("critic.freeze", patterns, shape_of("qwen2", value_head))
     for word in ("critic.freeze", *words):
