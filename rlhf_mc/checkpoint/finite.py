@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.consensus import raise_together
+from rlhf_mc.topology.consensus import on_every_rank
 
 
 def num_not_finite(tensor: torch.Tensor) -> int:
@@ -23,9 +23,10 @@ def num_not_finite(tensor: torch.Tensor) -> int:
 def check_finite(params: Mapping[str, torch.Tensor], describe: Callable[[str, int], str]) -> None:
     """Raise a UserError on every rank where a parameter of any rank is not finite. describe: the message, from the
     local name of the first such parameter and how many of its values are not finite. Every rank must call it."""
-    error: UserError | None = None
-    for name, param in params.items():
-        if count := num_not_finite(param):
-            error = UserError(describe(name, count))
-            break
-    raise_together(error)
+
+    def check() -> None:
+        for name, param in params.items():
+            if count := num_not_finite(param):
+                raise UserError(describe(name, count))
+
+    on_every_rank(check)

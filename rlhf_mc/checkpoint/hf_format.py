@@ -5,13 +5,14 @@ Both go through the planner of reshard/; nothing here knows how a model is split
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from safetensors.torch import save_file
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
 from rlhf_mc.checkpoint.tying import are_equal
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.topology.consensus import raise_together
+from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTIZATION = "hf_quant_config.json"
@@ -118,8 +119,12 @@ class HFReader:
     def _has_another_head(self) -> bool:
         """Whether there is a language-model head that is not the embedding."""
         names = ("lm_head.weight", "model.embed_tokens.weight")
-        if any(name not in self.names for name in names) or are_equal(*self.slices(names).values()):
+        if any(name not in self.names for name in names):
             return False
+        slices = self.slices(names)
+        with self.reading():
+            if are_equal(*slices.values()):
+                return False
         logger.warning(
             "%s: lm_head.weight differs from model.embed_tokens.weight; the two are not tied, whatever "
             "tie_word_embeddings says in config.json",
@@ -179,7 +184,17 @@ class HFReader:
 
     def num_not_finite(self, name: str) -> int:
         """Return how many values of a tensor are NaN or infinite; reads it whole."""
-        return num_not_finite(self._slice(name)[:])
+        found = self._slice(name)
+        with self.reading():
+            return num_not_finite(found[:])
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise UserError where the content of a slice cannot be read inside."""
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{self.directory}: a tensor cannot be read ({first_line(error)})") from error
 
     def file_of(self, name: str) -> Path:
         """Return the file that has a tensor."""
@@ -249,16 +264,16 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
     Reads the blocks that `layout` names and no others; logical tensors in `skip` are left as they are. UserError on
     every rank where one of them cannot read its blocks, or finds a value that is not finite. Every rank must call it.
     """
-    error: UserError | None = None
     wanted = layout.without(skip)  # single tensors, as in the files
-    try:
+
+    def read() -> None:
         slices = reader.slices({piece.tensor: None for piece in wanted.shards})
         source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
         plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
-        execute(plan.for_rank(0), slices, params, group=None)
-    except UserError as found:
-        error = found
-    raise_together(error)
+        with reader.reading():
+            execute(plan.for_rank(0), slices, params, group=None)
+
+    on_every_rank(read)
     filled = {piece.local for piece in wanted.shards}
 
     def describe(local: str, count: int) -> str:
@@ -339,15 +354,15 @@ def _export(
     """Write the files. tensors_of: a collective that takes, by rank, the names of the tensors that it writes next, and
     returns this rank's tensors."""
     shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
-    _agree(_failure_of(_begin, out, assets_dir) if rank == 0 else None, rank, group)
+    subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
+    on_rank_0(lambda: _begin(out, assets_dir), subject, group)
     for start in range(0, len(shards), world):
         names = shards[start : start + world]
         tensors = tensors_of([*names, *[[]] * (world - len(names))])
-        file = out / STAGING / _shard_name(start + rank, len(shards))
-        _agree(_failure_of(_save, tensors, file) if tensors else None, rank, group)
+        save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, len(shards)), subject)
+        on_every_rank(save, subject, group)
         tensors.clear()
-    finish = (out, assets_dir, shards, shape, dtype_name, about)
-    _agree(_failure_of(_finish, *finish) if rank == 0 else None, rank, group)
+    on_rank_0(lambda: _finish(out, assets_dir, shards, shape, dtype_name, about), subject, group)
 
 
 def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
@@ -368,31 +383,21 @@ def _shard_name(number: int, count: int) -> str:
     return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _failure_of(action: Callable[..., None], *args: Any) -> str | None:
-    """Runs the action; what went wrong with its files, or None."""
-    try:
-        action(*args)
-    except (OSError, SafetensorError, UserError) as error:
-        return str(error)
-    return None
-
-
-def _agree(failure: str | None, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank what failed on any. Every rank of the group must reach this, failed or not."""
-    what = f"export of the Hugging Face checkpoint failed on rank {rank}: {failure}"
-    raise_together(None if failure is None else UserError(what), group)
-
-
 def _begin(out: Path, assets: Path) -> None:
     _read_json(assets / "config.json")
     shutil.rmtree(out / STAGING, ignore_errors=True)
     (out / STAGING).mkdir(parents=True)
 
 
-def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
+    if not tensors:
+        return
     file.touch()
     mode = file.stat().st_mode  # the umask's; safetensors replaces the file by one that only its owner can read
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{subject}: {first_line(error)}") from error
     file.chmod(mode)
 
 

@@ -23,7 +23,7 @@ from rlhf_mc.checkpoint.directory import summed
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import Config
-from rlhf_mc.topology.consensus import from_rank_0, gather_objects, on_every_rank
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 WHOLE_BYTES = 16 << 20
 """Files of weights up to this size are hashed whole."""
@@ -52,7 +52,7 @@ def read_inputs(cfg: Config) -> Inputs:
     """Hash every input of a run, spread over the ranks. UserError, on every rank, where a file cannot be read. Every
     rank must call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    files = from_rank_0("inputs", lambda: list(_files(cfg)))
+    files = on_rank_0(lambda: list(_files(cfg)), "inputs")
     found = on_every_rank(lambda: {number: _hashed(files[number]) for number in range(rank, len(files), world)})
     by_number = {number: entry for entries in gather_objects(found) for number, entry in entries.items()}
     inputs: Inputs = {}

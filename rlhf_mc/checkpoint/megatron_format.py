@@ -18,9 +18,9 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.finite import check_finite
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.checkpoint.unpickling import check_metadata
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.topology.consensus import gather_objects, on_rank_0
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 HF_ASSETS = "hf"
 """Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""
@@ -36,14 +36,14 @@ def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> Non
     that is there. Every rank must call it. The writer starts helper processes: the program needs an
     `if __name__ == "__main__"` guard."""
     directory = Path(directory)
-    on_rank_0(f"{directory}: cannot be written", lambda: _begin(directory))
+    on_rank_0(lambda: _begin(directory), f"{directory}: cannot be written")
     with platform.megatron():
         try:
             dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
         except CheckpointException as error:
             raise UserError(f"{directory}: the weights cannot be written ({_cause(error)})") from error
     # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
-    on_rank_0(f"{directory}: cannot be written", lambda: _copy_assets(directory, reader))
+    on_rank_0(lambda: _copy_assets(directory, reader), f"{directory}: cannot be written")
 
 
 def _begin(directory: Path) -> None:
@@ -73,10 +73,10 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
     """Fills the model from a checkpoint that save_mcore wrote in any layout; parameters whose names start with one
     of skip_prefixes stay as they are. UserError where it is no checkpoint, or of another model, or has a value that is
     not finite. Every rank must call it."""
-    _check_is_checkpoint(directory)
+    stored = on_every_rank(lambda: _stored_tensors(directory))
     with platform.megatron():
         state = _sharded(model, skip_prefixes)
-        _check_same_model(state, directory, skip_prefixes)
+        _check_same_model(state, stored, directory, skip_prefixes)
         try:
             loaded = dist_checkpointing.load(state, str(directory))
         except CheckpointException as error:
@@ -99,7 +99,6 @@ def _cause(error: CheckpointException) -> BaseException:
 
 def checkpoint_dtype(directory: str | Path) -> Any:
     """The type of the weights, as MegatronConfig.dtype names it."""
-    _check_is_checkpoint(directory)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in _stored_tensors(directory).values()}
     assert len(dtypes) == 1, dtypes
     return dtypes.pop()
@@ -127,37 +126,42 @@ def _check_common(path: Path) -> None:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an archive, or a pickle, fails in every way there is
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path}: damaged ({reason})") from error
+        raise UserError(f"{path}: damaged ({first_line(error)})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: damaged (holds a {type(content).__name__})")
 
 
 def _stored_tensors(directory: str | Path) -> dict[str, Any]:
-    """Name -> what describes the tensor (type, global shape)."""
+    """Return by name what describes each tensor (type, global shape). UserError where there is no such checkpoint."""
+    _check_is_checkpoint(directory)
     check_metadata(Path(directory) / ".metadata")
     tensors: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(directory))
     return tensors
 
 
-def _check_same_model(state: dict[str, Any], directory: str | Path, skip_prefixes: tuple[str, ...]) -> None:
-    """Compares names and global shapes before anything is read: dist_checkpointing's own message is many lines, and
-    it says nothing of tensors in excess. Every rank must call it."""
-    stored = _stored_tensors(directory)
+def _check_same_model(
+    state: dict[str, Any], stored: dict[str, Any], directory: str | Path, skip_prefixes: tuple[str, ...]
+) -> None:
+    """Raise UserError unless names and global shapes are the model's, before anything is read: dist_checkpointing's own
+    message is many lines, and it says nothing of tensors in excess. Every rank must call it."""
     mine = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
-    # Over all ranks: a stage alone has but some of the names. Before any check that may fail on one rank only.
+    # A pipeline stage has only some of the names.
     wanted = set().union(*gather_objects(set(mine)))
     for key in sorted(wanted - stored.keys()):
         raise UserError(f"{directory}: holds no tensor {key}; it is a checkpoint of another architecture")
     for key in sorted(stored.keys() - wanted):
         if not key.removeprefix("model.").startswith(skip_prefixes):
             raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
-    for key, value in mine.items():
-        if isinstance(value, ShardedTensorFactory):
-            continue  # linear_fc1, whose size linear_fc2 shows too
-        found = tuple(stored[key].global_shape)
-        if found != tuple(value.global_shape) and not value.allow_shape_mismatch:
-            raise UserError(
-                f"{directory}: tensor {key} has shape {found}, the model needs {tuple(value.global_shape)}; "
-                "it is a checkpoint of another architecture"
-            )
+
+    def check_shapes() -> None:
+        for key, value in mine.items():
+            if isinstance(value, ShardedTensorFactory):
+                continue  # linear_fc1, whose size linear_fc2 shows too
+            found = tuple(stored[key].global_shape)
+            if found != tuple(value.global_shape) and not value.allow_shape_mismatch:
+                raise UserError(
+                    f"{directory}: tensor {key} has shape {found}, the model needs {tuple(value.global_shape)}; "
+                    "it is a checkpoint of another architecture"
+                )
+
+    on_every_rank(check_shapes)

@@ -49,8 +49,8 @@ class Save:
         self.step = step
         self._root = root
         self._run_id = run_id
-        self._what = f"{directory.staging_path(root, step)}: cannot be written"
-        on_rank_0(self._what, lambda: directory.begin(root, step))
+        self._subject = f"{directory.staging_path(root, step)}: cannot be written"
+        on_rank_0(lambda: directory.begin(root, step), self._subject)
         self._state = {
             "step": step,
             "run_id": run_id,
@@ -75,9 +75,10 @@ class Save:
         try:
             by_rank = gather_objects(self._writing.finish())
             files = {name: file for mine in by_rank for name, file in mine.items()}
-            on_rank_0(self._what, lambda: self._commit(files))
+            on_rank_0(lambda: self._commit(files), self._subject)
         except UserError:
-            on_rank_0(self._what, lambda: directory.discard(self._root, self.step))  # a full disk has room again
+            # A full disk has room again.
+            on_rank_0(lambda: directory.discard(self._root, self.step), self._subject)
             raise
 
     def _commit(self, files: dict[str, File]) -> None:

@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, first_line, reason_of
 
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
@@ -48,5 +48,4 @@ def check_metadata(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
     except Exception as error:  # a pickle's own code fails in every way there is
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"{path}: not the description of a checkpoint's tensors ({reason})") from error
+        raise UserError(f"{path}: not the description of a checkpoint's tensors ({first_line(error)})") from error

@@ -30,8 +30,8 @@ from rlhf_mc import durable, platform
 from rlhf_mc.checkpoint.blocks import Block
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, File, summed, write_bytes
 from rlhf_mc.checkpoint.unpickling import check_metadata
-from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, raise_together
+from rlhf_mc.config.errors import UserError, first_line, reason_of
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 """Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
@@ -98,10 +98,14 @@ class Writing:
         """Waits for all ranks, and completes what dist_checkpointing calls a checkpoint. Returns this rank's files.
         UserError, on every rank, where one could not write. Every rank must call it."""
         self.wait()
-        raise_together(self._error)
+        on_every_rank(self._raise_error)
         results = gather_objects(self._results)
-        on_rank_0(f"{self._directory}: cannot be written", lambda: self._write_metadata(results))
+        on_rank_0(lambda: self._write_metadata(results), f"{self._directory}: cannot be written")
         return self._files
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _write(self) -> None:
         try:
@@ -150,10 +154,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
     """Fills the blocks' own memory. UserError where the files do not hold them. Every rank must call it."""
-    stored = on_every_rank(lambda: check_metadata(directory / METADATA)).state_dict_metadata
-    missing = next((block.key for block in blocks if block.key not in stored), None)
-    error = f"{directory}: holds no {missing}; the run that wrote it trained other parts of the models"
-    raise_together(None if missing is None else UserError(error))
+    on_every_rank(lambda: _check_holds(directory, blocks))
     with platform.megatron():
         try:
             state = _sharded(blocks, [block.data for block in blocks])
@@ -161,6 +162,13 @@ def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise CorruptCheckpoint(f"{directory}: cannot be read back ({_reason(cause)})") from error
+
+
+def _check_holds(directory: Path, blocks: Sequence[Block]) -> None:
+    stored = check_metadata(directory / METADATA).state_dict_metadata
+    missing = next((block.key for block in blocks if block.key not in stored), None)
+    if missing is not None:
+        raise UserError(f"{directory}: holds no {missing}; the run that wrote it trained other parts of the models")
 
 
 def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str, ShardedTensor]:
@@ -186,4 +194,4 @@ def _reason(error: BaseException) -> str:
         if isinstance(behind, OSError) and behind.strerror:
             return reason_of(behind)
         behind = behind.__cause__ or behind.__context__
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return first_line(error)

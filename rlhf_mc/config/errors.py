@@ -44,6 +44,22 @@ def reason_of(error: OSError) -> str:
     return f"{error.strerror or error}{hint}"
 
 
+@contextlib.contextmanager
+def disk_errors(subject: str = "") -> Iterator[None]:
+    """Raise a UserError in place of an OSError that is raised inside: the subject, the system's words, the file."""
+    try:
+        yield
+    except OSError as error:
+        prefix = f"{subject}: " if subject else ""
+        file = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"{prefix}{reason_of(error)}{file}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message, or the error's type if it has no message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def is_shortage(error: OSError) -> bool:
     """Return whether this process or machine has run out of something, so that the file itself may be in order."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

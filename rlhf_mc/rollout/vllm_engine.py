@@ -43,7 +43,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.layout import check_vllm, vllm_layout
 from rlhf_mc.rollout.vllm_patches import patch
-from rlhf_mc.topology.consensus import gather_objects, raise_together
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class RolloutEngine:
         written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
         found = {name: tuple(param.shape) for name, param in self.params.items()}
         try:
-            raise_together(_difference(model_path, written, found))
+            on_every_rank(lambda: _check_parameters(model_path, written, found))
         except UserError:
             self.close()
             raise
@@ -255,10 +255,10 @@ class RolloutEngine:
         gc.collect()
 
 
-def _difference(
+def _check_parameters(
     model_path: str, written: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
-) -> UserError | None:
-    """Return what is wrong where the parameters that a weight update writes (name -> shape) are not vLLM's.
+) -> None:
+    """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly vLLM's.
 
     A parameter that nothing writes would stay zero, and vLLM would generate with it."""
     wrong = [
@@ -271,9 +271,9 @@ def _difference(
         ),
     ]
     if not wrong:
-        return None
+        return
     more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-    return UserError(
+    raise UserError(
         f"model.path {model_path}: vLLM's model is not the trainer's: {'; '.join(wrong[:3])}{more}; "
         "a key of config.json means something else to vLLM than to the trainer"
     )

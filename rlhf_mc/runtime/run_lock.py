@@ -55,12 +55,12 @@ def check_free(root: Path) -> None:
     """UserError, on every rank, where another run that lives holds the directory. An owner that cannot be asked is
     watched until it gives a sign of life, or has given none for long. Every rank must call it."""
     lock = Lock(root)
-    on_rank_0("trainer.default_local_dir", lock.look)
+    on_rank_0(lock.look, "trainer.default_local_dir")
     if lock.in_doubt is not None:
         say(f"{lock.in_doubt}; waiting for a sign of life")
     while gather_objects(lock.in_doubt)[0] is not None:
         time.sleep(_LOOK_SECONDS)
-        on_rank_0("trainer.default_local_dir", lock.look)
+        on_rank_0(lock.look, "trainer.default_local_dir")
 
 
 class Lock:

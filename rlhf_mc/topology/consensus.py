@@ -1,25 +1,26 @@
-"""The few collectives on plain values by which ranks agree on something small. No Megatron here: what only needs to
-agree does not wait for its import.
+"""Collectives on plain values: ranks exchange small objects, and raise an error of one rank on all.
+
+No Megatron here, so that the early checks of a run do not wait for its import.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, disk_errors
 
 T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The value of every rank of the group (by default of the world, which without a process group is this process),
-    in rank order, on every rank. Every rank of it must call it."""
+    """Return the value of every rank of the group, in rank order. Without a process group this process is the only
+    rank. Every rank of the group must call it."""
     if not dist.is_initialized():
         return [value]
     out: list[Any] = [None] * dist.get_world_size(group)
@@ -27,63 +28,50 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return out
 
 
+def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> T:
+    """Run the action on every rank of the group and return its result on this rank. If it fails with a UserError or an
+    OSError on any rank, raise the error of the first such rank on all of them. Every rank of the group must call it.
+
+    subject: begins the message of the UserError that is raised in place of an OSError."""
+    result, error = _attempt(action, subject)
+    first = next((other for other in gather_objects(error, group) if other is not None), None)
+    if first is not None:
+        raise first
+    return cast(T, result)
+
+
+def on_rank_0(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> T:
+    """Run the action on rank 0 of the group and return its result, which is pickled, on every rank. If it fails with a
+    UserError or an OSError, raise the error on all ranks, as `on_every_rank` does. Every rank of the group must call
+    it."""
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    result, error = gather_objects(_attempt(action, subject) if is_first else (None, None), group)[0]
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError | None]:
+    """Return the action's result, or the error with which it fails."""
+    try:
+        with disk_errors(subject):
+            return action(), None
+    except UserError as error:
+        return None, error
+
+
 def ranks_per_node() -> int:
-    """How many neighbouring ranks share a machine; 1 where they are not spread evenly. Every rank must call it."""
+    """Return how many neighbouring ranks share a machine; 1 if machines have different numbers of ranks, or ranks of a
+    machine are not neighbours. Every rank must call it."""
     hosts = gather_objects(socket.gethostname())
     count = hosts.count(hosts[0])
     even = len(hosts) % count == 0 and all(host == hosts[rank // count * count] for rank, host in enumerate(hosts))
     return count if even else 1
 
 
-def raise_together(error: UserError | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raises on every rank of the group the first error that any of them has, so that no rank waits for one that is
-    gone. Every rank of it must call it."""
-    first = next((e for e in gather_objects(error, group) if e is not None), None)
-    if first is not None:
-        raise first
-
-
-def on_rank_0(what: str, action: Callable[[], object]) -> None:
-    """Runs the action on rank 0; where the disk refuses, every rank raises a UserError that begins with `what`.
-    Every rank must call it."""
-    raise_together(disk_error(what, action) if dist.get_rank() == 0 else None)
-
-
-def from_rank_0(what: str, read: Callable[[], T]) -> T:
-    """Return on every rank what `read` returns on rank 0; where the disk refuses, every rank raises a UserError that
-    begins with `what`. Every rank must call it."""
-    found: list[T] = []
-    on_rank_0(what, lambda: found.append(read()))
-    return gather_objects(found)[0][0]
-
-
-def on_every_rank(action: Callable[[], T]) -> T:
-    """Return what the action returns on this rank. Where it raises a UserError on any rank, every rank raises it: what
-    the action reads may be in order elsewhere. Every rank must call it."""
-    found: list[T] = []
-    error: UserError | None = None
-    try:
-        found.append(action())
-    except UserError as raised:
-        error = raised
-    raise_together(error)
-    return found[0]
-
-
-def disk_error(what: str, action: Callable[[], object]) -> UserError | None:
-    """Runs the action; what the disk had against it, or None."""
-    try:
-        action()
-    except OSError as error:
-        return UserError(f"{what}: {reason_of(error)}" + (f" ({error.filename})" if error.filename else ""))
-    except UserError as error:
-        return error
-    return None
-
-
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum over all ranks, on every rank, on the CPU. Where each element is non-zero on one
-    rank only, the sum is exact. Every rank must call it."""
+    """Return the element-wise sum over all ranks, on the CPU of every rank. It is exact if each element is non-zero
+    on one rank only. Every rank must call it."""
     out = tensor.detach().to(platform.device())
     dist.all_reduce(out)
     return out.cpu()

@@ -19,18 +19,11 @@ from rlhf_mc.checkpoint.blocks import Role
 from rlhf_mc.checkpoint.inputs import check_unchanged, paths
 from rlhf_mc.checkpoint.training_state import Save, load, reading_state, stored_config, stored_origin
 from rlhf_mc.checkpoint.writer import HostBuffers
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
 from rlhf_mc.runtime.run_lock import Lock
-from rlhf_mc.topology.consensus import (
-    disk_error,
-    from_rank_0,
-    gather_objects,
-    on_every_rank,
-    on_rank_0,
-    raise_together,
-)
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer import run_directory, success
 from rlhf_mc.trainer.setup import Run, layouts_of
 
@@ -93,7 +86,7 @@ class Checkpoints:
         self._skipped: dict[str, int] = {}
         """Consecutive skipped updates by model, as the checkpoint has them."""
         self._loop_state: dict[str, Any] = {}
-        on_rank_0(f"trainer.default_local_dir: {self._root}", self._take)
+        on_rank_0(self._take, f"trainer.default_local_dir: {self._root}")
 
     def _take(self) -> None:
         self._lock.take()
@@ -118,7 +111,7 @@ class Checkpoints:
             validates = self.position.step == 0 and self._cfg.val_before_train and bool(self._run.val_prompts)
             self._logs_from = 0 if validates else self.position.step + 1
         skipped = self._run.skipped
-        raise_together(disk_error(str(self._root), lambda: skipped.resume_from(self.position.step, self._skipped)))
+        on_every_rank(lambda: skipped.resume_from(self.position.step, self._skipped), str(self._root))
         self._note()
         return self.position
 
@@ -126,7 +119,7 @@ class Checkpoints:
         """Make the directory that of a new run, which begins at a checkpoint of another directory or at none."""
         self.run_id = gather_objects(run_directory.new_id())[0]
         self._logged = []
-        on_rank_0(str(self._root), lambda: self._claim(start))
+        on_rank_0(lambda: self._claim(start), str(self._root))
 
     def _claim(self, start: Path | None) -> None:
         inputs = [*paths(self._run.config), *([] if start is None else [("trainer.resume_from_path", start)])]
@@ -138,7 +131,7 @@ class Checkpoints:
     def _continue(self, path: Path) -> None:
         """Resume the run that the directory belongs to."""
         self._saved = self.position.step
-        on_rank_0(str(self._root), self._check_and_clear)
+        on_rank_0(self._check_and_clear, str(self._root))
         self.run_id = gather_objects(self.run_id)[0]
 
     def _check_and_clear(self) -> None:
@@ -173,12 +166,12 @@ class Checkpoints:
 
     def _find_and_load(self) -> Path | None:
         """Load the checkpoint that the run resumes from, its checksums found right. Return where it is."""
-        steps = from_rank_0(str(self._root), self._list)
+        steps = on_rank_0(self._list, str(self._root))
         mode = self._cfg.resume_mode
         given = self._cfg.resume_from_path if mode == "resume_path" else None
         if mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
-        if mode == "disable" and from_rank_0(str(self._root), lambda: run_directory.is_of_requeued_job(self._root)):
+        if mode == "disable" and on_rank_0(lambda: run_directory.is_of_requeued_job(self._root), str(self._root)):
             self._say(
                 "this job began the run here and has been requeued: trainer.resume_mode=disable holds for its start"
             )
@@ -279,7 +272,7 @@ class Checkpoints:
         loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._saying_what_is_kept():
-            on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
+            on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             config, inputs = to_dict(self._run.config), self._run.inputs
             self._in_flight = Save(self._root, position.step, self._roles, loop, config, inputs, self.run_id, buffers)
 
@@ -320,11 +313,15 @@ class Checkpoints:
             return
         save, self._in_flight = self._in_flight, None
         with self._saying_what_is_kept():
-            on_rank_0("trainer.default_local_dir", self._lock.check_still_ours)
+            on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             save.commit()
         self._saved = save.step
-        if dist.get_rank() == 0 and (error := disk_error(str(self._root), self._remove_old)) is not None:
-            self._say(f"WARNING: an old checkpoint cannot be deleted: {error}")
+        if dist.get_rank() == 0:
+            try:
+                with disk_errors(str(self._root)):
+                    self._remove_old()
+            except UserError as error:
+                self._say(f"WARNING: an old checkpoint cannot be deleted: {error}")
 
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)

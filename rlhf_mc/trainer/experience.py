@@ -25,7 +25,7 @@ from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.observability.metrics import summarize, summarize_lengths
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
-from rlhf_mc.topology.consensus import gather_objects, raise_together
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.micro_batching import my_micro_batches
 
@@ -70,16 +70,9 @@ def submit_responses(
 def collect_scores(pending: PendingScores, num_rows: int) -> list[dict[str, float]]:
     """Each response's scores ("score" and what else the reward function gives), on every rank: what all ranks have
     submitted, num_rows in all. A rank whose reward function fails makes all ranks raise."""
-    error: UserError | None = None
-    mine: list[dict[str, float]] = []
-    try:
-        mine = pending.result()
-    except UserError as e:
-        error = e
-    raise_together(error)
     world = dist.get_world_size()
     out: list[dict[str, float]] = [{}] * num_rows
-    for r, part in enumerate(gather_objects(mine)):
+    for r, part in enumerate(gather_objects(on_every_rank(pending.result))):
         out[r::world] = part
     return out
 

@@ -68,7 +68,7 @@ def train(run: Run, checkpoints: Checkpoints, place: RankStatus, stop: StopReque
         position = checkpoints.resume()
     run_id = checkpoints.run_id
     sinks: list[Sinks] = []  # one, on rank 0
-    on_rank_0(SINKS, lambda: sinks.append(Sinks(cfg, run.total_steps, position.step or None, run_id=run_id)))
+    on_rank_0(lambda: sinks.append(Sinks(cfg, run.total_steps, position.step or None, run_id=run_id)), SINKS)
     for line in headlines(run):
         say(run, line)
     say(run, run.update.summary)
@@ -98,11 +98,11 @@ def train(run: Run, checkpoints: Checkpoints, place: RankStatus, stop: StopReque
     checkpoints.advance(wait=True)
     export(run, StepState(position.step, PhaseTimer(), {}), directory / HF, run_id)
     checkpoints.close()
-    on_rank_0(SINKS, lambda: sinks[0].close())
+    on_rank_0(lambda: sinks[0].close(), SINKS)
     if sinks and "jsonl" in cfg.logger:
         png = directory / PLOT
         view(png.name, lambda: plot_run(directory / METRICS_FILE, png, title=directory.name))
-    on_rank_0(SINKS, lambda: success.write(directory, run_id, checkpoints.position.step))
+    on_rank_0(lambda: success.write(directory, run_id, checkpoints.position.step), SINKS)
     why = "the target accuracy is reached" if reached else "all steps are done"
     say(run, f"{why}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
 
@@ -357,4 +357,4 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
 
 def log(sinks: list[Sinks], state: StepState) -> None:
     """Sends the step's metrics and times off, where there are sinks. Every rank must call it."""
-    on_rank_0(SINKS, lambda: sinks[0].log(state.step, {**state.metrics, **state.timer.result()}))
+    on_rank_0(lambda: sinks[0].log(state.step, {**state.metrics, **state.timer.result()}), SINKS)

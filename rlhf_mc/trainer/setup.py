@@ -88,7 +88,7 @@ def build_run(cfg: Config) -> Run:
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward))
     rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
-    starts = _starts(cfg, tokenizer)
+    starts = on_every_rank(lambda: _starts(cfg, tokenizer))
     inputs = read_inputs(cfg)
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)

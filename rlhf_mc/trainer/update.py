@@ -118,7 +118,7 @@ class SkippedUpdates:
         if not skipped:
             return
         path = self.directory / _SAMPLES.format(step)
-        on_rank_0(f"{path}: cannot be written", lambda: write_samples(path, name, mini))
+        on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
         if self.consecutive[name] >= self.limit:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} updates in a row "

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tiny import config_tree
 
+from rlhf_mc.checkpoint import hf_format
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
@@ -160,6 +161,22 @@ def try_to_build(directory: str, sections: dict[str, Any]) -> None:
     path.write_text(json.dumps(config_tree(Path(directory), **sections)))
     with a_run(str(path), []):
         pass
+
+
+def build_where_a_read_fails(directory: str, failing_rank: int) -> None:
+    """Build a run on TP 2 where one rank cannot read a tensor of the model, though it has opened its file."""
+    original = hf_format.execute
+
+    def execute(*args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == failing_rank:
+            raise SafetensorError("I/O error\nat some offset")
+        original(*args, **kwargs)
+
+    hf_format.execute = execute
+    try:
+        try_to_build(directory, {"actor": {"megatron": {"tensor_model_parallel_size": 2}}})
+    finally:
+        hf_format.execute = original
 
 
 def step_with_a_reference_of_nan(config_path: str) -> None:

@@ -286,6 +286,11 @@ def test_weights_that_are_not_finite_on_one_rank(pool: Any, workspace: Path, rol
     )
 
 
+def test_a_tensor_that_one_rank_cannot_read(pool: Any, workspace: Path) -> None:
+    outcomes = pool(WORLD).outcomes(cases.build_where_a_read_fails, directory=str(workspace), failing_rank=1)
+    assert f"{workspace / 'model'}: a tensor cannot be read (I/O error)" in the_one_line(outcomes)
+
+
 @pytest.mark.parametrize("role", ["critic", "reward_model"])
 def test_the_config_of_a_model_with_a_value_head_is_read_the_same_way(pool: Any, workspace: Path, role: str) -> None:
     shutil.copytree(workspace / "model", workspace / role)

@@ -15,10 +15,23 @@ def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> 
         raise UserError("mine")
 
     with pytest.raises(UserError, match="mine"):
-        consensus.on_every_rank(fail)
+        consensus.on_every_rank(fail, "not in the message of a UserError")
+    with pytest.raises(UserError, match="mine"):
+        consensus.on_rank_0(fail)
     monkeypatch.setattr(consensus, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])
     with pytest.raises(UserError, match="of rank 1"):
         consensus.on_every_rank(lambda: 7)
+
+
+def test_an_error_of_the_disk_becomes_a_user_error() -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    message = r"^trainer\.default_local_dir: No space left on device; .* \(metrics\.jsonl\)$"
+    for run in (consensus.on_every_rank, consensus.on_rank_0):
+        assert run(lambda: 7) == 7
+        with pytest.raises(UserError, match=message):
+            run(fail, "trainer.default_local_dir")
 
 
 @pytest.mark.parametrize(

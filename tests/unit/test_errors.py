@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from rlhf_mc.config.errors import reason_of
+from rlhf_mc.config.errors import UserError, disk_errors, reason_of
 from rlhf_mc.runtime.heartbeat import _to_bind
-from rlhf_mc.topology.consensus import disk_error
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,9 @@ def test_disk_error_message_follows_errno(number: int, words: str) -> None:
     def fail() -> None:
         raise OSError(number, os.strerror(number), "metrics.jsonl")
 
-    message = str(disk_error("trainer.default_local_dir", fail))
+    with pytest.raises(UserError) as raised, disk_errors("trainer.default_local_dir"):
+        fail()
+    message = str(raised.value)
     assert message.startswith(f"trainer.default_local_dir: {os.strerror(number)}")
     assert message.endswith(" (metrics.jsonl)")
     assert words in message

@@ -140,7 +140,7 @@ def test_an_export_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.
     alive: list[weakref.ref] = []
     largest = 0
 
-    def save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    def save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
         nonlocal largest
         assert all(ref() is None for ref in alive), "an earlier file's tensors are still held"
         alive.extend(weakref.ref(t) for t in tensors.values())
