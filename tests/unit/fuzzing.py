@@ -1,4 +1,4 @@
-"""What the fuzz tests share: how many examples, how files are damaged, and what may come of it."""
+"""Shared by the fuzz tests: the number of examples, the corruption of files, and the outcomes that are allowed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rlhf_mc.config.errors import UserError
 
 TIMES = int(os.environ.get("RLHF_MC_FUZZ_TIMES", "1"))
-"""The number of examples is multiplied by it, and they are drawn at random; 1: always the same ones."""
+"""Factor of the number of examples. Above 1 the examples are drawn at random, at 1 they are always the same."""
 
 
 def examples(count: int) -> settings:
-    """Return the settings for so many examples, each within half a minute."""
+    """Return the settings for `count` examples, each with a deadline of 30 s."""
     return settings(
         max_examples=count * TIMES,
         derandomize=TIMES == 1,
@@ -29,7 +29,7 @@ def examples(count: int) -> settings:
 
 
 def success_or_user_error(action: Callable[[], Any]) -> Any:
-    """Return the action's result, or None after a UserError of one line. Nothing else may be raised."""
+    """Return the action's result, or None if it raises a UserError of one line. Any other error fails the test."""
     try:
         return action()
     except UserError as error:
@@ -39,15 +39,17 @@ def success_or_user_error(action: Callable[[], Any]) -> Any:
 
 
 @st.composite
-def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """Return ways to damage the bytes of a file: cut short, bytes changed, some taken out, put in, or all replaced."""
-    kind = draw(st.sampled_from(["cut", "flip", "delete", "insert", "replace"]))
+def corruptions(draw: st.DrawFn) -> Callable[[bytes], bytes]:
+    """Draw a function that corrupts the bytes of a file: it truncates them, flips, deletes or inserts some, or
+    replaces all.
+    """
+    kind = draw(st.sampled_from(["truncate", "flip", "delete", "insert", "replace"]))
     places = draw(st.lists(st.floats(0, 1), min_size=1, max_size=4))
     junk = draw(st.binary(min_size=1, max_size=20))
 
-    def damage(data: bytes) -> bytes:
+    def corrupt(data: bytes) -> bytes:
         at = [int(place * len(data)) for place in places]
-        if kind == "cut":
+        if kind == "truncate":
             return data[: at[0]]
         if kind == "replace":
             return junk
@@ -61,11 +63,11 @@ def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
                 out[place] ^= byte or 1
         return bytes(out)
 
-    return damage
+    return corrupt
 
 
 def restore(directory: Path, files: dict[str, bytes]) -> None:
-    """Give the directory these files and no others."""
+    """Leave these files in the directory and no others."""
     for path in directory.iterdir():
         if path.name not in files:
             path.unlink()

@@ -1,5 +1,5 @@
-"""Corrupt training checkpoints: files cut short, changed, deleted, replaced by others; and such as were damaged before
-their manifest was written, whose checksums are right. Each difference is found, and said in one line."""
+"""Corrupt training checkpoints: files truncated, changed, deleted or swapped, also before the manifest was written, so
+that the checksums match. Each difference is detected and reported in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from fuzzing import damages, examples, success_or_user_error
+from fuzzing import corruptions, examples, success_or_user_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
@@ -38,8 +38,8 @@ def world() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_waiting() -> Iterator[None]:
-    """Do not wait for a file server to come back."""
+def no_retry_delay() -> Iterator[None]:
+    """Retry failed reads without a delay."""
     seconds, directory._AGAIN_SECONDS = directory._AGAIN_SECONDS, 0.0
     yield
     directory._AGAIN_SECONDS = seconds
@@ -52,8 +52,8 @@ def root() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def whole() -> dict[str, bytes]:
-    """Return what a checkpoint holds beside its manifest."""
+def intact() -> dict[str, bytes]:
+    """Return the files of a checkpoint, without its manifest."""
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), [])
     state = {
         "step": STEP,
@@ -71,8 +71,8 @@ def whole() -> dict[str, bytes]:
     }
 
 
-def written(root: Path, files: dict[str, bytes]) -> Path:
-    """Write a checkpoint of these files, with a manifest that is true of them."""
+def write_checkpoint(root: Path, files: dict[str, bytes]) -> Path:
+    """Write a checkpoint of these files with a matching manifest. Return its directory."""
     for path in root.iterdir():
         shutil.rmtree(path)
     path = directory.begin(root, STEP)
@@ -82,7 +82,7 @@ def written(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def read(path: Path) -> None:
-    """Read all that is read of a checkpoint before its tensors."""
+    """Read everything that a resume reads before the tensors."""
     directory.verify(path)
     with reading_state(path):
         state = directory.read_json(path / STATE)
@@ -92,25 +92,25 @@ def read(path: Path) -> None:
     check_metadata(path / METADATA)
 
 
-def test_the_whole_one_can_be_read(root: Path, whole: dict[str, bytes]) -> None:
-    read(written(root, whole))
+def test_intact_checkpoint_can_be_read(root: Path, intact: dict[str, bytes]) -> None:
+    read(write_checkpoint(root, intact))
 
 
 @examples(200)
 @given(
     name=st.sampled_from(FILES),
-    kind=st.sampled_from(["damage", "damage", "damage", "delete", "directory", "swap", "link"]),
-    damage=damages(),
+    kind=st.sampled_from(["corrupt", "corrupt", "corrupt", "delete", "directory", "swap", "link"]),
+    corrupt=corruptions(),
 )
-def test_what_differs_from_the_manifest_is_found(
-    root: Path, whole: dict[str, bytes], name: str, kind: str, damage: Callable[[bytes], bytes]
+def test_differences_from_the_manifest_are_detected(
+    root: Path, intact: dict[str, bytes], name: str, kind: str, corrupt: Callable[[bytes], bytes]
 ) -> None:
-    path = written(root, whole)
+    path = write_checkpoint(root, intact)
     file = path / name
     changed = True
-    if kind == "damage":
-        file.write_bytes(damage(whole[name]))
-        changed = damage(whole[name]) != whole[name]
+    if kind == "corrupt":
+        file.write_bytes(corrupt(intact[name]))
+        changed = corrupt(intact[name]) != intact[name]
     elif kind == "swap":
         other = path / FILES[FILES.index(name) - 1]
         os.rename(other, path / "x")
@@ -130,12 +130,12 @@ def test_what_differs_from_the_manifest_is_found(
 
 
 @examples(150)
-@given(damage=damages())
-def test_damaged_manifests(root: Path, whole: dict[str, bytes], damage: Callable[[bytes], bytes]) -> None:
-    path = written(root, whole)
+@given(corrupt=corruptions())
+def test_corrupt_manifests(root: Path, intact: dict[str, bytes], corrupt: Callable[[bytes], bytes]) -> None:
+    path = write_checkpoint(root, intact)
     manifest = path / directory.MANIFEST
     before = json.loads(manifest.read_bytes())
-    manifest.write_bytes(damage(manifest.read_bytes()))
+    manifest.write_bytes(corrupt(manifest.read_bytes()))
     try:
         read(path)
         assert json.loads(manifest.read_bytes()) == before
@@ -144,9 +144,9 @@ def test_damaged_manifests(root: Path, whole: dict[str, bytes], damage: Callable
 
 
 @examples(150)
-@given(name=st.sampled_from([METADATA, STATE, CONFIG]), damage=damages())
-def test_files_that_were_damaged_before_their_checksums_were_taken(
-    root: Path, whole: dict[str, bytes], name: str, damage: Callable[[bytes], bytes]
+@given(name=st.sampled_from([METADATA, STATE, CONFIG]), corrupt=corruptions())
+def test_files_corrupted_before_their_checksums(
+    root: Path, intact: dict[str, bytes], name: str, corrupt: Callable[[bytes], bytes]
 ) -> None:
-    path = written(root, {**whole, name: damage(whole[name])})
+    path = write_checkpoint(root, {**intact, name: corrupt(intact[name])})
     success_or_user_error(lambda: read(path))

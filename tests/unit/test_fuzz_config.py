@@ -1,4 +1,4 @@
-"""Arbitrary config files and overrides: each is a config that can start, or one line that says why not."""
+"""Arbitrary config files and overrides: each gives a valid config or a UserError of one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fuzzing import damages, examples, success_or_user_error
+from fuzzing import corruptions, examples, success_or_user_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,7 +112,7 @@ def test_files_of_any_bytes(path: Path, text: bytes) -> None:
 
 
 @examples(60)
-@given(text=st.sampled_from(SHIPPED), damage=damages())
-def test_damaged_configs(path: Path, text: bytes, damage: Any) -> None:
-    path.write_bytes(damage(text))
+@given(text=st.sampled_from(SHIPPED), corrupt=corruptions())
+def test_corrupt_configs(path: Path, text: bytes, corrupt: Any) -> None:
+    path.write_bytes(corrupt(text))
     check(path, [], 64)

@@ -1,5 +1,5 @@
-"""Arbitrary and damaged parquet files, through the reader, a real tokenizer and its chat template: each gives prompts,
-or one line that names the file."""
+"""Arbitrary and corrupt parquet files, through the reader, a real tokenizer and its chat template: each gives prompts
+or a UserError of one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fuzzing import damages, examples, success_or_user_error
+from fuzzing import corruptions, examples, success_or_user_error
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import make_tokenizer
@@ -70,19 +70,19 @@ USUAL = {
 
 @st.composite
 def tables(draw: st.DrawFn) -> pa.Table:
-    """Draw up to three rows; each column as it should be, of any other type, or not there; some twice."""
+    """Draw a table of up to three rows. Each column has its usual type or any other, or is missing; some come twice."""
     num_rows = draw(st.integers(0, 3))
     names = []
     arrays = []
     for name, usual in [*USUAL.items(), ("prompt", None), ("other", None)]:
-        what = (
+        choice = (
             draw(st.sampled_from(["usual", "usual", "usual", "any", "none"]))
             if usual
             else draw(st.sampled_from(["none", "none", "none", "any"]))
         )
-        if what == "none":
+        if choice == "none":
             continue
-        kind, strategy = usual if what == "usual" and usual else draw(st.sampled_from(COLUMNS))
+        kind, strategy = usual if choice == "usual" and usual else draw(st.sampled_from(COLUMNS))
         rows = draw(st.lists(strategy | st.none(), min_size=num_rows, max_size=num_rows))
         names.append(name)
         arrays.append(pa.array(rows, kind))
@@ -124,7 +124,7 @@ def test_arbitrary_tables(
     check(path, tokenizer, filter_overlong)
 
 
-def _written(directory: Path, compression: str) -> bytes:
+def write_intact(directory: Path, compression: str) -> bytes:
     rows = [
         {
             "prompt": [{"role": "user", "content": f"{i}+{i}="}],
@@ -134,15 +134,15 @@ def _written(directory: Path, compression: str) -> bytes:
         }
         for i in range(20)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), directory / "whole.parquet", compression=compression)
-    return (directory / "whole.parquet").read_bytes()
+    pq.write_table(pa.Table.from_pylist(rows), directory / "intact.parquet", compression=compression)
+    return (directory / "intact.parquet").read_bytes()
 
 
 @examples(250)
-@given(damage=damages(), compression=st.sampled_from(["none", "snappy"]))
-def test_damaged_files(
-    directory: Path, tokenizer: PreTrainedTokenizerBase, damage: Callable[[bytes], bytes], compression: str
+@given(corrupt=corruptions(), compression=st.sampled_from(["none", "snappy"]))
+def test_corrupt_files(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, corrupt: Callable[[bytes], bytes], compression: str
 ) -> None:
-    path = directory / "damaged.parquet"
-    path.write_bytes(damage(_written(directory, compression)))
+    path = directory / "corrupt.parquet"
+    path.write_bytes(corrupt(write_intact(directory, compression)))
     check(path, tokenizer)

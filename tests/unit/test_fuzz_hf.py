@@ -1,5 +1,5 @@
-"""Arbitrary and damaged Hugging Face checkpoints: config.json, safetensors, their index, the tokenizer's files. Each is
-read, or refused in one line."""
+"""Arbitrary and corrupt Hugging Face checkpoints: config.json, safetensors, their index, the tokenizer's files. Each is
+read, or rejected in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import damages, examples, restore, success_or_user_error
+from fuzzing import corruptions, examples, restore, success_or_user_error
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -42,7 +42,7 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def whole(directory: Path) -> dict[str, bytes]:
+def intact(directory: Path) -> dict[str, bytes]:
     """Return the files of a checkpoint in two shards."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     make_checkpoint(directory, **sizes)
@@ -58,7 +58,7 @@ def whole(directory: Path) -> dict[str, bytes]:
 
 
 def read(directory: Path) -> None:
-    """Read all that a run reads before it builds models, and every tensor."""
+    """Read everything that a run reads before it builds models, and every tensor."""
     reader = HFReader(directory)
     shape = ModelShape.from_hf_config(reader.config)
     ModelShape.from_hf_config(reader.config, value_head=True)
@@ -71,27 +71,27 @@ def read(directory: Path) -> None:
         piece[:]
 
 
-def test_the_whole_one_can_be_read(directory: Path, whole: dict[str, bytes]) -> None:
+def test_intact_checkpoint_can_be_read(directory: Path, intact: dict[str, bytes]) -> None:
     read(directory)
     load_tokenizer(str(directory))
 
 
 @examples(250)
-@given(data=st.data(), damage=damages())
-def test_damaged_files(
-    directory: Path, whole: dict[str, bytes], data: st.DataObject, damage: Callable[[bytes], bytes]
+@given(data=st.data(), corrupt=corruptions())
+def test_corrupt_files(
+    directory: Path, intact: dict[str, bytes], data: st.DataObject, corrupt: Callable[[bytes], bytes]
 ) -> None:
     name = data.draw(st.sampled_from(["config.json", INDEX, "model-1.safetensors", "model-2.safetensors"]))
-    restore(directory, {**whole, name: damage(whole[name])})
+    restore(directory, {**intact, name: corrupt(intact[name])})
     success_or_user_error(lambda: read(directory))
 
 
 @examples(60)
-@given(name=st.sampled_from(TOKENIZER), damage=damages())
-def test_damaged_tokenizers(
-    directory: Path, whole: dict[str, bytes], name: str, damage: Callable[[bytes], bytes]
+@given(name=st.sampled_from(TOKENIZER), corrupt=corruptions())
+def test_corrupt_tokenizers(
+    directory: Path, intact: dict[str, bytes], name: str, corrupt: Callable[[bytes], bytes]
 ) -> None:
-    restore(directory, {**whole, name: damage(whole[name])})
+    restore(directory, {**intact, name: corrupt(intact[name])})
     row = {
         "prompt": "1+1=",
         "data_source": "x",
@@ -111,20 +111,20 @@ def test_damaged_tokenizers(
 @examples(300)
 @given(data=st.data(), family=st.sampled_from(sorted(FAMILIES)))
 def test_arbitrary_values_in_config_json(
-    directory: Path, whole: dict[str, bytes], data: st.DataObject, family: str
+    directory: Path, intact: dict[str, bytes], data: st.DataObject, family: str
 ) -> None:
-    config = json.loads(whole["config.json"])
+    config = json.loads(intact["config.json"])
     extra = ["rope_scaling", "rope_theta", "sliding_window", "use_sliding_window", "num_experts", "attention_bias",
              "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "partial_rotary_factor"]  # fmt: skip
     keys = st.sampled_from([*config, *extra])
     config |= {"model_type": family, **data.draw(st.dictionaries(keys, json_values, min_size=1, max_size=3))}
-    restore(directory, {**whole, "config.json": json.dumps(config).encode()})
+    restore(directory, {**intact, "config.json": json.dumps(config).encode()})
     success_or_user_error(lambda: read(directory))
 
 
 @examples(100)
 @given(content=json_values)
-def test_arbitrary_index(directory: Path, whole: dict[str, bytes], content: Any) -> None:
+def test_arbitrary_index(directory: Path, intact: dict[str, bytes], content: Any) -> None:
     for index in (content, {"weight_map": content}, {"weight_map": {"model.norm.weight": content}}):
-        restore(directory, {**whole, INDEX: json.dumps(index).encode()})
+        restore(directory, {**intact, INDEX: json.dumps(index).encode()})
         success_or_user_error(lambda: read(directory))

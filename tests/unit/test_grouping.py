@@ -1,5 +1,5 @@
-"""Which ranks form an engine where neither tensor parallel size divides the other: no grouping moves fewer bytes, by
-the plan's own count and by trying all of them."""
+"""Rollout groups where neither tensor parallel size divides the other: no other grouping receives fewer bytes, by the
+plan's own count and by exhaustive search."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SHAPES = {
     "heads": make_shape(num_layers=6, num_kv_heads=60, **SIZES),
     "grouped heads": make_shape(num_layers=6, num_kv_heads=1, tie_embeddings=True, **SIZES | {"head_dim": 60}),
 }
-"""Sizes that all of the tensor parallel sizes below divide."""
+"""Shapes whose sizes are divisible by all tensor parallel sizes below."""
 
 
 def small_meshes() -> list[tuple[Mesh, int]]:
-    """Return every mesh of at most 12 ranks with every rollout size such that neither size divides the other."""
+    """Return each mesh of at most 12 ranks with each rollout TP size such that neither TP size divides the other."""
     found = []
     for world in range(1, 13):
         divisors = [n for n in range(1, world + 1) if world % n == 0]
@@ -41,13 +41,15 @@ def received(shape: ModelShape, mesh: Mesh, groups: list[list[int]]) -> int:
     return sum(make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups), 2, 1 << 30).received_bytes)
 
 
-def least(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
-    """Return the bytes of the best way to give each rank a place, so that all places are taken equally often."""
+def fewest_bytes(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
+    """Return the fewest received bytes over all assignments of ranks to rollout TP ranks, each of which is assigned
+    equally often.
+    """
     training = training_layouts(shape, mesh)
-    # What each rank receives in each place, by plans in which all ranks have the same place.
+    # Bytes that each rank receives as each rollout TP rank, by plans in which all ranks have the same TP rank.
     costs = [
-        make_plan(training, [vllm_layout(shape, place, rollout_tp)] * mesh.world, 2, 1 << 30).received_bytes
-        for place in range(rollout_tp)
+        make_plan(training, [vllm_layout(shape, t, rollout_tp)] * mesh.world, 2, 1 << 30).received_bytes
+        for t in range(rollout_tp)
     ]
 
     @functools.cache
@@ -55,18 +57,18 @@ def least(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
         if rank == mesh.world:
             return 0
         return min(
-            costs[place][rank] + best(rank + 1, (*left[:place], left[place] - 1, *left[place + 1 :]))
-            for place in range(rollout_tp)
-            if left[place]
+            costs[t][rank] + best(rank + 1, (*left[:t], left[t] - 1, *left[t + 1 :]))
+            for t in range(rollout_tp)
+            if left[t]
         )
 
     return best(0, (mesh.world // rollout_tp,) * rollout_tp)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_no_grouping_of_a_small_world_receives_less(name: str) -> None:
+def test_rollout_groups_receive_the_fewest_bytes(name: str) -> None:
     shape = SHAPES[name]
-    better = 0
+    num_better = 0
     meshes = small_meshes()
     assert len(meshes) > 10
     for mesh, rollout_tp in meshes:
@@ -74,16 +76,16 @@ def test_no_grouping_of_a_small_world_receives_less(name: str) -> None:
         assert sorted(itertools.chain(*groups)) == list(range(mesh.world))
         assert {len(group) for group in groups} == {rollout_tp}
         got, usual = (received(shape, mesh, g) for g in (groups, rollout_groups(mesh, rollout_tp)))
-        assert got == least(shape, mesh, rollout_tp), f"{mesh} -> {rollout_tp}: {groups}"
+        assert got == fewest_bytes(shape, mesh, rollout_tp), f"{mesh} -> {rollout_tp}: {groups}"
         assert got <= usual
-        better += got < usual
+        num_better += got < usual
         if got == usual:
             assert groups == rollout_groups(mesh, rollout_tp)
-    assert better > 5
+    assert num_better > 5
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 4, 8])
-def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -> None:
+def test_rollout_groups_span_no_more_nodes(ranks_per_node: int) -> None:
     def nodes(groups: list[list[int]]) -> int:
         return sum(len({rank // ranks_per_node for rank in group}) for group in groups)
 
@@ -96,8 +98,8 @@ def test_engines_lie_on_no_more_nodes_and_receive_no_more(ranks_per_node: int) -
             assert received(shape, mesh, groups) < received(shape, mesh, usual)
 
 
-def test_six_ranks_of_tp_2_to_engines_of_three() -> None:
-    """Thirds of a tensor lie in its first half, across, and in its second half."""
+def test_tp_2_to_rollout_tp_3_on_six_ranks() -> None:
+    """Group ranks by halves: the thirds of a tensor lie in its first half, across both, and in its second half."""
     shape = SHAPES["heads"]
     mesh = Mesh(world=6, tp=2, pp=1)
     groups = choose_rollout_groups(shape, mesh, 3)
@@ -106,32 +108,32 @@ def test_six_ranks_of_tp_2_to_engines_of_three() -> None:
     assert received(shape, mesh, rollout_groups(mesh, 3)) == 3 * received(shape, mesh, groups)
 
 
-def test_a_plan_between_sizes_that_do_not_divide_is_exact() -> None:
-    """Halves to thirds, each element where it belongs and none received that is there."""
+def test_plan_from_tp_2_to_rollout_tp_3_is_exact() -> None:
+    """Check that each element arrives where it belongs, and that no rank receives what it already holds."""
     shape = make_shape(num_layers=2, num_heads=6, num_kv_heads=6, ffn_hidden_size=12, vocab_size=190)
     training = test_reshard.Mesh(shape, tp=2, dp=3, stages=[range(2)])
     groups = choose_rollout_groups(shape, Mesh(world=6, tp=2, pp=1), 3)
-    place = {rank: n for group in groups for n, rank in enumerate(group)}
+    rollout_rank = {rank: n for group in groups for n, rank in enumerate(group)}
     target = rollout_layouts(shape, groups)
-    want = [expected_vllm(shape, place[rank], 3) for rank in range(6)]
+    want = [expected_vllm(shape, rollout_rank[rank], 3) for rank in range(6)]
     check_movement(make_plan(training.layouts(), target, 8, 1000), training.expected(), want, target, 1000)
 
 
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(8, 4, 1, 2), (8, 2, 2, 4), (8, 2, 1, 8), (4, 1, 2, 2)])
-def test_where_one_size_divides_the_other_the_rule_is_best(world: int, tp: int, pp: int, rollout_tp: int) -> None:
+def test_stride_rule_is_optimal_where_one_size_divides_the_other(world: int, tp: int, pp: int, rollout_tp: int) -> None:
     shape = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=128)
     mesh = Mesh(world, tp, pp)
     groups = choose_rollout_groups(shape, mesh, rollout_tp)
     assert groups == rollout_groups(mesh, rollout_tp)
-    assert received(shape, mesh, groups) == least(shape, mesh, rollout_tp)
+    assert received(shape, mesh, groups) == fewest_bytes(shape, mesh, rollout_tp)
 
 
-def test_the_least_sum_of_an_assignment() -> None:
+def test_assignment_has_the_least_sum() -> None:
     draw = random.Random(0)
     for size in (1, 2, 3, 5, 6):
         for _ in range(20):
             cost = [[draw.randrange(-9, 10) for _ in range(size)] for _ in range(size)]
             columns = _assignment(cost)
             assert sorted(columns) == list(range(size))
-            sums = [sum(cost[r][c] for r, c in enumerate(way)) for way in itertools.permutations(range(size))]
+            sums = [sum(cost[r][c] for r, c in enumerate(order)) for order in itertools.permutations(range(size))]
             assert sum(cost[r][c] for r, c in enumerate(columns)) == min(sums)

@@ -1,5 +1,5 @@
-"""config.json: every key that transformers or vLLM reads for a supported family has a meaning here, the older spellings
-included, and what is honoured is what transformers makes of it."""
+"""config.json: every key that transformers or vLLM reads for a supported family is handled, older spellings included,
+and the honoured keys mean what they mean in transformers."""
 
 from __future__ import annotations
 
@@ -42,21 +42,20 @@ def shape_of(family: str = "llama", **changes: Any) -> ModelShape:
     return ModelShape.from_hf_config(config_of(family, **changes))
 
 
-# Every key has a treatment.
+# Every key is handled.
 
 KNOWN = HONOURED | ONLY.keys() | HARMLESS.keys()
 
 
 def source_of(package: str, file: str) -> ast.Module:
-    """Return an installed library's source, which is not imported."""
+    """Return the syntax tree of an installed library's file, without importing it."""
     found = importlib.util.find_spec(package)
     assert found is not None and found.submodule_search_locations is not None
     return ast.parse((Path(found.submodule_search_locations[0]) / file).read_text())
 
 
 def keys_read(tree: ast.AST) -> set[str]:
-    """Return the attributes that code takes from a configuration: `config.x`, `getattr(config, "x")`, or
-    `hasattr(config, "x")`."""
+    """Return the attributes that code reads from a config: `config.x`, `getattr(config, "x")` or `hasattr`."""
 
     def is_config(node: ast.AST) -> bool:
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -74,7 +73,7 @@ def keys_read(tree: ast.AST) -> set[str]:
 
 
 def names_in(tree: ast.AST, function: str) -> set[str]:
-    """Return the strings of a function of vLLM that tries one key after the other."""
+    """Return the strings in the lists and tuples of a function of vLLM that tries one key after the other."""
     (body,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function][:1]
     lists = [n for n in ast.walk(body) if isinstance(n, ast.List | ast.Tuple)]
     return {e.value for found in lists for e in found.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)}
@@ -85,19 +84,19 @@ def class_named(tree: ast.Module, name: str) -> ast.ClassDef:
 
 
 METHODS = {
-    # Of the configuration's class and of vLLM's wrapper of it, not keys.
+    # Methods of the config class and of vLLM's wrapper, not keys.
     *("get_text_config", "is_heterogeneous", "per_layer_config", "model_type", "standardize_rope_params"),
     *("_attn_implementation", "_experts_implementation", "update", "validate_rope"),
 }
-ONLY_FOR_OTHERS = {
-    # vLLM's base class asks for these behind a test of model_type, or in models of images and speech.
+OTHER_MODELS_KEYS = {
+    # vLLM's base class reads these only for other values of model_type, or for models of images and speech.
     *("attention_head_dim", "compress_ratios", "qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "encoder"),
     *("vision_n_layers", "_dsv4_vl_inner", "model"),
 }
 
 
-def test_every_key_of_the_configuration_classes_has_a_treatment() -> None:
-    """Declared fields, those of the base class, and what the classes accept beside them."""
+def test_every_key_of_the_config_classes_is_handled() -> None:
+    """Check declared fields, fields of the base class, and further attributes that the classes accept."""
     unknown = {}
     for family in FAMILIES:
         kind = CONFIG_MAPPING[family]
@@ -107,8 +106,8 @@ def test_every_key_of_the_configuration_classes_has_a_treatment() -> None:
     assert not any(unknown.values()), unknown
 
 
-def test_every_key_that_the_base_class_takes_out_has_a_treatment() -> None:
-    """PreTrainedConfig's keyword arguments that are no fields: older names, above all."""
+def test_every_key_popped_by_the_base_class_is_handled() -> None:
+    """Check PreTrainedConfig's keyword arguments that are not fields: mostly older names."""
     base = class_named(source_of("transformers", "configuration_utils.py"), "PreTrainedConfig")
     mixin = class_named(source_of("transformers", "modeling_rope_utils.py"), "RotaryEmbeddingConfigMixin")
     popped = {
@@ -128,8 +127,8 @@ def test_every_key_that_the_base_class_takes_out_has_a_treatment() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_that_a_model_reads_has_a_treatment(family: str) -> None:
-    """In transformers' code of the model, and in vLLM's, which builds mistral of llama's layers."""
+def test_every_key_read_by_a_model_is_handled(family: str) -> None:
+    """Check the models' code in transformers and in vLLM, which builds mistral from llama's layers."""
     of_transformers = keys_read(source_of("transformers", f"models/{family}/modeling_{family}.py"))
     of_vllm = keys_read(source_of("vllm", f"model_executor/models/{family}.py"))
     if family == "mistral":
@@ -139,7 +138,7 @@ def test_every_key_that_a_model_reads_has_a_treatment(family: str) -> None:
     assert sorted(k for k in of_transformers | of_vllm if k not in KNOWN and k not in METHODS) == []
 
 
-def test_every_key_that_vllm_reads_for_all_models_has_a_treatment() -> None:
+def test_every_key_vllm_reads_for_all_models_is_handled() -> None:
     tree = source_of("vllm", "transformers_utils/model_arch_config_convertor.py")
     base = class_named(tree, "ModelArchConfigConvertorBase")
     keys = keys_read(base)
@@ -149,17 +148,17 @@ def test_every_key_that_vllm_reads_for_all_models_has_a_treatment() -> None:
     patched = source_of("vllm", "transformers_utils/config.py")
     keys |= names_in(patched, "patch_rope_parameters") | names_in(patched, "_mrope_section")
     assert {"num_kv_heads", "n_positions", "rotary_pct", "moe_topk", "quantization_config"} <= keys
-    assert sorted(k for k in keys - METHODS - ONLY_FOR_OTHERS if k not in KNOWN) == []
+    assert sorted(k for k in keys - METHODS - OTHER_MODELS_KEYS if k not in KNOWN) == []
 
 
-def test_a_key_is_in_one_table_and_has_a_reason() -> None:
+def test_each_key_is_in_one_table_with_a_reason() -> None:
     assert not (HONOURED & ONLY.keys() or HONOURED & HARMLESS.keys() or ONLY.keys() & HARMLESS.keys())
     assert all(len(reason) > 10 for reason in HARMLESS.values())
     assert all(len(rule.reason) > 10 for rule in ONLY.values())
 
 
 @pytest.mark.parametrize("key", sorted(ONLY))
-def test_a_key_of_one_meaning_is_refused_with_another(key: str) -> None:
+def test_unsupported_value_of_a_key_is_rejected(key: str) -> None:
     rule = ONLY[key]
     family = sorted(rule.families)[0] if rule.families else "llama"
     for value in (*rule.values, None):
@@ -170,12 +169,12 @@ def test_a_key_of_one_meaning_is_refused_with_another(key: str) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
-# What is honoured is what transformers makes of it.
+# Honoured keys mean what they mean in transformers.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_config_leaves_out_is_what_the_class_says(family: str) -> None:
-    """A file with nothing but the sizes that every file has."""
+def test_missing_keys_take_the_config_class_defaults(family: str) -> None:
+    """Read a config that has only the sizes that every published config has."""
     named = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     theirs = AutoConfig.for_model(family)
     sparse = {"model_type": family} | {key: getattr(theirs, key) for key in (*named, "max_position_embeddings")}
@@ -216,8 +215,8 @@ SPELLINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("keys", SPELLINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_rope_is_what_transformers_reads(family: str, keys: dict[str, Any]) -> None:
-    """The standardised settings, key by key, but for those that the type ignores."""
+def test_rope_settings_match_transformers(family: str, keys: dict[str, Any]) -> None:
+    """Compare the standardised settings key by key, except for keys that the rope type ignores."""
     config = config_of(family, **keys)
     theta, scaling = rope(config)
     theirs = AutoConfig.for_model(**config)
@@ -273,7 +272,7 @@ def test_a_rope_is_what_transformers_reads(family: str, keys: dict[str, Any]) ->
         ({"model_type": ["llama"]}, "model_type"),
     ],
 )
-def test_what_is_refused_of_a_llama(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_llama_configs_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         shape_of(**changes)
     assert str(caught.value).startswith("config.json: ") and "\n" not in str(caught.value)
@@ -282,7 +281,7 @@ def test_what_is_refused_of_a_llama(changes: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        # qwen's switch turns off no window of mistral's.
+        # use_sliding_window is a key of qwen and does not disable mistral's window.
         ("mistral", {"sliding_window": 64, "use_sliding_window": False}, "sliding_window is 64"),
         ("mistral", {"attention_bias": True}, "attention_bias is true; a mistral model has no biases"),
         ("mistral", {"mlp_bias": True}, "mlp_bias is true"),
@@ -292,13 +291,13 @@ def test_what_is_refused_of_a_llama(changes: dict[str, Any], message: str) -> No
         ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts is 8; num_experts is 4, and they are"),
     ],
 )
-def test_what_is_refused_of_other_families(family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_of_other_families_are_rejected(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         shape_of(family, **changes)
 
 
-def test_ordinary_files_pass() -> None:
-    """Keys that nobody reads, and the switches as published files have them."""
+def test_published_configs_are_accepted() -> None:
+    """Accept keys that no library reads, and the switches of published configs."""
     more = {"_name_or_path": "x", "auto_map": {}, "unsloth_fixed": True, "temperature": 0.6, "use_mrope": False}
     assert shape_of("llama", **more, pretraining_tp=2, torch_dtype="bfloat16") == shape_of("llama")
     assert shape_of("qwen2", **more, use_sliding_window=False, sliding_window=64, max_window_layers=1)
@@ -317,22 +316,22 @@ ANYTHING = SCALARS | ROPE | st.lists(SCALARS, max_size=2)
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(sorted(HONOURED | ONLY.keys())), ANYTHING, max_size=3),
 )
-def test_whatever_a_file_says_is_a_shape_or_one_line(family: str, changes: dict[str, Any]) -> None:
+def test_arbitrary_values_give_a_shape_or_a_one_line_error(family: str, changes: dict[str, Any]) -> None:
     try:
         shape_of(family, **changes)
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 400
 
 
-def test_vllm_goes_by_the_architecture() -> None:
+def test_architectures_must_match_the_model_type() -> None:
     check_architecture({}, "llama", "LlamaForCausalLM")
     check_architecture({"architectures": ["LlamaForCausalLM"]}, "llama", "LlamaForCausalLM")
     with pytest.raises(UserError, match=r"architectures is \['Phi3ForCausalLM'\]; .*means \['LlamaFor"):
         check_architecture({"architectures": ["Phi3ForCausalLM"]}, "llama", "LlamaForCausalLM")
 
 
-def test_the_families_of_vllm_are_those_of_transformers() -> None:
-    """`architectures`, as transformers names the class of each family."""
+def test_architecture_names_are_those_of_transformers() -> None:
+    """Compare with the class name that transformers has for each family."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     for family, found in FAMILIES.items():

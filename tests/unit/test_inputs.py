@@ -1,4 +1,4 @@
-"""Which changes of a run's files are found when it resumes, and what they cost to find."""
+"""Detection of changed input files on resume, without reading large weights in full."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def world() -> Iterator[None]:
 
 
 @pytest.fixture
-def large_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let files of 100 kB count as large, and few blocks of them be hashed."""
+def small_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat files of 100 kB as large, and hash 8 blocks of them."""
     monkeypatch.setattr(inputs, "WHOLE_BYTES", 100_000)
     monkeypatch.setattr(inputs, "NUM_BLOCKS", 8)
 
 
-def weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> None:
+def write_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> None:
     """Write a file of 20 tensors of 200 kB, beginning and ending with zeros, and a norm of ones."""
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.weight": torch.randn(100, 500, generator=generator) for i in range(20)}
@@ -44,7 +44,7 @@ def weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lamb
 
 def workspace(root: Path) -> Config:
     (root / "model").mkdir(parents=True)
-    weights(root / "model" / "model.safetensors")
+    write_weights(root / "model" / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (root / "model" / name).write_text("{}")
     for name in ("train.parquet", "val.parquet", "reward.py"):
@@ -58,16 +58,16 @@ def workspace(root: Path) -> Config:
     return cfg
 
 
-def edit(name: str, size_stays: bool = True) -> Callable[[Path], None]:
+def edit_file(name: str, keep_size: bool = True) -> Callable[[Path], None]:
     def change(root: Path) -> None:
         data = (root / name).read_bytes()
-        (root / name).write_bytes(data[::-1] if size_stays else data + b" ")
+        (root / name).write_bytes(data[::-1] if keep_size else data + b" ")
 
     return change
 
 
-def reweighted(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
-    return lambda root: weights(root / "model" / "model.safetensors", change)
+def rewrite_weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    return lambda root: write_weights(root / "model" / "model.safetensors", change)
 
 
 def scale(tensors: dict[str, torch.Tensor]) -> None:
@@ -75,29 +75,31 @@ def scale(tensors: dict[str, torch.Tensor]) -> None:
         tensor *= 1.5
 
 
-def one_layer(tensors: dict[str, torch.Tensor]) -> None:
+def change_one_layer(tensors: dict[str, torch.Tensor]) -> None:
     tensors["layers.7.weight"] += 1e-3
 
 
-def renamed(tensors: dict[str, torch.Tensor]) -> None:
+def rename_tensor(tensors: dict[str, torch.Tensor]) -> None:
     tensors["layers.20.weight"] = tensors.pop("layers.7.weight")
 
 
-@pytest.mark.usefixtures("large_from")
+@pytest.mark.usefixtures("small_thresholds")
 @pytest.mark.parametrize(
     ("change", "setting"),
     [
-        (edit("train.parquet"), "data.train_files"),
-        (edit("val.parquet"), "data.val_files"),
-        (edit("model/config.json", size_stays=False), "model.path"),
-        (edit("model/tokenizer_config.json", size_stays=False), "model.tokenizer_path"),
-        (reweighted(scale), "model.path"),
-        (reweighted(one_layer), "model.path"),
-        (reweighted(renamed), "model.path"),
+        (edit_file("train.parquet"), "data.train_files"),
+        (edit_file("val.parquet"), "data.val_files"),
+        (edit_file("model/config.json", keep_size=False), "model.path"),
+        (edit_file("model/tokenizer_config.json", keep_size=False), "model.tokenizer_path"),
+        (rewrite_weights(scale), "model.path"),
+        (rewrite_weights(change_one_layer), "model.path"),
+        (rewrite_weights(rename_tensor), "model.path"),
     ],
     ids=["train", "val", "config", "tokenizer", "scaled", "one layer", "renamed tensor"],
 )
-def test_a_changed_input_is_refused_or_warned_of(tmp_path: Path, change: Callable[[Path], None], setting: str) -> None:
+def test_changed_input_is_rejected_or_warned_about(
+    tmp_path: Path, change: Callable[[Path], None], setting: str
+) -> None:
     cfg = workspace(tmp_path)
     before = inputs.read_inputs(cfg)
     assert inputs.check_unchanged(before, inputs.read_inputs(cfg), False, "a checkpoint") == []
@@ -112,36 +114,36 @@ def test_a_changed_input_is_refused_or_warned_of(tmp_path: Path, change: Callabl
     assert line.startswith(f"{setting} has changed since the checkpoint")
 
 
-def test_a_changed_reward_function_is_warned_of(tmp_path: Path) -> None:
+def test_changed_reward_function_is_warned_about(tmp_path: Path) -> None:
     cfg = workspace(tmp_path)
     before = inputs.read_inputs(cfg)
-    edit("reward.py")(tmp_path)
+    edit_file("reward.py")(tmp_path)
     (line,) = inputs.check_unchanged(before, inputs.read_inputs(cfg), False, "a checkpoint")
     assert line.startswith("custom_reward_function.path has changed")
 
 
-@pytest.mark.usefixtures("large_from")
-def test_where_the_files_are_is_no_change(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_thresholds")
+def test_moved_files_are_unchanged(tmp_path: Path) -> None:
     before = inputs.read_inputs(workspace(tmp_path / "here"))
     there = workspace(tmp_path / "there")
     shutil.rmtree(tmp_path / "here")
     assert json.loads(json.dumps(before)) == inputs.read_inputs(there)
 
 
-@pytest.mark.usefixtures("large_from")
-def test_large_weights_are_not_read_whole(tmp_path: Path) -> None:
-    """One element between the blocks may change unnoticed; this is what a fast start costs."""
+@pytest.mark.usefixtures("small_thresholds")
+def test_large_weights_are_hashed_by_sampled_blocks(tmp_path: Path) -> None:
+    """Check the known gap, the price of a fast start: a change between the sampled blocks goes unnoticed."""
     cfg = workspace(tmp_path)
     before = inputs.read_inputs(cfg)
     assert "sampled_sha256" in before["model.path"]["model.safetensors"]
     change: Any = lambda tensors: tensors["embed"][2].fill_(1.0)  # noqa: E731
-    reweighted(change)(tmp_path)
+    rewrite_weights(change)(tmp_path)
     assert inputs.read_inputs(cfg) == before
     assert load_file(tmp_path / "model" / "model.safetensors")["embed"].any()
 
 
-@pytest.mark.usefixtures("large_from")
-def test_a_megatron_checkpoint_takes_the_place_of_the_weights(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_thresholds")
+def test_megatron_checkpoint_replaces_the_weights_as_an_input(tmp_path: Path) -> None:
     cfg = workspace(tmp_path)
     mcore = tmp_path / "mcore"
     mcore.mkdir()
@@ -151,14 +153,14 @@ def test_a_megatron_checkpoint_takes_the_place_of_the_weights(tmp_path: Path) ->
     cfg.model.dist_checkpointing_path = str(mcore)
     before = inputs.read_inputs(cfg)
     assert sorted(before["model.path"]) == ["config.json"]
-    reweighted(scale)(tmp_path)  # not read
+    rewrite_weights(scale)(tmp_path)  # not read
     (mcore / ".metadata").write_text("of the same model, converted again")
     assert inputs.read_inputs(cfg) == before
     torch.save(torch.load(mcore / "__0_0.distcp") * 1.5, mcore / "__0_0.distcp")
     assert list(inputs.differences(before, inputs.read_inputs(cfg))) == ["model.dist_checkpointing_path"]
 
 
-def test_several_files_of_weights_and_an_older_checkpoint(tmp_path: Path) -> None:
+def test_sharded_weights_and_a_checkpoint_without_hashes(tmp_path: Path) -> None:
     cfg = workspace(tmp_path)
     model = tmp_path / "model"
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")

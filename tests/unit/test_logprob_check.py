@@ -1,4 +1,4 @@
-"""logprob_check.py: what is judged of the difference between vLLM's and the trainer's log-probs, and how it is said."""
+"""logprob_check.py: bounds on the difference between vLLM's and the trainer's log-probs, and the messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.trainer.logprob_check import Difference, LogProbCheck
 
 
-def a_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBatch:
-    """Return a batch of response tokens whose log-probs differ so. Prompts have two tokens; response token i of a
-    sequence is 100 + i."""
+def make_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBatch:
+    """Return a batch of response tokens with these differences of log-probs, split into responses of lengths `lens`.
+    Prompts have two tokens. Response token i of a sequence is 100 + i.
+    """
     lens = lens or [len(differences)]
     rollout = torch.full((len(differences),), -1.0)
     return RaggedBatch(
@@ -27,14 +28,14 @@ def a_batch(differences: list[float], lens: list[int] | None = None) -> RaggedBa
     )
 
 
-def a_check(bound: float = 0.1, temperature: float = 1.0) -> LogProbCheck:
+def make_check(bound: float = 0.1, temperature: float = 1.0) -> LogProbCheck:
     return LogProbCheck(bound, temperature, "bfloat16", lambda token: f"<{token}>\n")
 
 
-def test_a_first_rollout_beyond_the_bound_ends_the_run_with_one_line() -> None:
-    batch = a_batch([0.0, 0.1, -3.0, 0.0, 1.5, 0.3], lens=[2, 4])
+def test_first_rollout_beyond_the_bound_is_a_one_line_error() -> None:
+    batch = make_batch([0.0, 0.1, -3.0, 0.0, 1.5, 0.3], lens=[2, 4])
     with pytest.raises(UserError) as caught:
-        a_check().judge(batch, step=7)
+        make_check().judge(batch, step=7)
     line = str(caught.value)
     assert "\n" not in line
     for part in (
@@ -56,30 +57,30 @@ def test_a_first_rollout_beyond_the_bound_ends_the_run_with_one_line() -> None:
     [
         ([0.05] * 200, True),
         ([0.11] * 200, False),  # the mean
-        ([0.0] * 990 + [9.0] * 10, True),  # one per cent, mean 0.09
-        ([0.0] * 970 + [1.5] * 30, False),  # more than one per cent; mean 0.045
+        ([0.0] * 990 + [9.0] * 10, True),  # 1%, mean 0.09
+        ([0.0] * 970 + [1.5] * 30, False),  # more than 1%, mean 0.045
         ([0.01, 0.0, 0.02, 0.3], True),
         ([-0.11], False),
     ],
 )
-def test_mean_and_99th_percentile_are_judged(differences: list[float], passes: bool) -> None:
+def test_mean_and_99th_percentile_are_bounded(differences: list[float], passes: bool) -> None:
     if passes:
-        a_check().judge(a_batch(differences), 1)
+        make_check().judge(make_batch(differences), 1)
         return
     with pytest.raises(UserError):
-        a_check().judge(a_batch(differences), 1)
+        make_check().judge(make_batch(differences), 1)
 
 
-def test_one_token_however_far_off_is_not_judged_by_itself() -> None:
-    """In bfloat16 a token near a routing boundary may take another expert."""
-    a_check().judge(a_batch([0.0] * 400 + [30.0]), 1)
+def test_single_outlier_token_is_accepted() -> None:
+    """Allow for bfloat16, in which a token near a routing boundary may take another expert."""
+    make_check().judge(make_batch([0.0] * 400 + [30.0]), 1)
 
 
 @pytest.mark.parametrize(("temperature", "passes"), [(1.0, False), (0.5, True), (2.0, False)])
-def test_the_bound_is_at_temperature_1(temperature: float, passes: bool) -> None:
-    """Half the temperature doubles the difference of the same logits."""
-    check = a_check(temperature=temperature)
-    batch = a_batch([0.15] * 10)
+def test_bound_applies_at_temperature_1(temperature: float, passes: bool) -> None:
+    """Scale the difference by the temperature: at 0.5 the same logits give twice the difference of log-probs."""
+    check = make_check(temperature=temperature)
+    batch = make_batch([0.15] * 10)
     if passes:
         check.judge(batch, 1)
     else:
@@ -87,26 +88,26 @@ def test_the_bound_is_at_temperature_1(temperature: float, passes: bool) -> None
             check.judge(batch, 1)
 
 
-def test_later_rollouts_warn(caplog: pytest.LogCaptureFixture) -> None:
-    check = a_check()
-    check.judge(a_batch([0.0] * 4), 1)
+def test_later_rollouts_beyond_the_bound_warn(caplog: pytest.LogCaptureFixture) -> None:
+    check = make_check()
+    check.judge(make_batch([0.0] * 4), 1)
     with caplog.at_level(logging.WARNING):
-        check.judge(a_batch([0.0] * 4), 2)
+        check.judge(make_batch([0.0] * 4), 2)
         assert caplog.text == ""
-        check.judge(a_batch([5.0] * 4), 3)
+        check.judge(make_batch([5.0] * 4), 3)
     assert "warning: step 3: the log-probs of vLLM" in caplog.text
 
 
 @pytest.mark.parametrize(("field", "engine"), [("old_log_probs", "Megatron-Core"), ("rollout_log_probs", "vLLM")])
-def test_log_probs_that_are_not_finite_are_named(field: str, engine: str) -> None:
-    batch = a_batch([0.0] * 4)
+def test_nonfinite_log_probs_are_named(field: str, engine: str) -> None:
+    batch = make_batch([0.0] * 4)
     getattr(batch, field)[2] = torch.nan
     with pytest.raises(UserError, match=rf"1 of 4 log-probs of {engine}.* not finite; the first: .*position 2"):
-        a_check().judge(batch, 1)
+        make_check().judge(batch, 1)
 
 
-def test_statistics() -> None:
-    found = Difference.of(a_batch([i / 100 for i in range(200)]))
+def test_difference_statistics() -> None:
+    found = Difference.of(make_batch([i / 100 for i in range(200)]))
     assert found.mean == pytest.approx(0.995, abs=1e-6)
     assert found.p99 == pytest.approx(1.97, abs=1e-6)
     assert found.max == pytest.approx(1.99, abs=1e-6)

@@ -1,5 +1,5 @@
-"""losses.py: numbers by hand, a slow plain-Python version, gradients, and that the split into micro-batches is
-without effect."""
+"""losses.py: hand-computed numbers, a plain-Python reference, gradients, and invariance to the split into
+micro-batches."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ NUM_TOKENS = 18
 
 
 def random_tokens(seed: int = 0, count: int = NUM_TOKENS) -> dict[str, torch.Tensor]:
-    """Tokens whose ratios fall on both sides of every clip."""
+    """Return per-token inputs, each [count], whose ratios fall on both sides of every clip."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(scale: float = 1.0) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_policy_loss_matches_plain_python(seed: int) -> None:
     assert stats["ppo_kl"].item() == pytest.approx(kl / 200)
 
 
-def test_on_the_first_epoch_the_ratio_is_1_and_the_gradient_is_the_policy_gradient() -> None:
+def test_first_epoch_gradient_is_the_policy_gradient() -> None:
     t = random_tokens()
     log_probs = t["old_log_probs"].clone().requires_grad_()
     weights = aggregation_weights(LENS, "token-mean").double()
@@ -174,7 +174,7 @@ def test_value_loss_matches_plain_python(seed: int) -> None:
     assert stats["vf_clipfrac"].item() == pytest.approx(clipped / 200)
 
 
-# The actor's whole loss
+# Actor loss
 
 
 def actor_inputs(t: dict[str, torch.Tensor], weights: torch.Tensor, *optional: str) -> ActorLossInputs:
@@ -218,7 +218,7 @@ def test_actor_loss_without_the_optional_terms_is_the_policy_loss() -> None:
 
 
 @pytest.mark.parametrize("coefficient", ["entropy_coeff", "kl_loss_coef"])
-def test_a_coefficient_without_its_input_is_refused(coefficient: str) -> None:
+def test_coefficient_without_its_input_is_rejected(coefficient: str) -> None:
     inputs = actor_inputs(random_tokens(), torch.ones(NUM_TOKENS))
     with pytest.raises(AssertionError):
         actor_loss(inputs, num_tokens=NUM_TOKENS, **CLIP, **{coefficient: 0.1})
@@ -243,7 +243,7 @@ def test_loss_gradients_against_finite_differences(kind: str) -> None:
     assert torch.autograd.gradcheck(critic, (t["values"],))
 
 
-# The point of it all: the split into micro-batches is without effect
+# Invariance to the split into micro-batches
 
 SPLITS = [
     [[0, 1, 2, 3, 4]],
@@ -254,10 +254,9 @@ SPLITS = [
 
 
 def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Gradient of both losses in a small model's parameters, accumulated as a trainer does, and the summed statistics.
-
-    The model makes log-probs, entropy and values of the tokens from shared parameters, so that the order
-    of the tokens matters to the gradient.
+    """Return the gradient of both losses in a small model's parameters, accumulated over micro-batches as a trainer
+    does, and the summed statistics. Log-probs, entropy and values come from shared parameters, so that the gradient
+    depends on the order of the tokens.
     """
     t = random_tokens(seed=7)
     features = torch.randn(NUM_TOKENS, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
@@ -299,7 +298,7 @@ def test_loss_statistics_and_gradient_do_not_depend_on_the_split(mode: str, spli
     assert min(whole["pg_clipfrac"], whole["pg_clipfrac_lower"], whole["vf_clipfrac"]) > 0
 
 
-def test_the_aggregation_modes_differ_here() -> None:
-    """Else the test above would pass with any weights that add up."""
+def test_aggregation_modes_give_different_gradients() -> None:
+    """Guard the test above, which would pass with any weights of the same sum."""
     gradients = [summed_over_micro_batches(mode, SPLITS[0])[0] for mode in MODES]
     assert all((gradients[i] - gradients[j]).abs().max() > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))

@@ -11,7 +11,7 @@ from rlhf_mc.topology.groups import _group_ranks
 from rlhf_mc.topology.mesh import Coordinate, Mesh, rollout_groups
 
 
-def test_tensor_parallel_neighbours_come_first_then_data_then_pipeline() -> None:
+def test_rank_order_is_tp_then_dp_then_pp() -> None:
     mesh = Mesh(world=8, tp=2, pp=2)
     assert mesh.dp == 2
     assert [mesh.coordinate(rank) for rank in (0, 1, 2, 4, 7)] == [
@@ -24,20 +24,20 @@ def test_tensor_parallel_neighbours_come_first_then_data_then_pipeline() -> None
     assert [list(mesh.stage_layers(6, pp)) for pp in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_smaller_engine_takes_ranks_at_a_stride_inside_a_training_group() -> None:
+def test_smaller_rollout_tp_takes_ranks_at_a_stride() -> None:
     # TP 4 to TP 2: rank 1 holds quarter 1, part of half 0, so it is the first of its engine.
     assert rollout_groups(Mesh(world=8, tp=4, pp=1), 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert rollout_groups(Mesh(world=4, tp=4, pp=1), 4) == [[0, 1, 2, 3]]
 
 
-def test_a_larger_engine_takes_neighbours_in_the_order_of_their_shards() -> None:
+def test_larger_rollout_tp_takes_neighbours_in_shard_order() -> None:
     assert rollout_groups(Mesh(world=4, tp=1, pp=2), 2) == [[0, 1], [2, 3]]
-    # Ranks 0 and 2 hold the first half: they generate with its quarters.
+    # Ranks 0 and 2 hold the first half, so they take its quarters.
     assert rollout_groups(Mesh(world=4, tp=2, pp=1), 4) == [[0, 2, 1, 3]]
     assert rollout_groups(Mesh(world=6, tp=2, pp=1), 3) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_of_a_ranks_training_shard_and_generation_shard_the_smaller_is_part_of_the_larger() -> None:
+def test_smaller_shard_of_a_rank_is_part_of_its_larger_one() -> None:
     for tp, rollout_tp in ((2, 1), (4, 2), (8, 2), (8, 4), (4, 8), (2, 8), (1, 4), (2, 16)):
         mesh = Mesh(world=16, tp=tp, pp=1)
         groups = rollout_groups(mesh, rollout_tp)
@@ -67,7 +67,7 @@ def test_uneven_stages() -> None:
     assert [list(mesh.stage_layers(8, pp)) for pp in range(4)] == [[0, 1, 2], [3, 4], [5, 6], [7]]
 
 
-def test_chunks_of_stages_take_layers_in_turn() -> None:
+def test_virtual_pipeline_chunks_interleave_layers() -> None:
     mesh = Mesh(world=2, tp=1, pp=2, vpp=2)
     assert [[list(chunk) for chunk in mesh.chunk_layers(8, pp)] for pp in range(2)] == [
         [[0, 1], [4, 5]],
@@ -78,7 +78,7 @@ def test_chunks_of_stages_take_layers_in_turn() -> None:
     assert mesh.stage_sizes(6) is None
 
 
-def test_experts_are_spread_over_neighbouring_replicas() -> None:
+def test_expert_parallel_ranks_are_neighbouring_replicas() -> None:
     mesh = Mesh(world=8, tp=2, pp=1, ep=2)
     assert [mesh.coordinate(rank).ep for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
@@ -87,8 +87,8 @@ def test_experts_are_spread_over_neighbouring_replicas() -> None:
     ("world", "tp", "pp", "ep"),
     [(1, 1, 1, 1), (4, 2, 2, 1), (8, 2, 2, 1), (8, 2, 1, 2), (16, 2, 2, 2), (16, 1, 2, 4), (24, 2, 3, 2)],
 )
-def test_groups_have_the_ranks_that_megatron_core_gives_them(world: int, tp: int, pp: int, ep: int) -> None:
-    """By Megatron-Core's own arithmetic, which initialize_model_parallel builds its groups by."""
+def test_groups_match_megatron_core(world: int, tp: int, pp: int, ep: int) -> None:
+    """Compare with RankGenerator, from which initialize_model_parallel builds its groups."""
     mesh = Mesh(world, tp, pp, ep)
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(tp=tp, ep=1, dp=mesh.dp, pp=pp, cp=1, order=order)

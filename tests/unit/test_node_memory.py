@@ -1,4 +1,4 @@
-"""Memory of the node, by one rank. Ranks that read each other's are in tests/dist/test_reshard_ranks.py."""
+"""NodeMemory with one rank. Ranks that read each other's memory: tests/dist/test_reshard_ranks.py."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def world() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 8, 24])
-def test_a_rank_may_have_nothing_to_send(world: dist.ProcessGroup, num_bytes: int) -> None:
+def test_node_memory_of_any_size(world: dist.ProcessGroup, num_bytes: int) -> None:
     memory = NodeMemory(num_bytes, world)
     assert memory.ranks == {0}
     for dtype in (torch.bfloat16, torch.float32):
         assert memory.own(dtype).numel() * dtype.itemsize == max(num_bytes, 8)
 
 
-def test_a_system_without_anonymous_files_has_no_memory_of_the_node(world: dist.ProcessGroup) -> None:
+def test_without_memfd_there_is_no_node_memory(world: dist.ProcessGroup) -> None:
     with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
         assert NodeMemory(8, world).ranks == frozenset()

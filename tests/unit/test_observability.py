@@ -1,4 +1,4 @@
-"""Metrics, timers, the three sinks, the progress line and the plot; events, JSON and PNG are read back with the
+"""Metrics, timers, the three sinks, the progress line and the plot. Events, JSON and PNG are read back with the
 libraries that users read them with."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlhf_mc.observability.sinks import Sinks, view
 
 
 class FakeClock:
-    """Time that moves when the test says so."""
+    """Clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -144,14 +144,14 @@ def test_tensorboard_events_read_back_and_replace_an_earlier_run(tmp_path: Path)
 
 
 class FullStream(io.StringIO):
-    """A standard output on a full disk."""
+    """Standard output on a full disk."""
 
     def write(self, text: str) -> int:
         raise OSError(28, "No space left on device")
 
 
-def test_views_that_cannot_be_written_are_warned_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """TensorBoard and the progress line on a full disk; the record continues."""
+def test_unwritable_views_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fill the disk for TensorBoard and the progress line. metrics.jsonl continues."""
     config = TrainerConfig(default_local_dir=str(tmp_path))
     sinks = Sinks(config, total_steps=2, stream=FullStream())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -169,7 +169,7 @@ def test_views_that_cannot_be_written_are_warned_of_once(tmp_path: Path, capsys:
     assert warnings[1].startswith("rlhf_mc: warning: TensorBoard cannot be written (File too large; ")
 
 
-def test_tensorboard_in_a_directory_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_unwritable_tensorboard_directory_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file")
     sinks = Sinks(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"]), total_steps=1)
     sinks.log(1, {"a": 1.0})
@@ -177,7 +177,7 @@ def test_tensorboard_in_a_directory_that_cannot_be_written_is_done_without(tmp_p
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": 1.0}
 
 
-def test_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+def test_unwritable_directory_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = TrainerConfig(default_local_dir=str(tmp_path / "file"), logger=["jsonl"])
     with pytest.raises(UserError, match=r"^trainer\.default_local_dir: cannot write .*/file/.+") as caught:
@@ -186,7 +186,7 @@ def test_directory_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+def test_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     sinks = Sinks(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl"]), total_steps=1)
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
@@ -231,7 +231,7 @@ def test_progress_line_on_a_terminal_is_rewritten_and_never_wraps(monkeypatch: p
     assert all(line.endswith("\x1b[K") and len(line.removesuffix("\x1b[K")) == 59 for line in shown)
 
 
-def test_progress_prefers_the_kl_to_the_reference() -> None:
+def test_progress_prefers_the_kl_to_the_reference_policy() -> None:
     progress = Progress(total_steps=1, stream=io.StringIO(), clock=FakeClock())
     progress.update(1, {"actor/ppo_kl": 0.5, "actor/reward_kl_penalty": 0.125})
     assert progress.line(1).endswith("KL 0.1250")
@@ -273,7 +273,7 @@ FULL_ROW = {
     ],
     ids=["empty", "one step", "validation alone", "nulls", "many steps"],
 )
-def test_plot_is_a_png_whatever_was_logged(tmp_path: Path, rows: list[dict]) -> None:
+def test_plot_is_a_png_for_any_metrics(tmp_path: Path, rows: list[dict]) -> None:
     output = tmp_path / "plot.png"
     plot_run(write_rows(tmp_path / "metrics.jsonl", rows), output, title="a run")
     with Image.open(output) as image:
@@ -284,7 +284,7 @@ def test_plot_is_a_png_whatever_was_logged(tmp_path: Path, rows: list[dict]) -> 
 
 
 def test_plot_shows_the_numbers(tmp_path: Path) -> None:
-    """Another reward curve gives another picture; a metric that has no panel does not."""
+    """Check that another reward curve changes the picture, and that a metric without a panel does not."""
     pictures = []
     for change in ({}, {"actor/lr": 1.0}, {"critic/score/mean": 0.9}):
         path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}])
@@ -294,21 +294,21 @@ def test_plot_shows_the_numbers(tmp_path: Path) -> None:
     assert pictures[0] == pictures[1] != pictures[2]
 
 
-def test_metrics_of_a_killed_run_are_read_without_the_last_piece(tmp_path: Path) -> None:
+def test_partial_last_line_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 2.0}\n{"step": 2, "a"')
     assert read_metrics(path) == [{"step": 1, "a": 2.0}]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"a": 1}', "NaN"])
-def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+def test_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(UserError, match="line 2"):
         read_metrics(path)
 
 
-def test_missing_metrics_and_unwritable_plot_are_clear(tmp_path: Path) -> None:
+def test_missing_metrics_and_unwritable_plot_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl"):
         read_metrics(tmp_path / "nowhere.jsonl")
     path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1}])

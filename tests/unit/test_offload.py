@@ -1,4 +1,4 @@
-"""Tensors that go away and come back, on this machine's device: values, views and aliases; whole models are in
+"""Offload and onload of tensors on this machine's device: values, views and aliases. Whole models:
 tests/dist/test_offload_schedule.py."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def numbers(count: int) -> torch.Tensor:
     return torch.arange(float(count), device=DEVICE)
 
 
-def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks smaller than a tensor, and tensors that end in the middle of one."""
+def test_values_and_views_survive_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use host blocks smaller than a tensor, and tensors that end within a block."""
     monkeypatch.setattr(offload, "HOST_BLOCK", 64)
     flat = numbers(25)
     single = numbers(7)
@@ -31,20 +31,20 @@ def test_values_and_views_come_back_through_blocks_of_host_memory(monkeypatch: p
         group.put_away()
         assert group.offloaded_bytes == 25 * 4 + 7 * 4 + 33 * 2
         assert all(view.untyped_storage().nbytes() == 0 for view in views)
-        group.put_away()  # once more changes nothing
+        group.put_away()  # a second offload changes nothing
         group.onload()
         assert group.offloaded_bytes == 0 and all(map(torch.equal, views, wanted))
-        flat += 1.0  # seen through its views, and the next time too
+        flat += 1.0  # visible through its views, also after the next offload
         wanted = [view.clone() for view in views]
     assert torch.equal(views[1], flat[20:])
 
 
-def test_memory_that_is_given_back_is_copied_before_others_write_to_it() -> None:
-    """On a GPU the copy to the host may still run while the caller goes on and takes memory again."""
+def test_offload_copies_before_its_memory_is_reused() -> None:
+    """Cover GPUs, where the copy to the host may still run when the caller allocates again."""
     values = torch.zeros(1 << 22, device=DEVICE)
     group = TensorGroup(lambda: [values])
     for step in range(1, 4):
-        values.add_(1.0)  # still running when the copy is asked for
+        values.add_(1.0)  # still running when the copy starts
         group.put_away()
         others = [torch.full((1 << 22,), torch.nan, device=DEVICE) for _ in range(2)]
         group.onload()
@@ -52,7 +52,7 @@ def test_memory_that_is_given_back_is_copied_before_others_write_to_it() -> None
         del others
 
 
-def test_a_group_may_grow_between_two_times() -> None:
+def test_group_may_grow_between_offloads() -> None:
     tensors = [numbers(3)]
     group = TensorGroup(lambda: tensors)
     group.put_away()
@@ -64,7 +64,7 @@ def test_a_group_may_grow_between_two_times() -> None:
     assert torch.equal(tensors[0], numbers(3)) and torch.equal(tensors[1], numbers(100))
 
 
-def test_what_need_not_be_kept_takes_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_not_kept_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload.platform, "host_bytes", lambda size: pytest.fail("host memory was taken"))
     grads = torch.ones(10, device=DEVICE)
     group = TensorGroup(lambda: [grads], keep_values=False)
@@ -74,19 +74,19 @@ def test_what_need_not_be_kept_takes_no_host_memory(monkeypatch: pytest.MonkeyPa
     assert grads.zero_().shape == (10,)
 
 
-def test_memory_that_is_not_torchs_own_is_not_given_back() -> None:
+def test_storage_not_allocated_by_torch_is_rejected() -> None:
     group = TensorGroup(lambda: [torch.from_numpy(np.zeros(4))])
     with pytest.raises(AssertionError, match="memory that is not its own"):
         group.put_away()
 
 
-def test_shards_of_the_parameters_are_not_the_optimizers_to_move() -> None:
+def test_optimizer_tensors_exclude_parameter_shards() -> None:
     flat = torch.zeros(8, device=DEVICE)
     moment = torch.zeros(4, device=DEVICE)
     assert [t.data_ptr() for t in tensors_besides([flat[4:], moment], [flat[:2]])] == [moment.data_ptr()]
 
 
-def test_what_is_away_cannot_be_used() -> None:
+def test_offloaded_group_cannot_be_used() -> None:
     params = torch.zeros(3, device=DEVICE)
     moments = torch.zeros(3, device=DEVICE)
     model = Offload("critic", {"params": TensorGroup(lambda: [params]), "optimizer": TensorGroup(lambda: [moments])})
@@ -101,8 +101,8 @@ def test_what_is_away_cannot_be_used() -> None:
     model.require("optimizer")
 
 
-def test_a_rank_that_holds_nothing_of_a_group_says_what_the_others_say() -> None:
-    """All ranks enter the same phases, so all must agree on whether something moves."""
+def test_rank_with_an_empty_group_reports_the_same_placement() -> None:
+    """Check that a rank without tensors agrees with the others on what to move: all ranks enter the same phases."""
     empty = Offload("actor", {"optimizer": TensorGroup(lambda: [])})
     assert empty.differs_from(())
     empty.offload_all_but(())

@@ -34,7 +34,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False], ids=["torchrun", "shell"])
-def test_a_rank_ends_with_torchruns_agent_and_outlives_a_shell(by_torchrun: bool) -> None:
+def test_rank_ends_with_torchruns_agent_but_outlives_a_shell(by_torchrun: bool) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     env |= {"TORCHELASTIC_RUN_ID": "x"} if by_torchrun else {}
     agent = subprocess.Popen([sys.executable, "-c", AGENT, RANK], env=env, stdout=subprocess.PIPE, text=True)
@@ -53,7 +53,7 @@ def test_a_rank_ends_with_torchruns_agent_and_outlives_a_shell(by_torchrun: bool
             os.kill(rank, signal.SIGKILL)
 
 
-def test_a_parent_that_is_gone_already_ends_it_too() -> None:
+def test_process_ends_if_its_parent_is_already_gone() -> None:
     program = "from rlhf_mc.runtime.parent_death import end_with; end_with(0); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,5 +1,5 @@
-"""When a run is asked to stop: signals, the time that it then has, and the end of its job. That all ranks agree is
-tested in tests/dist/test_heartbeat.py, a whole run that gives way in tests/system."""
+"""Stop requests: signals, the grace period, and the end of the job. The agreement of ranks is tested in
+tests/dist/test_heartbeat.py, a whole preempted run in tests/system."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ time.sleep(60)
 
 
 UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])\n"
-"""As multiprocessing's resource tracker leaves them when it has started."""
+"""Signal mask after multiprocessing's resource tracker has started."""
 
 
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "extra"),
     [("SIGTERM", ""), ("SIGUSR1", ""), ("SIGINT", ""), ("SIGTERM", UNBLOCKED), ("SIGINT", UNBLOCKED)],
     ids=["SIGTERM", "SIGUSR1", "SIGINT", "SIGTERM, unblocked", "SIGINT, unblocked"],
 )
-def test_after_its_time_the_process_ends_and_its_helpers_did_not_die_of_the_signal(
-    name: str, more: str, tmp_path: Path
-) -> None:
-    program = PROGRAM.replace("print(helper", more + "print(helper")
+def test_process_exits_after_the_grace_period_and_its_helpers_survive(name: str, extra: str, tmp_path: Path) -> None:
+    program = PROGRAM.replace("print(helper", extra + "print(helper")
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
-    # Until now they were ignored, as launch/slurm_rank.sh has it.
+    # The signals are ignored until the program starts, as in launch/slurm_rank.sh.
     command = ["bash", "-c", 'trap \'\' USR1 TERM; exec "$0" -c "$1"', sys.executable, program]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -55,7 +53,7 @@ def test_after_its_time_the_process_ends_and_its_helpers_did_not_die_of_the_sign
         start = time.monotonic()
         assert process.wait(30) == 75
         assert time.monotonic() - start > 0.9
-        assert Path(f"/proc/{helper}/stat").read_text().split()[2] == "S"  # it sleeps on
+        assert Path(f"/proc/{helper}/stat").read_text().split()[2] == "S"  # still asleep
     finally:
         os.kill(helper, signal.SIGKILL)
     line = f"rlhf_mc: error on rank 0: asked to stop ({name}) and not ready after 1 s"
@@ -73,7 +71,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert "interrupted: saving, then ending" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)  # of the same Ctrl-C
+    process.send_signal(signal.SIGINT)  # torchrun repeats the signal of the same Ctrl-C
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(preemption.ONE_PRESS_SECONDS + 0.2)
     process.send_signal(getattr(signal, second))
@@ -81,8 +79,8 @@ def test_a_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -
     assert process.stderr.read() == "" and (tmp_path / "code").read_text() == "130\n"
 
 
-def test_ctrl_c_is_heard_where_nobody_reads_what_is_said(tmp_path: Path) -> None:
-    """In `... 2>&1 | tee log` it ends tee as well."""
+def test_ctrl_c_works_with_a_closed_stderr(tmp_path: Path) -> None:
+    """Cover `... 2>&1 | tee log`, where Ctrl-C ends tee as well."""
     program = PROGRAM.replace("print(helper.pid, flush=True)", "helper.kill(); print(flush=True)")
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -98,8 +96,8 @@ def test_ctrl_c_is_heard_where_nobody_reads_what_is_said(tmp_path: Path) -> None
     assert (tmp_path / "code").read_text() == "75\n"
 
 
-def test_a_signal_of_another_kind_is_no_request(tmp_path: Path) -> None:
-    """A library's timer, for instance: what Python handles is told to the threads that wait for the requests."""
+def test_unrelated_signal_is_not_a_stop_request(tmp_path: Path) -> None:
+    """Raise a signal that Python handles, such as a library's timer: it also wakes the thread that waits for stops."""
     timer = "import signal; signal.signal(signal.SIGVTALRM, lambda *at: None); signal.raise_signal(signal.SIGVTALRM)"
     program = PROGRAM.replace("print(helper.pid, flush=True)", f"helper.kill(); {timer}; time.sleep(3); sys.exit(7)")
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
@@ -107,7 +105,7 @@ def test_a_signal_of_another_kind_is_no_request(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (7, "")
 
 
-def test_in_the_background_of_a_shell_ctrl_c_is_not_for_the_run() -> None:
+def test_background_job_of_a_shell_ignores_ctrl_c() -> None:
     command = ["bash", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, PROGRAM]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -121,22 +119,20 @@ def test_in_the_background_of_a_shell_ctrl_c_is_not_for_the_run() -> None:
 
 
 def requests(**settings: float) -> StopRequests:
-    # Far off: the timer would end the test's own process.
+    # A long grace period, because its timer would end the test process.
     return StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=10**6, **settings))  # type: ignore[arg-type]
 
 
-def test_the_first_reason_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_stop_reason_is_kept() -> None:
     stop = requests()
-    stop.check()  # nothing to say
+    stop.check()  # no request yet
     stop.request("SIGUSR1")
     stop.request("SIGTERM")
     with pytest.raises(StopRequested, match=r"^SIGUSR1$"):
         stop.check()
 
 
-def test_the_jobs_end_is_read_from_the_environment_or_from_squeue(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_job_end_is_read_from_the_environment_or_squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     assert job_end() is None
@@ -156,7 +152,7 @@ def test_the_jobs_end_is_read_from_the_environment_or_from_squeue(
     assert job_end() == 1234
 
 
-def test_it_stops_ahead_of_the_jobs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stops_before_the_end_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "job_end", lambda: time.time() + 601)
     stop = requests(stop_before_minutes=10)
     stop.watch_the_clock()
@@ -168,7 +164,7 @@ def test_it_stops_ahead_of_the_jobs_end(monkeypatch: pytest.MonkeyPatch) -> None
         stop.check()
 
 
-def test_a_job_too_short_for_one_step_is_not_queued_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_too_short_for_one_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "job_end", lambda: time.time() + 600)
     with pytest.raises(UserError, match=r"stop_before_minutes is 11, but the job ends in 10.0 minutes"):
         requests(stop_before_minutes=11).watch_the_clock()

@@ -37,7 +37,7 @@ SPECIAL = ["<bos>", "<end>", "<user>", "<assistant>", "<unk>"]
 
 
 def save_tokenizer(path: Path, template: str | None = TEMPLATE, eos: str | None = "<end>") -> Path:
-    """One token a character, and <bos> before whatever is encoded with special tokens."""
+    """Save a tokenizer of one token per character, with <bos> before texts encoded with special tokens."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -85,7 +85,7 @@ def error_of(files: list[str], tokenizer: PreTrainedTokenizerBase, **settings: A
     return str(caught.value)
 
 
-# ---------------------------------------------------------------- what a row becomes
+# ---------------------------------------------------------------- rows to prompts
 
 
 def test_chat_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -102,7 +102,7 @@ def test_chat_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> No
     assert second.extra_info == {"split": "train", "index": 1}
 
 
-def test_the_tokens_are_those_of_the_tokenizers_own_chat_call(tmp_path: Path, tokenizer: Any) -> None:
+def test_tokens_match_apply_chat_template(tmp_path: Path, tokenizer: Any) -> None:
     messages = [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "2"},
@@ -120,7 +120,7 @@ def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) 
     assert "'tokenize'" in error_of([path], tokenizer, apply_chat_template_kwargs={"tokenize": True})
 
 
-def test_plain_string_is_a_user_message_where_there_is_a_template(
+def test_plain_string_is_a_user_message_with_a_template(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": "1+1="}])
@@ -165,10 +165,10 @@ def test_overlong_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, ca
     assert "all 4 prompts are longer" in error_of([path], tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
 
 
-def test_a_text_that_is_too_long_by_far_is_not_tokenised(
+def test_text_far_too_long_is_not_tokenised(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The longest entry, <assistant>, has 11 characters; counted as 16, and four times as many may be one token."""
+    """Check the bound of 4 * 16 characters a token: the longest entry, <assistant>, has 11, and counts as 16."""
     texts = ["1" * (4 * 16 * 9 + 1), "<assistant>" * 8, "1" * 8, "1" * 9]
     path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": text} for text in texts])
     message = error_of([path], plain_tokenizer, max_prompt_length=9)
@@ -180,19 +180,19 @@ def test_a_text_that_is_too_long_by_far_is_not_tokenised(
     assert "2 of 4 prompts dropped" in caplog.text
 
 
-LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+ENDLESS_LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        LOOP,
+        ENDLESS_LOOP,
         "{{ 7 ** (9 ** (messages | length + 8)) }}",
         "{% macro f() %}{% for i in range(99999) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}",
     ],
 )
-def test_a_template_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """Beside the signals that preemption.py blocks, and a thread that could be sent others."""
+def test_endless_template_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Block preemption.py's signals, and run a second thread that could receive the timer's signal."""
     monkeypatch.setattr(template, "LIMIT_SECONDS", 0.5)
     tokenizer = load_tokenizer(
         str(save_tokenizer(tmp_path / "endless", "{% if messages[0].content == 'go' %}" + body + "{% endif %}x"))
@@ -222,7 +222,7 @@ def test_a_template_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("{% if %}", "Expected an expression"),
     ],
 )
-def test_a_template_that_fails(tmp_path: Path, body: str, words: str) -> None:
+def test_failing_template_names_the_row(tmp_path: Path, body: str, words: str) -> None:
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path / "bad", body)))
     message = error_of([write_table(tmp_path / "a.parquet", [make_row()])], tokenizer)
     assert "row 0: the tokenizer's chat template refuses the prompt (" in message and words in message
@@ -237,8 +237,8 @@ def test_bad_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     good = write_table(tmp_path / "good.parquet", [make_row(str(i) * 50) for i in range(100)])
     broken = tmp_path / "broken.parquet"
     content = Path(good).read_bytes()
-    for damage in (b"", b"not parquet at all", content[:-20], content[:4] + b"\xff" * 300 + content[304:]):
-        broken.write_bytes(damage)
+    for corrupt in (b"", b"not parquet at all", content[:-20], content[:4] + b"\xff" * 300 + content[304:]):
+        broken.write_bytes(corrupt)
         assert error_of([good, str(broken)], tokenizer).startswith(
             f"data.train_files {broken}: not a readable parquet file"
         )
@@ -364,8 +364,8 @@ def test_order_depends_on_seed_and_epoch() -> None:
     assert epoch(0, 1) != epoch(0, 2)
 
 
-def test_a_step_needs_no_step_before_it() -> None:
-    """What a resumed run draws: neither earlier calls nor the global random state matter."""
+def test_order_of_a_step_is_independent_of_earlier_steps() -> None:
+    """Draw as a resumed run does: neither earlier calls nor the global random state matter."""
     forward = [prompt_indices(23, 5, step, 3, True) for step in range(9)]
     np.random.seed(0)
     assert [prompt_indices(23, 5, step, 3, True) for step in reversed(range(9))] == forward[::-1]
@@ -425,7 +425,7 @@ def test_prepare_one_file_holds_rows_out(tmp_path: Path) -> None:
     assert truths == [["1000", "2000", "3000"], ["4000", "5000"]]
 
 
-def test_prepare_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+def test_prepare_reports_an_error_in_one_line(tmp_path: Path) -> None:
     source = tmp_path / "all.jsonl"
     source.write_text(gsm8k_line(1) + json.dumps({"question": "?", "answer": "no number"}) + "\n")
     done = prepare(source, tmp_path / "out")
@@ -434,7 +434,7 @@ def test_prepare_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
 
 
 def test_prepare_the_real_gsm8k(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """With gsm8k_train.jsonl and gsm8k_test.jsonl in $RLHF_MC_DATA."""
+    """Convert gsm8k_train.jsonl and gsm8k_test.jsonl of $RLHF_MC_DATA."""
     data = Path(os.environ.get("RLHF_MC_DATA", REPO.parent / "shared/data"))
     if not (data / "gsm8k_train.jsonl").is_file():
         pytest.skip(f"no gsm8k_train.jsonl in {data} (set RLHF_MC_DATA)")

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, and what is said where one does not come."""
+"""Rendezvous of the ranks, and the errors when one is missing."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def join(ranks: list[int], world: int, seconds: float) -> list[JoinError | None]:
-    """Return each rank's error; the ranks are threads of this process, each with a connection of its own."""
-    stores = []  # rank 0's is the server, and must stay until the others have looked
+    """Return each rank's error. The ranks are threads of this process, each with its own connection."""
+    stores = []  # rank 0's is the server, and must outlive the other ranks' checks
 
-    def one(rank: int) -> None:
+    def join_rank(rank: int) -> None:
         store = _store(rank, world, 20.0)
         stores.append(store)
         _wait_for_all(store, rank, world, seconds)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
-        pending: list[Future[None]] = [threads.submit(one, rank) for rank in ranks]
+        pending: list[Future[None]] = [threads.submit(join_rank, rank) for rank in ranks]
     errors = [future.exception() for future in pending]
     assert all(error is None or isinstance(error, JoinError) for error in errors), errors
     return [error if isinstance(error, JoinError) else None for error in errors]
 
 
-def test_all_come() -> None:
+def test_all_ranks_join() -> None:
     start = time.monotonic()
     assert join([0, 1, 2], world=3, seconds=60.0) == [None] * 3
     assert time.monotonic() - start < 30
@@ -50,13 +50,13 @@ def test_all_come() -> None:
         ([0], 20, "1 of 20 ranks have joined within 1 s; missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 11 more."),
     ],
 )
-def test_who_has_not_come_is_named_once(ranks: list[int], world: int, words: str) -> None:
+def test_missing_ranks_are_named_once(ranks: list[int], world: int, words: str) -> None:
     errors = join(ranks, world, seconds=1.0)
     assert all(str(error).startswith(words) for error in errors), errors
     assert [error.speaks for error in errors if error is not None].count(True) == 1
 
 
-def test_without_rank_0_every_rank_says_so() -> None:
+def test_every_rank_reports_a_missing_rank_0() -> None:
     with pytest.raises(JoinError, match=r"^has not reached rank 0 within 1 s at localhost:\d+ ") as caught:
         _store(1, 2, seconds=1.0)
     assert caught.value.speaks

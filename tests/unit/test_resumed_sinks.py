@@ -1,4 +1,4 @@
-"""Where a run's metrics go when it goes on after a step: what was said of later steps is dropped, the rest stays."""
+"""Metrics of a resumed run: records of steps after the checkpoint are dropped, the others stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def log_steps(directory: Path, logger: str, steps: range, after_step: int | None
     sinks.close()
 
 
-def test_lines_of_later_steps_are_dropped(tmp_path: Path) -> None:
+def test_rows_of_later_steps_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(tmp_path, "jsonl", range(5), None, 0.0)
     with path.open("a") as file:
@@ -34,19 +34,19 @@ def test_lines_of_later_steps_are_dropped(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_row_is_on_the_disk_when_it_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of the step may count from then on, and a crash of the machine must not take its row."""
+def test_logged_row_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sync the row before the checkpoint of its step counts: a crash of the machine must not lose it."""
     synced: dict[str, int] = {}
     fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
     config = TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl", "tensorboard"])
     sinks = Sinks(config, total_steps=9, run_id="first")
-    assert tmp_path.name in synced  # the file's name
+    assert tmp_path.name in synced  # the directory, for the file's name
     for step in (1, 2):
         sinks.log(step, {"a": 1.0})
         (events,) = (tmp_path / "tensorboard").iterdir()
@@ -60,7 +60,7 @@ def test_a_row_is_on_the_disk_when_it_is_logged(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def test_a_run_that_goes_on_elsewhere_begins_a_file(tmp_path: Path) -> None:
+def test_run_resumed_in_another_directory_begins_a_file(tmp_path: Path) -> None:
     log_steps(tmp_path, "jsonl", range(3, 5), 2, 0.0)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [3, 4]
 

@@ -1,4 +1,4 @@
-"""A directory belongs to one run: what another one that begins there finds moved away, and what it leaves."""
+"""Ownership of an output directory by one run: an earlier run's files are moved away, inputs stay."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def a_run(root: Path, run_id: str | None = "first") -> None:
-    """Write what a run leaves that was ended after step 3, and what is beside it."""
+def write_run(root: Path, run_id: str | None = "first") -> None:
+    """Write the files of a run that ended after step 3, and the inputs next to them."""
     root.mkdir(exist_ok=True)
     for name in INPUTS:
         (root / name).write_text(name)
@@ -48,8 +48,8 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-def test_another_run_finds_an_empty_place(tmp_path: Path) -> None:
-    a_run(tmp_path)
+def test_files_of_an_earlier_run_are_moved_away(tmp_path: Path) -> None:
+    write_run(tmp_path)
     before = {name: sorted((tmp_path / name).rglob("*")) for name in OUTPUTS}
     moved = run_directory.move_away(tmp_path, [("data.train_files", tmp_path / "train.parquet")])
     assert moved == tmp_path / "earlier_runs" / "first"
@@ -62,15 +62,15 @@ def test_another_run_finds_an_empty_place(tmp_path: Path) -> None:
     assert run_directory.owner(tmp_path) == "second" and run_directory.owner(moved) == "first"
 
 
-def test_nothing_is_moved_where_nothing_was_run(tmp_path: Path) -> None:
+def test_without_an_earlier_run_nothing_is_moved(tmp_path: Path) -> None:
     for name in INPUTS:
         (tmp_path / name).write_text(name)
     assert run_directory.move_away(tmp_path, []) is None
     assert names(tmp_path) == set(INPUTS)
 
 
-def test_moved_back_a_run_is_what_it_was(tmp_path: Path) -> None:
-    a_run(tmp_path)
+def test_run_moved_back_by_hand_is_unchanged(tmp_path: Path) -> None:
+    write_run(tmp_path)
     run = (tmp_path / "run.json").read_bytes()
     moved = run_directory.move_away(tmp_path, [])
     assert moved is not None
@@ -82,12 +82,12 @@ def test_moved_back_a_run_is_what_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", range(12))
-def test_killed_while_it_moves_the_next_start_moves_the_rest(
+def test_interrupted_move_is_finished_by_the_next_start(
     tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is mixed, wherever it was interrupted, and no checkpoint of the run that goes is resumed from."""
-    a_run(tmp_path)
-    whole = names(tmp_path) - set(INPUTS)
+    """Interrupt the move after any file operation: the runs' files never mix, and no moved checkpoint is resumed."""
+    write_run(tmp_path)
+    outputs = names(tmp_path) - set(INPUTS)
     calls = 0
 
     def counted(original: object) -> object:
@@ -106,26 +106,26 @@ def test_killed_while_it_moves_the_next_start_moves_the_rest(
         run_directory.move_away(tmp_path, [])
     except KeyboardInterrupt:
         monkeypatch.undo()
-        if run_directory.finish_moving(tmp_path) is None:  # it had not begun, or was over but for its return
-            assert (whole - {"run.json"} <= names(tmp_path)) == (run_directory.move_away(tmp_path, []) is not None)
+        if run_directory.finish_moving(tmp_path) is None:  # the move had not begun, or was complete
+            assert (outputs - {"run.json"} <= names(tmp_path)) == (run_directory.move_away(tmp_path, []) is not None)
     monkeypatch.undo()
     assert names(tmp_path) - {"run.json.tmp"} == {*INPUTS, "earlier_runs"}
-    assert names(tmp_path / "earlier_runs" / "first") - {"run.json.tmp"} == whole
+    assert names(tmp_path / "earlier_runs" / "first") - {"run.json.tmp"} == outputs
 
 
-def test_a_run_without_an_id(tmp_path: Path) -> None:
-    """Of an earlier version: named by its checkpoints' id, or by when it wrote last."""
-    a_run(tmp_path / "old", None)
+def test_run_without_an_id_is_named_by_its_checkpoint_or_time(tmp_path: Path) -> None:
+    """Move runs of earlier versions of the program, named by their checkpoints' run id or by their last write."""
+    write_run(tmp_path / "old", None)
     moved = run_directory.move_away(tmp_path / "old", [])
     assert moved is not None and moved.name.startswith("unnamed-2") and "metrics.jsonl" in names(moved)
-    a_run(tmp_path / "lost", "third")
+    write_run(tmp_path / "lost", "third")
     (tmp_path / "lost" / "run.json").write_text('{"run_id": "../../elsewhere"}')
     moved = run_directory.move_away(tmp_path / "lost", [])
     assert moved == tmp_path / "lost" / "earlier_runs" / "third"
 
 
-def test_a_damaged_checkpoint_does_not_keep_a_run_without_an_id(tmp_path: Path) -> None:
-    a_run(tmp_path, None)
+def test_corrupt_checkpoint_of_a_run_without_an_id_is_moved(tmp_path: Path) -> None:
+    write_run(tmp_path, None)
     (tmp_path / "global_step_2" / "manifest.json").write_text("{")
     moved = run_directory.move_away(tmp_path, [])
     assert moved is not None and "global_step_2" in names(moved)
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_does_not_keep_a_run_without_an_id(tmp_path: Path) 
     ids=["requeued", "twice in one job", "another job", "no job"],
 )
 @pytest.mark.parametrize("begun_by", ["7", ""], ids=["begun by a job", "begun by none"])
-def test_a_requeued_job_knows_its_run(
+def test_requeued_job_recognises_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun_by: str, job: str, restarts: str, expected: bool
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", begun_by)
@@ -150,8 +150,8 @@ def test_a_requeued_job_knows_its_run(
     assert not run_directory.is_of_requeued_job(tmp_path)
 
 
-def test_a_run_that_reads_what_would_be_moved_is_refused(tmp_path: Path) -> None:
-    a_run(tmp_path)
+def test_input_that_would_be_moved_is_rejected(tmp_path: Path) -> None:
+    write_run(tmp_path)
     before = names(tmp_path)
     reads = [("data.train_files", tmp_path / "train.parquet"), ("model.path", tmp_path / "hf" / "file")]
     with pytest.raises(UserError, match=r"^model\.path: .* of the earlier run first .*another trainer"):
@@ -159,8 +159,8 @@ def test_a_run_that_reads_what_would_be_moved_is_refused(tmp_path: Path) -> None
     assert names(tmp_path) == before
 
 
-def test_what_is_later_than_the_checkpoint(tmp_path: Path) -> None:
-    a_run(tmp_path)
+def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    write_run(tmp_path)
     for number in (2, 3):
         (tmp_path / "generations" / f"step_{number:06d}.txt").write_text("sample")
         (tmp_path / "export" / f"global_step_{number}").mkdir()
@@ -184,7 +184,7 @@ def test_what_is_later_than_the_checkpoint(tmp_path: Path) -> None:
         ([4, 5, 6], [[4, 5]], None),
         ([1, 2, 5, 6], [[1, 2], [5, 6]], None),
         ([], [], None),
-        ([0, 1, 2, 3, 4], [[3, 4]], None),  # the first ones are of a version that did not record them
+        ([0, 1, 2, 3, 4], [[3, 4]], None),  # steps 0 to 2 are of a version that did not record them
         ([1, 2, 3], [[1, 6]], "lacks the row of step 4 (3 of 6 rows are missing)"),
         ([1, 2, 4], [[1, 4]], "lacks the row of step 3"),
         ([2, 3], [[0, 3]], "lacks the row of step 0"),
@@ -193,7 +193,7 @@ def test_what_is_later_than_the_checkpoint(tmp_path: Path) -> None:
         ([1, 2, 3, 4, 5, 6], [[1, 2], [5, 6]], "out of order"),
     ],
 )
-def test_a_gap_in_the_metrics_is_found(
+def test_gap_in_the_metrics_is_found(
     tmp_path: Path, steps: list[int], logged: list[list[int]], fault: str | None
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -206,7 +206,7 @@ def test_a_gap_in_the_metrics_is_found(
     assert fault in str(error.value) and "resume_path" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_rows_of_another_run_are_found(tmp_path: Path) -> None:
+def test_rows_of_another_run_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(UserError, match="lacks the row of step 1"):
         check_metrics(path, "first", [[1, 2]])
@@ -218,11 +218,11 @@ def test_rows_of_another_run_are_found(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- names
 
 
-def test_a_directory_whose_name_is_not_its_step_does_not_count(tmp_path: Path) -> None:
+def test_directory_not_named_by_its_step_does_not_count(tmp_path: Path) -> None:
     for name in ("global_step_99", "global_step_007"):
-        a_run(tmp_path / name)
+        write_run(tmp_path / name)
         (tmp_path / name / "global_step_2").rename(tmp_path / f"{name}.tmp")
-    a_run(tmp_path)
+    write_run(tmp_path)
     for name in ("global_step_99", "global_step_007"):
         os.rename(tmp_path / name, tmp_path / f"of {name}")
         os.rename(tmp_path / f"{name}.tmp", tmp_path / name)

@@ -1,4 +1,4 @@
-"""The learning rates of a run, step by step."""
+"""Learning rates of a run, step by step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def learning_rates(optim: OptimConfig, total_steps: int) -> list[float]:
 def test_min_lr_is_reached_after_the_last_step(warmup: int, style: str, min_lr: float) -> None:
     optim = OptimConfig(lr=1.0, min_lr=min_lr, lr_warmup_steps=warmup, lr_decay_style=style)
     rates = learning_rates(optim, total_steps=8)
-    assert all(rate > min_lr for rate in rates[:8]), rates  # the last step is a step
+    assert all(rate > min_lr for rate in rates[:8]), rates  # the last step still learns
     assert rates[8] == pytest.approx(min_lr, abs=1e-12)
     assert rates[:warmup] == pytest.approx([(s + 1) / warmup for s in range(warmup)])
     peak = max(warmup, 1)
@@ -36,7 +36,7 @@ def test_min_lr_is_reached_after_the_last_step(warmup: int, style: str, min_lr: 
     assert len(set(rates[peak - 1 :])) == len(rates) - peak + 1  # each lower than the one before
 
 
-def test_by_hand() -> None:
+def test_learning_rates_by_hand() -> None:
     linear = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_decay_style="linear")
     assert learning_rates(linear, 5) == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
     assert learning_rates(OptimConfig(lr=1.0, lr_decay_style="linear"), 4) == pytest.approx([1, 0.75, 0.5, 0.25, 0])

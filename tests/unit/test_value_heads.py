@@ -1,4 +1,4 @@
-"""Which checkpoints may be a reward model, or give the critic its value head."""
+"""Checks of checkpoints used as a reward model or as the critic's starting point."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ def config(directory: Path, longest: int = 64) -> Config:
     )
 
 
-def with_head(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     path = directory / "model.safetensors"
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_a_classifier_of_one_label_is_one(directory: Path) -> None:
+def test_classifier_of_one_label_is_a_reward_model(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory))
     found = reward_model_checkpoint(config(directory), tokenizer)
     assert found.shape.value_head
-    (directory / "tokenizer.json").unlink()  # then there is nothing to compare
+    (directory / "tokenizer.json").unlink()  # then there is no tokenizer to compare
     reward_model_checkpoint(config(directory), tokenizer)
-    with_head(directory, lambda t: t.update({"score.bias": torch.zeros(1)}))
+    edit_tensors(directory, lambda t: t.update({"score.bias": torch.zeros(1)}))
     reward_model_checkpoint(config(directory), tokenizer)
 
 
-def test_a_critic_may_start_from_a_checkpoint_without_a_head(directory: Path) -> None:
+def test_critic_may_start_without_a_value_head(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory))
     data = config(directory).data
-    with_head(directory, lambda t: t.pop("score.weight"))
+    edit_tensors(directory, lambda t: t.pop("score.weight"))
     value_checkpoint("critic.model_path", str(directory), data, tokenizer)
-    with_head(directory, lambda t: t.update({"score.weight": torch.zeros(2, 128)}))
+    edit_tensors(directory, lambda t: t.update({"score.weight": torch.zeros(2, 128)}))
     with pytest.raises(UserError, match=r"^critic\.model_path .*score\.weight has 2 rows"):
         value_checkpoint("critic.model_path", str(directory), data, tokenizer)
 
@@ -81,8 +81,8 @@ def test_a_critic_may_start_from_a_checkpoint_without_a_head(directory: Path) ->
     ],
     ids=["no head", "three labels", "bias", "names without prefix"],
 )
-def test_refused_by_its_tensors(directory: Path, edit: Any, words: tuple[str, ...]) -> None:
-    with_head(directory, edit)
+def test_tensors_that_do_not_fit_are_rejected(directory: Path, edit: Any, words: tuple[str, ...]) -> None:
+    edit_tensors(directory, edit)
     with pytest.raises(UserError) as caught:
         reward_model_checkpoint(config(directory), load_tokenizer(str(directory)))
     for word in (str(directory), *words):
@@ -90,7 +90,7 @@ def test_refused_by_its_tensors(directory: Path, edit: Any, words: tuple[str, ..
     assert "\n" not in str(caught.value)
 
 
-def test_refused_by_its_tokenizer_and_length(directory: Path, tmp_path: Path) -> None:
+def test_tokenizer_or_length_that_does_not_fit_is_rejected(directory: Path, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "other")
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(UserError, match=r"its tokenizer has '<new>' as None, the actor's as \d+"):

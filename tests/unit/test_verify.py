@@ -1,4 +1,4 @@
-"""Checksums of a movement's blocks, in one process; between ranks they are tested in tests/dist/test_layouts.py."""
+"""Checksums of a plan's blocks in one process. Between ranks: tests/dist/test_layouts.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [8, 40, 1 << 20])
-def test_checksum_sees_every_change(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "CHUNK", chunk)
     blocks = torch.randn(3, 4, 5).to(dtype)
     wanted = checksum([blocks])
@@ -35,30 +35,30 @@ def test_checksum_sees_every_change(dtype: torch.dtype, chunk: int, monkeypatch:
     assert not torch.equal(checksum([torch.zeros_like(blocks)]), wanted)
 
 
-def test_stacked_experts_are_filled_and_named() -> None:
-    """Offsets that begin with a fixed index, on either side."""
-    whole = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
+def test_stacked_experts_are_filled_and_verified() -> None:
+    """Use offsets that begin with a fixed index, in the target and in the source."""
+    tensors = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
     plan = make_plan([SEPARATE], [EXPERTS], 4, 1000, share=True).for_rank(0)
     stacked = {"all": torch.zeros(2, 3, 4)}
-    execute(plan, whole, stacked, None)
-    assert torch.equal(stacked["all"], torch.stack(list(whole.values())))
-    verify(plan, whole, stacked, None)
+    execute(plan, tensors, stacked, None)
+    assert torch.equal(stacked["all"], torch.stack(list(tensors.values())))
+    verify(plan, tensors, stacked, None)
     stacked["all"][1, 2, 0] = 7.0
     with pytest.raises(UserError, match=r"all\[1, 0:3, 0:4\] on rank 0 differs from e1\[0:3, 0:4\] on rank 0 \(1 of"):
-        verify(plan, whole, stacked, None)
+        verify(plan, tensors, stacked, None)
     back = make_plan([EXPERTS], [SEPARATE], 4, 1000).for_rank(0)
     separate = {"e0": torch.zeros(3, 4), "e1": torch.zeros(3, 4)}
     execute(back, stacked, separate, None)
     assert torch.equal(torch.stack(list(separate.values())), stacked["all"])
 
 
-def test_memory_that_is_no_longer_shared_is_noticed() -> None:
+def test_lost_aliasing_is_detected() -> None:
     plan = make_plan([SEPARATE], [SEPARATE], 4, 1000, share=True).for_rank(0)
-    whole = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
-    views = shared_storage(plan, whole)
-    execute(plan, whole, views, None)
-    verify(plan, whole, views, None)
+    tensors = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
+    views = shared_storage(plan, tensors)
+    execute(plan, tensors, views, None)
+    verify(plan, tensors, views, None)
     with pytest.raises(AssertionError, match="e1 is no longer the memory"):
-        execute(plan, whole, views | {"e1": whole["e1"].clone()}, None)
+        execute(plan, tensors, views | {"e1": tensors["e1"].clone()}, None)
     with pytest.raises(UserError, match="e1 on rank 0 is not the memory of its source"):
-        verify(plan, whole, views | {"e1": whole["e1"].clone()}, None)
+        verify(plan, tensors, views | {"e1": tensors["e1"].clone()}, None)
