@@ -11,17 +11,17 @@ import signal
 import sys
 import warnings
 
-from rlhf_mc.runtime.parent_death import end_with_launcher
+from rlhf_mc.runtime.parent_death import exit_with_launcher
 
 if __name__ == "__main__":
-    end_with_launcher()
+    exit_with_launcher()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends
 
 # What follows takes time.
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, RequeueError, exit_code, leave, note_exit_code
+from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, RequeueError, exit_code, exit_now, write_exit_code
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer.early_checks import check_early, world_size
@@ -43,16 +43,17 @@ def run(argv: list[str]) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, below
 
     from rlhf_mc.observability.metrics import PhaseTimer
-    from rlhf_mc.runtime.heartbeat import watching
+    from rlhf_mc.runtime.heartbeat import heartbeats
     from rlhf_mc.topology.rendezvous import init_process_group
 
-    trainer, place = cfg.trainer, RankStatus()
-    timer = PhaseTimer(place=place)  # for the names of the phases: an error carries that in which it came
+    trainer = cfg.trainer
+    status = RankStatus()
+    timer = PhaseTimer(None, status)  # for the names of the phases: an error carries that in which it came
     with timer.phase("join"):
         init_process_group(trainer.dist_timeout_seconds)
-    stop.watch_the_clock()
+    stop.read_job_end()
     # Half of the time that a collective may take: whoever is late is named before the others fail.
-    with watching(place, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
+    with heartbeats(status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
         with timer.phase("import"):  # Megatron-Core and vLLM
             from rlhf_mc.topology.groups import meet, shut_down
             from rlhf_mc.trainer.loop import fit
@@ -60,9 +61,9 @@ def run(argv: list[str]) -> None:
         with timer.phase("setup"):
             run = build_run(cfg)
         with timer.phase("fit"):
-            is_over = fit(run, place, stop)
+            is_over = fit(run, status, stop)
             if not is_over:
-                note_exit_code(EXIT_REQUEUE)
+                write_exit_code(EXIT_REQUEUE)
             meet()
     run.rollout.close()  # while its process groups are there: collected later, it would print a stack trace
     # Nobody watches from here on: the ranks part at different times.
@@ -72,4 +73,4 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave(exit_code("rlhf_mc", lambda: run(sys.argv[1:])))
+    exit_now(exit_code("rlhf_mc", lambda: run(sys.argv[1:])))

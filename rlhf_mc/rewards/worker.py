@@ -16,7 +16,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
 from rlhf_mc.rewards.custom import describe_error
 from rlhf_mc.rewards.scoring import Row, Scorer, error_at, name_of
-from rlhf_mc.runtime.parent_death import end_with
+from rlhf_mc.runtime.parent_death import exit_with_parent
 
 _READY = -1
 """Sent in place of a row's number once the user's function is loaded."""
@@ -109,7 +109,7 @@ class Worker:
 
 def main(descriptor: int, parent: int) -> None:
     """The worker: scores what comes until the rank is gone."""
-    end_with(parent)
+    exit_with_parent(parent)
     connection = Connection(descriptor)
     # Schedulers and shells signal whole process groups. What a signal means is for the rank to decide.
     for number in _SIGNALS:

@@ -1,5 +1,5 @@
-"""Ends a process with the one that started it: the kernel kills it as soon as its parent is gone, however that ended.
-No torch here: it is the first thing that a rank and a reward worker do.
+"""The end of a process whose parent has ended, however that was: the kernel kills it. No torch is imported here, since
+this is the first thing that a rank and a reward worker do.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with(parent: int) -> None:
-    """End this process with its parent, at once where that is gone already. Where the system knows no such signal,
-    nothing happens; so the caller needs another way to notice."""
+def exit_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends, at once if the parent has ended already.
+
+    On a system without prctl nothing happens, so the caller needs another way to notice the parent's end."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -22,20 +23,21 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def end_with_launcher() -> None:
-    """End this rank with torchrun's agent or with Slurm's step daemon, where one of them started it. A rank that was
-    started from a shell (`python -m rlhf_mc &`, nohup) outlives the shell."""
+def exit_with_launcher() -> None:
+    """Have this rank killed when torchrun's agent or Slurm's step daemon ends, if one of them has started it.
+
+    A rank that was started from a shell (`python -m rlhf_mc &`, nohup) outlives the shell."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if parent == 1 and not _may_be_torchrun(parent):
-            os._exit(1)  # the agent was gone before this line
-        end_with(parent)
+            os._exit(1)  # the agent had ended before this line
+        exit_with_parent(parent)
     elif _read(parent, "comm").startswith(b"slurmstepd"):
-        end_with(parent)
+        exit_with_parent(parent)
 
 
 def _may_be_torchrun(pid: int) -> bool:
-    """Return whether process 1 may be the agent, as in a container, rather than who takes orphans in."""
+    """Return whether process 1 may be the agent, as in a container, and not an init process that adopts orphans."""
     command = _read(pid, "cmdline")
     return not command or b"python" in command or b"torch" in command
 

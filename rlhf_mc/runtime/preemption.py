@@ -1,7 +1,8 @@
-"""When a run gives way: a signal, or the end of its Slurm job's time. All ranks agree on it between phases, since a
-signal reaches them at different steps. What is saved then is the subject of checkpointing.py.
+"""Requests to stop a run: a signal, or the end of its Slurm job's time. All ranks agree on the request between phases,
+since a signal reaches them at different steps. What is saved then is the subject of trainer/checkpointing.py.
 
-No torch at import: signals are taken from the program's first moment on, and importing torch takes seconds.
+No torch is imported with this module: signals are handled from the program's first moment on, and importing torch
+takes seconds.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from collections.abc import Callable, Collection
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.runtime.console import say
-from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE, end_from_a_thread, leave
+from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE, exit_from_thread, exit_now
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_PRESS_SECONDS = 1.0
-"""Of one Ctrl-C a rank may hear twice: from the terminal and from torchrun."""
-_TIME_IS_UP = "the job's time is almost up"
+"""Time within which two SIGINT are one press of Ctrl-C: a rank may get it from the terminal and from torchrun."""
 LATER_SECONDS = 5.0
-"""By how much rank 0 is ahead of the others with its last word: mostly they are ended with it, and it is said once."""
+"""Time by which the other ranks' grace period is longer than rank 0's. Mostly they are ended together with rank 0, so
+the message is printed once."""
+_TIME_IS_UP = "the job's time is almost up"
 
 
 class StopRequested(Exception):
-    """The run is to stop, for the reason in the message. Every rank raises it at the same place."""
+    """The run is to stop, for the reason in the message. Every rank raises it at the same point."""
 
 
 class StopRequests:
-    """What this process knows of a wish that the run stop."""
+    """The requests to stop that this process has received."""
 
     def __init__(self, cfg: TrainerConfig) -> None:
         self._cfg = cfg
@@ -43,18 +45,20 @@ class StopRequests:
         self._interrupted_at = math.inf
         self._lock = threading.Lock()
         self._stop_at: float | None = None
+        """Time (seconds since 1970) at which trainer.stop_before_minutes asks for the stop."""
         self.steps_done = 0
-        """Of this process's run; the loop counts them."""
+        """Steps that this process has completed; the loop counts them."""
 
     def take_signals(self) -> None:
-        """Let SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) ask to stop, and do no more. Call it in the main thread,
-        before any other thread is there: they, and the processes that they start, inherit that the signals are blocked,
-        as Slurm signals every process of a step, and one that writes a checkpoint must not die of it."""
-        # A shell has SIGINT ignored in what it starts in the background, which is not to end with the terminal.
+        """Make SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) requests to stop, and nothing else.
+
+        Call it in the main thread, before any other thread exists. Threads and child processes inherit that the signals
+        are blocked: Slurm signals every process of a step, and a process that writes a checkpoint must survive that."""
+        # A shell makes its background processes ignore SIGINT, since Ctrl-C in the terminal is not for them.
         in_background = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         taken = SIGNALS if in_background else (*SIGNALS, signal.SIGINT)
-        # Libraries unblock them again in the main thread (multiprocessing's resource tracker): then they are handled
-        # there, and this tells another thread at once.
+        # Libraries unblock the signals in the main thread (multiprocessing's resource tracker). They are then handled
+        # there, and the wakeup descriptor passes them to another thread at once.
         readable, writable = socket.socketpair()
         writable.setblocking(False)
         signal.set_wakeup_fd(writable.detach())
@@ -67,11 +71,12 @@ class StopRequests:
 
     def _take(self, wait: Callable[[], int], taken: Collection[int]) -> None:
         while True:
-            number, now = signal.Signals(wait()), time.monotonic()
-            if number not in taken:  # the descriptor tells of every signal that Python handles, timers' too
+            number = signal.Signals(wait())
+            now = time.monotonic()
+            if number not in taken:  # the wakeup descriptor gets every signal that Python handles, timers' too
                 continue
             if number in (signal.SIGINT, signal.SIGTERM) and now > self._interrupted_at + ONE_PRESS_SECONDS:
-                leave(EXIT_INTERRUPTED)  # of a second Ctrl-C torchrun makes SIGTERM
+                exit_now(EXIT_INTERRUPTED)  # SIGTERM too: torchrun sends it on a second Ctrl-C
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
@@ -79,31 +84,32 @@ class StopRequests:
             self.request(number.name)
 
     def request(self, reason: str) -> None:
-        """Asks the run to stop, from any thread. It has trainer.preemption_grace_seconds from the first request on."""
+        """Ask the run to stop, from any thread. trainer.preemption_grace_seconds begin with the first request."""
         with self._lock:
             if self._reason:
                 return
             self._reason = reason
         seconds = self._cfg.preemption_grace_seconds + (LATER_SECONDS if self._rank else 0)
-        timer = threading.Timer(seconds, self._give_up)
+        timer = threading.Timer(seconds, self._end_grace_period)
         timer.daemon = True
         timer.start()
 
-    def _give_up(self) -> None:
-        end_from_a_thread(
+    def _end_grace_period(self) -> None:
+        exit_from_thread(
             f"asked to stop ({self._reason}) and not ready after {self._cfg.preemption_grace_seconds} s "
-            "(trainer.preemption_grace_seconds): it ends without saving; the last complete checkpoint is what is kept",
+            "(trainer.preemption_grace_seconds): the run ends without saving; the last complete checkpoint is kept",
             code=EXIT_REQUEUE,
         )
 
-    def watch_the_clock(self) -> None:
-        """Reads when the Slurm job ends, for trainer.stop_before_minutes. UserError where the time is up already.
+    def read_job_end(self) -> None:
+        """Read the end of the Slurm job, for trainer.stop_before_minutes. Raise UserError if the time is up already.
+
         Every rank must call it."""
         from rlhf_mc.topology.consensus import on_every_rank
 
-        on_every_rank(self._read_the_clock)
+        on_every_rank(self._read_job_end)
 
-    def _read_the_clock(self) -> None:
+    def _read_job_end(self) -> None:
         minutes = self._cfg.stop_before_minutes
         if minutes is None or self._rank != 0 or (end := job_end()) is None:
             return
@@ -115,15 +121,15 @@ class StopRequests:
             )
 
     def check(self) -> None:
-        """Raises StopRequested on every rank if any of them is asked to stop. Every rank must call it, where the run
-        can give way."""
+        """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's time is up before
+        the first step is complete. Every rank must call it, while the weights are those of the last complete step."""
         from rlhf_mc.topology.consensus import gather_objects
 
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
         reason = next((reason for reason in gather_objects(self._reason) if reason), "")
         if reason.startswith(_TIME_IS_UP) and self.steps_done == 0:
-            # Queued again, it would come this far again, for ever.
+            # Requeued, the job would get no further, each time again.
             raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")
         if reason:
             self.request(reason)
@@ -131,17 +137,18 @@ class StopRequests:
 
 
 def job_end() -> float | None:
-    """When the Slurm job that this process is in will be ended, in seconds since 1970; None outside of Slurm and where
-    the job has no limit. UserError where Slurm does not say."""
+    """Return when the Slurm job of this process will be ended, in seconds since 1970.
+
+    Return None outside of Slurm and if the job has no time limit. Raise UserError if Slurm does not say."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return None
     if "SLURM_JOB_END_TIME" in os.environ:
         return float(os.environ["SLURM_JOB_END_TIME"])
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]  # of the local time zone
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]  # in the local time zone
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-        return None if said in ("N/A", "NONE", "Unknown") else datetime.datetime.fromisoformat(said).timestamp()
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        return None if output in ("N/A", "NONE", "Unknown") else datetime.datetime.fromisoformat(output).timestamp()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(
             f"trainer.stop_before_minutes: `{' '.join(command)}` does not tell when the job ends: {error}; "

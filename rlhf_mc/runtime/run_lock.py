@@ -1,4 +1,6 @@
-"""One run writes to a directory at a time: a file there names who does, touched for as long as that process lives."""
+"""The lock by which one run at a time writes to a directory: a file that names the owner, a process, which touches the
+file for as long as it lives.
+"""
 
 from __future__ import annotations
 
@@ -14,79 +16,81 @@ from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.runtime.console import say
-from rlhf_mc.topology.consensus import gather_objects, on_rank_0
+from rlhf_mc.topology.consensus import on_rank_0
 
 NAME = "run.lock"
 TOUCH_SECONDS = 10.0
 STALE_SECONDS = 60.0
-"""Six touches missed: an owner that cannot be asked is then taken for dead."""
+"""Time without a touch (six are missed) after which an owner on another machine counts as dead."""
 _LOOK_SECONDS = 1.0
 _ATTEMPTS = 5
-"""How often a file server is asked, so many seconds apart, before its refusal ends a run."""
+"""Attempts to read the lock, _LOOK_SECONDS apart, before an error of the file server ends a run."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that a directory belongs to."""
+    """The process that holds the lock of a directory."""
 
     host: str
     pid: int
     started: str
-    """When the process began, as its machine counts: numbers of processes are used again."""
-    numbered_by: str
-    """The machine's boot and the namespace in which `pid` is a process: containers share host names and numbers."""
+    """Start of the process in clock ticks since the machine's boot: process numbers are used again."""
+    pid_namespace: str
+    """The machine's boot and the namespace of `pid`: containers share host names and process numbers."""
     job: str
-    """Slurm's number of the job, or empty."""
+    """Number of the Slurm job, or empty."""
     restarts: int
-    """How often Slurm has started the job again."""
+    """Number of times that Slurm has requeued the job."""
 
     @classmethod
     def this_process(cls) -> Owner:
-        """The one that asks."""
-        job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+        """Build the Owner that stands for this process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _start_of(pid) or "", _numbered_by(), job, int(restarts))
+        job = os.environ.get("SLURM_JOB_ID", "")
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        return cls(socket.gethostname(), pid, _start_of(pid) or "", _pid_namespace(), job, restarts)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
 
 
 def check_free(root: Path) -> None:
-    """UserError, on every rank, where another run that lives holds the directory. An owner that cannot be asked is
-    watched until it gives a sign of life, or has given none for long. Every rank must call it."""
+    """Raise UserError on every rank if another live run holds the directory.
+
+    An owner on another machine is watched until it touches the lock (then it is alive), or has not touched it for
+    STALE_SECONDS. Every rank must call it."""
     lock = Lock(root)
-    on_rank_0(lock.look, "trainer.default_local_dir")
-    if lock.in_doubt is not None:
-        say(f"{lock.in_doubt}; waiting for a sign of life")
-    while gather_objects(lock.in_doubt)[0] is not None:
+    unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
+    if unknown_owner is not None:
+        say(f"{unknown_owner}; waiting for a sign of life", rank_0_only=True)
+    while unknown_owner is not None:
         time.sleep(_LOOK_SECONDS)
-        on_rank_0(lock.look, "trainer.default_local_dir")
+        unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
 
 
 class Lock:
-    """Held from `take` to `release`, or to the end of the process."""
+    """The lock of one directory, held from `take` to `release`, or to the end of the process."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / NAME
         self._owner = Owner.this_process()
         self._released = threading.Event()
         self._seen: tuple[Owner, float] | None = None
-        self.in_doubt: str | None = None
-        """What `look` found of an owner that may be dead or alive."""
 
-    def look(self) -> None:
-        """UserError where another run holds the directory that is known to live, or was touched since the last look."""
-        self.in_doubt = None
+    def look(self) -> str | None:
+        """Return a message if the owner may be dead or alive, None if the directory is free. Raise UserError if the
+        owner is alive: its process is on this machine, or it has touched the lock since the last look."""
         owner = self._read()
         if owner is None or self._is_dead(owner, self._age()):
-            return
-        seen, self._seen = self._seen, (owner, self._touched())
-        if self._can_be_asked(owner) or (seen is not None and seen != self._seen):
+            return None
+        seen = self._seen
+        self._seen = (owner, self._touched())
+        if self._is_on_this_machine(owner) or (seen is not None and seen != self._seen):
             self._find_dead_owner()
-        self.in_doubt = f"{self._path.parent} belongs to another run: {owner}"
+        return f"{self._path.parent} belongs to another run: {owner}"
 
     def take(self) -> None:
-        """UserError where another run that lives holds the directory, or it cannot be written to."""
+        """Take the lock. Raise UserError if another live run holds the directory, or it cannot be written to."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if (dead := self._find_dead_owner()) is not None:
@@ -99,15 +103,15 @@ class Lock:
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the directory free."""
+        """Remove the lock, if this process holds it."""
         self._released.set()
         with contextlib.suppress(OSError):
             if self._read() == self._owner:
                 self._path.unlink()
 
     def check_still_ours(self) -> None:
-        """UserError where another run has taken the directory over, as it may after this one stood still for long. A
-        lock that somebody removed is made again. OSError where it cannot be looked at, several times over."""
+        """Raise UserError if another run has taken the directory over, as it may after this process stood still for
+        STALE_SECONDS. Raise OSError if the lock cannot be read in _ATTEMPTS attempts. A removed lock is made again."""
         for attempt in range(_ATTEMPTS):
             try:
                 if (owner := self._read()) is None:
@@ -125,7 +129,8 @@ class Lock:
             )
 
     def _find_dead_owner(self) -> Owner | None:
-        """Who left the lock behind; None where there is none."""
+        """Return the dead owner that has left its lock behind, or None without a lock. Raise UserError if the owner is
+        alive."""
         owner = self._read()
         if owner is None:
             return None
@@ -133,44 +138,46 @@ class Lock:
         if self._is_dead(owner, age):
             return owner
         sign = f" (it gave a sign of life {age:.0f} s ago; without one it counts as dead after {STALE_SECONDS:.0f} s)"
-        wait = "" if self._can_be_asked(owner) else sign
+        wait = "" if self._is_on_this_machine(owner) else sign
         raise UserError(
             f"trainer.default_local_dir: {self._path.parent} belongs to another run: {owner}{wait}; wait for it, or "
             "give another directory"
         )
 
-    def _can_be_asked(self, owner: Owner) -> bool:
-        """Whether this machine's list of processes says if it lives."""
-        return (owner.host, owner.numbered_by) == (self._owner.host, self._owner.numbered_by)
+    def _is_on_this_machine(self, owner: Owner) -> bool:
+        """Return whether this machine's list of processes says if the owner is alive."""
+        return (owner.host, owner.pid_namespace) == (self._owner.host, self._owner.pid_namespace)
 
     def _is_dead(self, owner: Owner, age: float) -> bool:
         mine = self._owner
         if owner == mine:
             return True
-        if self._can_be_asked(owner):
+        if self._is_on_this_machine(owner):
             return _start_of(owner.pid) != owner.started
         if owner.job and owner.job == mine.job and owner.restarts < mine.restarts:
-            return True  # Slurm has ended a job before it starts it again
+            return True  # Slurm ends a job before it requeues it
         return age > STALE_SECONDS
 
     def _read(self) -> Owner | None:
         try:
             return Owner(**json.loads(self._path.read_text()))
-        except (FileNotFoundError, NotADirectoryError):  # the latter is said when the directory is made
+        except (FileNotFoundError, NotADirectoryError):  # the latter is reported when the directory is made
             return None
         except (ValueError, TypeError):
-            # Written in one piece, so this is no lock of ours: nobody's, as old as it is.
+            # A lock is written in one piece, so this is another file. Its age decides when it may be replaced.
             return Owner("an unknown machine", 0, "", "", "", 0)
 
     def _touched(self) -> float:
-        """When the lock was last touched, by the clock of the file system."""
+        """Return the time of the last touch by the file system's clock, or -infinity without a lock."""
         try:
             return self._path.stat().st_mtime
         except FileNotFoundError:
             return float("-inf")
 
     def _age(self) -> float:
-        """Seconds since then. The file system's clock may be another machine's: a new file tells what it says now."""
+        """Return the seconds since the last touch.
+
+        The file system's clock may be another machine's, so a new file's time stamp serves as its present time."""
         probe = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
         probe.touch()
         try:
@@ -179,7 +186,7 @@ class Lock:
             probe.unlink()
 
     def _create(self) -> None:
-        """Only one of several that try at once succeeds; the file is never seen half written."""
+        """Write the lock in one piece. Raise UserError if another process does so first."""
         mine = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
         mine.write_text(json.dumps(asdict(self._owner)))
         try:
@@ -192,7 +199,7 @@ class Lock:
             mine.unlink()
 
     def _put(self, written: Path) -> None:
-        """Makes a file the lock. FileExistsError where there is one."""
+        """Make the written file the lock. Raise FileExistsError if there is a lock."""
         try:
             os.link(written, self._path)
         except FileExistsError:
@@ -202,16 +209,16 @@ class Lock:
                 file.write(written.read_text())
 
     def _remove(self, dead: Owner) -> None:
-        """Moves the dead owner's file away; if it is another's by now, that one keeps the directory."""
-        aside = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        """Remove the dead owner's lock. If it is another owner's by now, that owner keeps the directory."""
+        moved_path = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self._path, aside)
+            os.rename(self._path, moved_path)
             moved = Lock(self._path.parent)
-            moved._path = aside
+            moved._path = moved_path
             if moved._read() != dead:
                 with contextlib.suppress(FileExistsError):
-                    self._put(aside)
-            aside.unlink()
+                    self._put(moved_path)
+            moved_path.unlink()
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
@@ -220,8 +227,8 @@ class Lock:
                     os.utime(self._path)
 
 
-def _numbered_by() -> str:
-    """By whom this machine's processes are numbered; empty where it does not say."""
+def _pid_namespace() -> str:
+    """Return the machine's boot and this process's PID namespace; empty if the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -230,7 +237,7 @@ def _numbered_by() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process of this machine began (clock ticks since boot); None where there is no such process."""
+    """Return when a process of this machine began (clock ticks since boot), or None without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a rank does in test_heartbeat.py: real threads and connections, with an end that is only noted."""
+"""The ranks' side of test_heartbeat.py: real threads and connections; the end of a process is only recorded."""
 
 from __future__ import annotations
 
@@ -11,92 +11,95 @@ from unittest import mock
 import torch.distributed as dist
 
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.runtime import heartbeat
+from rlhf_mc.runtime import heartbeat, heartbeat_client, heartbeat_server, heartbeat_thread
+from rlhf_mc.runtime.heartbeat_client import HeartbeatClient
+from rlhf_mc.runtime.heartbeat_server import MAX_UNAUTHENTICATED, HeartbeatServer
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 
 TIMEOUT_SECONDS = 2.0
 
 
-def watched(what: str) -> dict[str, Any]:
-    """Let rank 1 do `what`: "silent", "gone", "goodbye", "stranger", "crowd" or "asks".
+def exchanged(case: str) -> dict[str, Any]:
+    """Exchange heartbeats; rank 1 is "silent", "disconnected" or "signed off", opens an "unauthenticated" connection or
+    floods rank 0 with them ("flooded"), or asks for the "diagnosis".
 
-    Returns how this rank would have ended."""
+    Return under "exits" the lines with which this rank would have ended."""
     rank = dist.get_rank()
-    said = []
+    exits: list[tuple[str, bool]] = []
 
-    def end(line: str, code: int = 1, say: bool = True) -> NoReturn:
-        said.append((line, say))
+    def exit_from_thread(line: str, code: int = 1, is_printed: bool = True) -> NoReturn:
+        exits.append((line, is_printed))
         raise SystemExit  # of the thread
 
-    place = RankStatus(step=3)
-    place.enter("gen")
+    status = RankStatus(step=3)
+    status.enter("gen")
     out: dict[str, Any] = {}
     with (
-        mock.patch.object(heartbeat, "end_from_a_thread", end),
-        mock.patch.object(heartbeat, "GONE_AFTER_SECONDS", 1.0),
-        mock.patch.object(heartbeat, "TOKEN_SECONDS", 3.0),
+        mock.patch.object(heartbeat_client, "exit_from_thread", exit_from_thread),
+        mock.patch.object(heartbeat_server, "exit_from_thread", exit_from_thread),
+        mock.patch.object(heartbeat_thread, "MAX_RECONNECT_SECONDS", 1.0),
+        mock.patch.object(heartbeat_server, "TOKEN_SECONDS", 3.0),
     ):
-        part = heartbeat._start(place, rank, TIMEOUT_SECONDS, slow_seconds=100.0)
-        assert part is not None
+        thread = heartbeat._start(status, rank, heartbeat_thread.Timeouts(TIMEOUT_SECONDS), straggler_seconds=100.0)
         start = time.monotonic()
-        if rank == 1:
-            assert isinstance(part, heartbeat.Teller)
-            out["behind"] = _act(part, what)
-        if isinstance(part, heartbeat.Listener):
-            out["listens_at"] = part._server.getsockname()[0]
-        if what in ("goodbye", "stranger", "crowd", "asks"):
-            if what == "goodbye" and rank == 0:
-                time.sleep(2 * TIMEOUT_SECONDS)  # rank 1 is away by now
-            elif what != "goodbye":
-                dist.barrier()
-            part.end()
+        if isinstance(thread, HeartbeatServer):
+            out["listens_at"] = thread._listener.getsockname()[0]
         else:
-            part._thread.join(10)
-        out |= {"said": said, "seconds": time.monotonic() - start}
+            assert isinstance(thread, HeartbeatClient) and rank == 1
+            out["diagnosis"] = _act(thread, case)
+        if case in ("silent", "disconnected"):
+            thread._thread.join(10)
+        else:
+            if case != "signed off":
+                dist.barrier()
+            elif rank == 0:
+                time.sleep(2 * TIMEOUT_SECONDS)  # rank 1 has signed off by now
+            thread.end()
+        out |= {"exits": exits, "seconds": time.monotonic() - start}
         dist.barrier()
     return out
 
 
-def _act(part: heartbeat.Teller, what: str) -> str:
-    time.sleep(0.2)  # its first report is made
-    if what == "silent":
-        line = part._line
-        part._line = lambda goodbye=False: time.sleep(4 * TIMEOUT_SECONDS) or line()  # type: ignore[method-assign]
-    elif what == "gone":
-        part._address = ("localhost", 1)  # nobody is there
-        assert part._connection is not None
-        part._connection.shutdown(socket.SHUT_RDWR)
-    elif what == "stranger":
-        mine = json.loads(part._line())
+def _act(client: HeartbeatClient, case: str) -> str:
+    time.sleep(0.2)  # its first heartbeat is sent
+    if case == "silent":
+        line = client._line
+        client._line = lambda signs_off=False: time.sleep(4 * TIMEOUT_SECONDS) or line()  # type: ignore[method-assign]
+    elif case == "disconnected":
+        client._address = ("localhost", 1)  # nothing listens there
+        assert client._connection is not None
+        client._connection.shutdown(socket.SHUT_RDWR)
+    elif case == "unauthenticated":
+        mine = json.loads(client._line())
         for text in (b"GET / HTTP/1.0\r\n\r\n", json.dumps({**mine, "token": "no"}).encode() + b"\n"):
-            with socket.create_connection(part._address, timeout=5) as connection:
+            with socket.create_connection(client._address, timeout=5) as connection:
                 connection.sendall(text)
-                assert connection.recv(100) == b""  # hung up without a word
-    elif what == "crowd":
-        _come_in_crowds(part._address)
-    elif what == "asks":
-        part._place.leave()  # two moves ahead of rank 0, so that rank 0 is behind
-        part._place.enter("reward")
+                assert connection.recv(100) == b""  # closed without an answer
+    elif case == "flooded":
+        _open_too_many(client._address)
+    elif case == "diagnosis":
+        client._status.leave()  # two moves ahead of rank 0
+        client._status.enter("reward")
         time.sleep(0.2)
-        return part.diagnosis()
+        return client.diagnosis()
     return ""
 
 
-def _come_in_crowds(address: tuple[str, int]) -> None:
-    """Open more connections than are kept, and send nothing: they are closed, the first ones before their time."""
-    crowd = [socket.create_connection(address, timeout=10) for _ in range(2 * heartbeat.MOST_STRANGERS + 2)]
+def _open_too_many(address: tuple[str, int]) -> None:
+    """Open more connections than are kept, and send nothing: the oldest are closed at once, the others in time."""
+    opened = [socket.create_connection(address, timeout=10) for _ in range(2 * MAX_UNAUTHENTICATED + 2)]
     start = time.monotonic()
-    for connection in crowd[: heartbeat.MOST_STRANGERS // 2]:
+    for connection in opened[: MAX_UNAUTHENTICATED // 2]:
         assert connection.recv(1) == b""
     assert time.monotonic() - start < 2.5
-    for connection in crowd:
+    for connection in opened:
         assert connection.recv(1) == b""
         connection.close()
 
 
 def stops() -> str:
-    """Rank 1 is asked to stop."""
+    """Ask rank 1 to stop. Return the reason that this rank gets."""
     stop = StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=10**6))
     stop.check()
     if dist.get_rank() == 1:

@@ -1,5 +1,5 @@
 """The program as a rank runs it, with a rank that gets stuck. Started by test_stuck_ranks.py; in the environment STUCK
-says where (empty: nowhere), and SINCE names the file that is then given the time."""
+says where (empty: nowhere), and SINCE names a file to which the time is then written."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _step = 0
 
 
 def getting_stuck(original: Callable[..., Any], stop: Callable[[], None]) -> Callable[..., Any]:
-    """The function, but its first call from FIRST_STEP on is the last."""
+    """Return the function, with `stop` before its first call from FIRST_STEP on."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _step >= FIRST_STEP:
-            time.sleep(0.5)  # its last report is of here
+            time.sleep(0.5)  # long enough for a heartbeat from this line
             Path(os.environ["SINCE"]).write_text(str(time.time()))
             stop()
         return original(*args, **kwargs)
@@ -38,13 +38,13 @@ def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def dawdle() -> None:
-    """Alive, and getting nowhere."""
+def loop_forever() -> None:
+    """Loop for ever."""
     while True:
         time.sleep(0.1)
 
 
-def prepare(place: str) -> None:
+def prepare(where: str) -> None:
     begin_step = loop.begin_step
 
     def begin(step: int, *args: Any) -> Any:
@@ -53,13 +53,13 @@ def prepare(place: str) -> None:
         return begin_step(step, *args)
 
     loop.begin_step = begin
-    if place == "in vLLM's group":
+    if where == "in vLLM's group":
         GroupCoordinator.all_reduce = getting_stuck(GroupCoordinator.all_reduce, freeze)  # type: ignore[method-assign]
-    elif place == "in Megatron's group":
+    elif where == "in Megatron's group":
         mappings._reduce = getting_stuck(mappings._reduce, freeze)
     else:
-        assert place == "in code of its own"
-        experience.compute_advantages = getting_stuck(experience.compute_advantages, dawdle)
+        assert where == "in code of its own"
+        experience.compute_advantages = getting_stuck(experience.compute_advantages, loop_forever)
 
 
 def main() -> None:

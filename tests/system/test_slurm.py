@@ -246,8 +246,8 @@ GIVES_WAY = f"""#!/usr/bin/env bash
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     exec {sys.executable} -c '
 import os, pathlib, signal, sys, time
-from rlhf_mc.runtime.parent_death import end_with_launcher
-end_with_launcher()
+from rlhf_mc.runtime.parent_death import exit_with_launcher
+exit_with_launcher()
 def save_and_stop(*_):
     pathlib.Path(os.environ["RLHF_MC_EXIT_CODE_FILE"]).write_text("75")
     sys.exit(75)

@@ -1,4 +1,4 @@
-"""A rank that is frozen (SIGSTOP) or gets nowhere ends the run on the others, in the time that was set and with a line
+"""A rank that is frozen (SIGSTOP) or loops for ever ends the run on the other ranks, within the timeout and with a line
 that names it. Ranks that die are the subject of test_cli.py."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.system
 PROGRAM = str(Path(__file__).parent / "freezing.py")
 START_WITHIN_SECONDS = 240
 SLACK_SECONDS = 40
-"""Beyond the time that was set: the interval of the heartbeats, and a machine with other things to do."""
+"""Allowed beyond the timeout: the interval of the heartbeats, and a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run over both ranks in one engine and one shard of each layer on each."""
+    """Write the config of a run with tensor-parallel size 2 in training and generation."""
     return write_config(
         make_workspace(tmp_path_factory.mktemp("workspace")),
         actor={"megatron": {"tensor_model_parallel_size": 2}},
@@ -34,7 +34,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ranks() -> Iterator[list[BaseProcess]]:
-    """Filled by the test; whatever is left is killed."""
+    """Yield a list for the test to fill with processes; those that are left are killed."""
     started: list[BaseProcess] = []
     yield started
     for process in started:
@@ -44,30 +44,30 @@ def ranks() -> Iterator[list[BaseProcess]]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "place", "dist_timeout", "heartbeat_timeout", "words"),
+    ("victim", "where", "dist_timeout", "heartbeat_timeout", "words"),
     [
         pytest.param(
             *(1, "in vLLM's group", 12, 300),
-            ["lost contact with another rank in phase gen (", "; in all_reduce, called from engine.py:"]
-            + ["; rank 1 (", ") has not been heard of for ", ", last in phase gen of step 2"],
+            ["lost contact with another rank in phase gen (", "; in all_reduce, called from vllm_engine.py:"]
+            + ["; rank 1 (", ") has sent no heartbeat for ", ", last in phase gen of step 2"],
             id="frozen in vLLM's group",
         ),
         pytest.param(
             *(1, "in Megatron's group", 12, 300),
             ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from forward.py:"]
-            + ["; rank 1 (", ") has not been heard of for ", ", last in phase old_log_prob of step 2"],
+            + ["; rank 1 (", ") has sent no heartbeat for ", ", last in phase old_log_prob of step 2"],
             id="frozen in Megatron's group",
         ),
         pytest.param(
             *(0, "in Megatron's group", 600, 6),
-            ["rank 0 (", ") has not been heard of for ", "; this rank was in phase old_log_prob of step 2 for "]
+            ["rank 0 (", ") has sent no heartbeat for ", "; this rank was in phase old_log_prob of step 2 for "]
             + ["in all_reduce, called from forward.py:"],
             id="the first rank, by its silence",
         ),
         pytest.param(
             *(1, "in code of its own", 12, 300),
             ["lost contact with another rank in phase update_critic (", "; in all_", "; rank 1 ("]
-            + [") is behind: in phase adv of step 2 for ", "at freezing.py:", " (dawdle)"],
+            + [") is behind: in phase adv of step 2 for ", "at freezing.py:", " (loop_forever)"],
             id="alive, in code of its own",
         ),
     ],
@@ -77,7 +77,7 @@ def test_the_others_end_in_time_and_name_it(
     tmp_path: Path,
     ranks: list[BaseProcess],
     victim: int,
-    place: str,
+    where: str,
     dist_timeout: int,
     heartbeat_timeout: int,
     words: list[str],
@@ -89,17 +89,17 @@ def test_the_others_end_in_time_and_name_it(
         f"trainer.heartbeat_timeout_seconds={heartbeat_timeout}",
     ]
     for rank, env in enumerate(forked.rank_variables(world=2)):
-        env |= {"STUCK": place if rank == victim else "", "SINCE": str(tmp_path / "since")}
+        env |= {"STUCK": where if rank == victim else "", "SINCE": str(tmp_path / "since")}
         ranks.append(forked.start([PROGRAM, *arguments], tmp_path / f"out{rank}", tmp_path / f"rank{rank}", env))
     survivor = ranks[1 - victim]
     survivor.join(START_WITHIN_SECONDS)
-    said = (tmp_path / f"rank{1 - victim}").read_text()
-    assert survivor.exitcode == 1, said
+    output = (tmp_path / f"rank{1 - victim}").read_text()
+    assert survivor.exitcode == 1, output
     took = time.time() - float((tmp_path / "since").read_text())
     limit = min(dist_timeout, heartbeat_timeout)
-    assert limit - 2 < took < limit + SLACK_SECONDS, f"{took:.1f} s: {said}"
-    assert ranks[victim].is_alive()  # so it was not the victim's end that was noticed
-    errors = [line for line in said.splitlines() if line.startswith("rlhf_mc: error")]
-    assert len(errors) == 1, said
+    assert limit - 2 < took < limit + SLACK_SECONDS, f"{took:.1f} s: {output}"
+    assert ranks[victim].is_alive()  # the others have not ended because the victim has
+    errors = [line for line in output.splitlines() if line.startswith("rlhf_mc: error")]
+    assert len(errors) == 1, output
     for word in words:
         assert word in errors[0]

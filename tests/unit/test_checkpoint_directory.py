@@ -278,7 +278,7 @@ def test_lock_of_another_host_expires_when_stale(tmp_path: Path) -> None:
 
 
 def test_pid_of_another_container_is_not_trusted(tmp_path: Path) -> None:
-    write_lock_of(tmp_path, owner(numbered_by="another boot pid:[1]", started="1"))
+    write_lock_of(tmp_path, owner(pid_namespace="another boot pid:[1]", started="1"))
     with pytest.raises(UserError, match="sign of life"):
         run_lock.Lock(tmp_path).take()
 

@@ -18,7 +18,7 @@ from rlhf_mc.config import paths
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.data.parquet import write_prompts
-from rlhf_mc.runtime import exit_codes
+from rlhf_mc.runtime import error_report
 from rlhf_mc.trainer.early_checks import check_early
 
 REPO = Path(__file__).resolve().parents[2]
@@ -253,7 +253,7 @@ def test_without_an_agent_rank_0_reports_or_each_nodes_first_rank(
     for rank in ("0", "1", "4", "5"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", str(int(rank) % 4))
-        reporters += [rank] if exit_codes._is_first_to_say("key", of_this_node) else []
+        reporters += [rank] if error_report._is_first_to_report("key", of_this_node) else []
     assert reporters == expected
 
 

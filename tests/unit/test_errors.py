@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rlhf_mc.config.errors import UserError, disk_errors, reason_of
-from rlhf_mc.runtime.heartbeat import _to_bind
+from rlhf_mc.runtime.heartbeat import _addresses_to_bind
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_running_out_of_file_descriptors_is_not_corruption(tmp_path: os.PathLike
 def test_rank_0_binds_the_addresses_that_other_hosts_resolve(
     resolved: list[tuple[str, list[str]]], expected: list[str]
 ) -> None:
-    assert _to_bind(resolved) == expected
+    assert _addresses_to_bind(resolved) == expected

@@ -29,14 +29,14 @@ def run_with_full_disk(code: str, **env: str) -> subprocess.CompletedProcess[byt
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("end_from_a_thread('rank 1 is gone')", 1),
-        ("leave(75)", 75),
-        ("leave(exit_code('rlhf_mc', lambda: 1 / 0))", 1),
-        ("leave(exit_code('rlhf_mc', lambda: sys.exit(0)))", 1),
-        ("def f(): raise KeyboardInterrupt\nleave(exit_code('rlhf_mc', f))", 130),
-        ("from rlhf_mc.config.errors import UserError\ndef f(): raise UserError('no')\nleave(exit_code('x', f))", 2),
+        ("exit_from_thread('rank 1 is gone')", 1),
+        ("exit_now(75)", 75),
+        ("exit_now(exit_code('rlhf_mc', lambda: 1 / 0))", 1),
+        ("exit_now(exit_code('rlhf_mc', lambda: sys.exit(0)))", 1),
+        ("def f(): raise KeyboardInterrupt\nexit_now(exit_code('rlhf_mc', f))", 130),
+        ("from rlhf_mc.config.errors import UserError\ndef f(): raise UserError('no')\nexit_now(exit_code('x', f))", 2),
     ],
-    ids=["from a thread", "leave", "exception", "sys.exit(0)", "Ctrl-C", "UserError"],
+    ids=["from a thread", "exit_now", "exception", "sys.exit(0)", "Ctrl-C", "UserError"],
 )
 def test_full_disk_does_not_prevent_exit(code: str, expected: int) -> None:
     done = run_with_full_disk(code, TORCHELASTIC_ERROR_FILE="/dev/full", RLHF_MC_EXIT_CODE_FILE="/dev/full")
@@ -46,7 +46,7 @@ def test_full_disk_does_not_prevent_exit(code: str, expected: int) -> None:
 def test_only_rank_0_writes_the_exit_code_file(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         file = tmp_path / rank
-        command = [sys.executable, "-c", "from rlhf_mc.runtime.exit_codes import leave; leave(75)"]
+        command = [sys.executable, "-c", "from rlhf_mc.runtime.exit_codes import exit_now; exit_now(75)"]
         env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(file), "RANK": rank}
         assert subprocess.run(command, env=env, timeout=60).returncode == 75
         assert (file.read_text() if file.exists() else None) == ("75\n" if rank == "0" else None)
@@ -60,7 +60,7 @@ dist.init_process_group("gloo")
 def f():
     time.sleep(1.5 * dist.get_rank())
     raise UserError("no")
-leave(exit_code("x", f))
+exit_now(exit_code("x", f))
 """
 
 

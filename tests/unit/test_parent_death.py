@@ -13,8 +13,8 @@ import pytest
 
 RANK = """
 import time
-from rlhf_mc.runtime.parent_death import end_with_launcher
-end_with_launcher()
+from rlhf_mc.runtime.parent_death import exit_with_launcher
+exit_with_launcher()
 print("ready", flush=True)
 time.sleep(120)
 """
@@ -54,6 +54,6 @@ def test_rank_ends_with_torchruns_agent_but_outlives_a_shell(by_torchrun: bool) 
 
 
 def test_process_ends_if_its_parent_is_already_gone() -> None:
-    program = "from rlhf_mc.runtime.parent_death import end_with; end_with(0); print('still here')"
+    program = "from rlhf_mc.runtime.parent_death import exit_with_parent; exit_with_parent(0); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

@@ -155,7 +155,7 @@ def test_job_end_is_read_from_the_environment_or_squeue(monkeypatch: pytest.Monk
 def test_run_stops_before_the_end_of_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "job_end", lambda: time.time() + 601)
     stop = requests(stop_before_minutes=10)
-    stop.watch_the_clock()
+    stop.read_job_end()
     stop.check()
     stop.steps_done = 1
     now = time.time()
@@ -167,9 +167,9 @@ def test_run_stops_before_the_end_of_its_job(monkeypatch: pytest.MonkeyPatch) ->
 def test_job_too_short_for_one_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "job_end", lambda: time.time() + 600)
     with pytest.raises(UserError, match=r"stop_before_minutes is 11, but the job ends in 10.0 minutes"):
-        requests(stop_before_minutes=11).watch_the_clock()
+        requests(stop_before_minutes=11).read_job_end()
     stop = requests(stop_before_minutes=9.99)
-    stop.watch_the_clock()
+    stop.read_job_end()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2)
     with pytest.raises(UserError, match="no step was complete by then"):
