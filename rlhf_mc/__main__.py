@@ -1,6 +1,6 @@
-"""The entry point of every rank: read the config, join the world, build the run, fit, and end with an exit code.
+"""The entry point of every rank: read the config, join the ranks, build the run, fit, and end with an exit code.
 
-torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]
+torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]        (--help prints all usage)
 """
 
 from __future__ import annotations
@@ -19,19 +19,29 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends
 
 # What follows takes time.
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
+from rlhf_mc.runtime.command_line import CommandLine, parse
+from rlhf_mc.runtime.console import write_line
 from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, RequeueError, exit_code, exit_now, write_exit_code
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer.early_checks import check_early, world_size
 
 
-def run(argv: list[str]) -> None:
-    """The whole program of one rank."""
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        raise UserError("usage: torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]")
-    cfg = load_config(argv[0], argv[1:])
+def main(argv: list[str]) -> None:
+    """Print the text that an option asks for, on rank 0, or train."""
+    command = parse(argv)
+    if command.option is None:
+        run(command)
+        return
+    text = command.text()
+    if os.environ.get("RANK", "0") == "0":
+        write_line(text, sys.stdout)
+
+
+def run(command: CommandLine) -> None:
+    """Train, from the config to the end of the run. Raise RequeueError if the run was asked to stop."""
+    cfg = load_config(command.config, command.overrides)
     stop = StopRequests(cfg.trainer)
     stop.take_signals()  # before pyarrow, below, starts threads: one that does not block the signals dies of them
     check_early(cfg, world_size())
@@ -73,4 +83,4 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    exit_now(exit_code("rlhf_mc", lambda: run(sys.argv[1:])))
+    exit_now(exit_code("rlhf_mc", lambda: main(sys.argv[1:])))

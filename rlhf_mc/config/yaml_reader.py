@@ -55,6 +55,21 @@ for _tag, _pattern, _first in (
     )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that _Loader would take for a number or the like."""
+
+
+for _character, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    for _resolver in _resolvers:
+        _Dumper.add_implicit_resolver(*_resolver, [_character])
+
+
+def yaml_text(value: Any) -> str:
+    """Return the value (plain lists, mappings and scalars) as YAML that `parse_yaml` reads back."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False)
+    return text.removesuffix("...\n").rstrip("\n")
+
+
 def parse_yaml(text: str | bytes, origin: str) -> Any:
     """Return the value of one YAML document. UserError, naming `origin` and the line, where it is none."""
     loader = None

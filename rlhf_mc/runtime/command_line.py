@@ -1,0 +1,96 @@
+"""The command line of `python -m rlhf_mc`, and the texts that its options print. No torch is imported here."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+import rlhf_mc
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR
+
+USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
+HELP = f"""\
+usage: {USAGE}
+       python -m rlhf_mc CONFIG.yaml [section.key=value ...] [--print-config]
+
+PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts the ranks; started
+with python alone, the program has one rank. Launchers that set the environment:
+
+  launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]       one node
+  sbatch slurm/ppo_1node.sh CONFIG.yaml [section.key=value ...]      one node, as a Slurm job
+  sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes; the body of both is launch/slurm_job.sh
+
+arguments:
+  CONFIG.yaml          the settings; configs/ has an example for each use, and `base: other.yaml` inherits
+  section.key=value    a setting that replaces the file's; the value is YAML
+
+options:
+  -h, --help           print this text
+  --version            print the version
+  --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
+
+exit codes:
+  {0:<3}  the run has finished
+  {EXIT_ERROR:<3}  an error
+  {EXIT_USER_ERROR:<3}  a mistake in the settings or in a file that they name, reported in one line
+  {EXIT_REQUEUE:<3}  the run was asked to stop and has saved (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes it
+  {EXIT_INTERRUPTED:<3}  the run was interrupted (a second Ctrl-C) and has saved nothing
+
+documentation: README.md (usage), docs/architecture.md, docs/metrics.md, docs/reliability.md (checkpoints, faults)"""
+
+Option = Literal["--help", "--version", "--print-config"]
+OPTIONS: dict[str, Option] = {
+    "-h": "--help",
+    "--help": "--help",
+    "--version": "--version",
+    "--print-config": "--print-config",
+}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The parsed arguments of the program."""
+
+    config: str
+    overrides: list[str]
+    option: Option | None = None
+    """The text to print instead of training."""
+
+    def text(self) -> str:
+        """Return the text that the option asks for. Raise UserError if the config cannot be loaded."""
+        if self.option == "--help":
+            return HELP
+        if self.option == "--version":
+            return f"rlhf_mc {rlhf_mc.__version__}"
+        config = load_config(self.config, self.overrides)
+        command = " ".join(shlex.join([self.config, *self.overrides]).splitlines())
+        return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{commented_yaml(config)}".rstrip("\n")
+
+
+def parse(argv: list[str]) -> CommandLine:
+    """Parse the arguments after the program's name. Raise UserError for an unknown option or a missing config."""
+    given = [argument for argument in argv if argument.startswith("-")]
+    for argument in given:
+        if argument not in OPTIONS:
+            raise UserError(f"unknown option {argument}{_hint(argument)}; --help lists the options")
+    options = {OPTIONS[argument] for argument in given}
+    option = next((option for option in OPTIONS.values() if option in options), None)
+    arguments = [argument for argument in argv if not argument.startswith("-")]
+    if option in ("--help", "--version"):
+        return CommandLine("", [], option)
+    if not arguments or "=" in arguments[0]:
+        raise UserError(f"usage: {USAGE}; --help explains it")
+    return CommandLine(arguments[0], arguments[1:], option)
+
+
+def _hint(argument: str) -> str:
+    """Return an explanation of an unknown option, or an empty text."""
+    if "=" in argument:
+        return f" (a setting has no dashes before it: {argument.lstrip('-')})"
+    nearest = difflib.get_close_matches(argument, OPTIONS, n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
