@@ -3,7 +3,6 @@ function of a test module with the same arguments."""
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import traceback
@@ -18,7 +17,6 @@ TIMEOUT_SECONDS = 300
 
 def _worker(variables: dict[str, str], pipe: Any) -> None:
     os.environ.update(variables)
-    gc.freeze()  # vLLM collects garbage at each start: not the libraries' objects each time
     import warnings
 
     import torch
