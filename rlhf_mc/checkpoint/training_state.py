@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 import platform as python_platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,9 @@ def stored_models(path: Path) -> dict[str, Any]:
 
 def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
     """Raise UserError where the checkpoint's model of a role has another shape."""
-    theirs, ours = stored[name]["shape"], asdict(shape)
+    # A trait that is newer than the checkpoint has its default in every model of that time.
+    defaults = {field.name: field.default for field in fields(ModelShape) if field.default is not MISSING}
+    theirs, ours = {**defaults, **stored[name]["shape"]}, asdict(shape)
     for field in ("family", *ours):
         if theirs.get(field) != ours[field]:
             raise UserError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from documents import unexplained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,6 +59,7 @@ def test_it_leaves_what_it_promises(run_dir: Path, quickstart_made: Path, rows: 
     assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
     train, val = (pq.read_table(quickstart_made / f"{name}.parquet") for name in ("train", "val"))
     assert train.num_rows > val.num_rows > 0
+    assert unexplained({key for row in rows for key in row} - {"step", "run_id"}) == []
 
 
 def test_transformers_loads_the_trained_actor_and_gets_the_same_accuracy(

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from rlhf_mc.algorithms.advantages import ADVANTAGE_ESTIMATORS, gae, token_rewards
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from rlhf_mc.config.schema import AlgorithmConfig
 
 
 def random_padded(
@@ -183,6 +185,10 @@ def test_token_rewards_by_hand() -> None:
     assert token_rewards(scores, None, 0.5, mask).tolist() == [[0, 1, 0], [0, 0, -2], [0, 0, 0]]
     expected = torch.tensor([[-0.05, 0.9, 0.0], [-0.15, 0.0, -2.2], [0.0, 0.0, 0.0]])
     torch.testing.assert_close(token_rewards(scores, kl, 0.5, mask), expected)
+
+
+def test_every_estimator_can_be_set() -> None:
+    assert set(ADVANTAGE_ESTIMATORS) == set(get_args(get_type_hints(AlgorithmConfig)["adv_estimator"]))
 
 
 def test_gae_by_hand() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -63,3 +63,7 @@ def test_stored_shapes_of_earlier_checkpoints_are_read() -> None:
     other = stored | {"family": "qwen2", "o_bias": False}
     with pytest.raises(UserError, match="the actor's family is qwen2 there and llama here"):
         check_shape(Path("ckpt"), "actor", {"actor": {"shape": other}}, shape)
+    older = {key: value for key, value in stored.items() if key != "qk_norm"}  # from before the trait was known
+    check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, shape)
+    with pytest.raises(UserError, match="the actor's qk_norm is False there and True here"):
+        check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, replace(shape, qk_norm=True))

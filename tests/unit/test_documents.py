@@ -1,0 +1,89 @@
+"""The pages: their links lead somewhere, the settings and metrics that they name exist, and the messages that
+docs/debugging.md quotes are those of the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from documents import ROOT, expanded, unexplained
+
+from rlhf_mc.config.load import dotted_keys
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+COLUMNS = {"reward_model.ground_truth"}
+"""Of the data, not settings."""
+SECTIONS = {key.partition(".")[0] for key in dotted_keys()}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "log.md"], ids=name_of)
+def test_settings_that_a_page_names_exist(page: Path) -> None:
+    """Compare names in backticks that begin with a section; {a,b} are alternatives, * any text."""
+    known = [*dotted_keys(), *SECTIONS]
+    for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
+        for text in expanded(quoted):
+            found = re.match(r"([a-z_]+(?:\.[a-z_*]+)+)(?=$|[=: ])", text)
+            if found is None or found[1].partition(".")[0] not in SECTIONS or found[1] in COLUMNS:
+                continue
+            pattern = re.escape(found[1]).replace(r"\*", ".+")
+            assert any(re.match(rf"{pattern}(\.|$)", key) for key in known), quoted
+
+
+def test_metrics_that_pages_name_are_explained() -> None:
+    named = set()
+    for page in (ROOT / "docs" / "debugging.md", ROOT / "docs" / "extending.md"):
+        for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
+            if re.fullmatch(
+                r"(actor|critic|training|response_length|timing_s|perf|memory|reshard|val-core)/\S+", quoted
+            ):
+                named |= set(expanded(quoted))
+    named = {key for key in named if not key.endswith("/*")}
+    assert len(named) > 10 and unexplained(named) == []
+
+
+def literals() -> set[str]:
+    """Return the constant texts of the program and its launchers, split where values are inserted."""
+    found = set()
+    for path in [*(ROOT / "rlhf_mc").rglob("*.py"), *(ROOT / "launch").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.update(re.split(r"%[-.\d]*[sdgf]", node.value))
+    return found
+
+
+def is_written(text: str, known: set[str]) -> bool:
+    """Return whether a text is part of one of the known ones, or the end of one, whole ones, and the start of one."""
+
+    def follows(rest: str) -> bool:
+        starts = [part for part in known if part and rest.startswith(part)]
+        return any(part.startswith(rest) for part in known) or any(follows(rest[len(part) :]) for part in starts)
+
+    cuts = [at for at in range(1, len(text)) if any(part.endswith(text[:at]) for part in known)]
+    return any(text in part for part in known) or any(follows(text[at:]) for at in cuts)
+
+
+def test_messages_that_a_page_quotes_are_in_the_source() -> None:
+    """Compare the ```text blocks, one message each; … and numbers stand for inserted values."""
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    messages = re.findall(r"^```text\n(.*)\n```$", page, re.MULTILINE)
+    assert len(messages) == page.count("```text") > 10
+    known = {part for part in literals() if len(part) > 1}
+    for message in messages:
+        for part in re.split(r"…|\d+", message.removeprefix("rlhf_mc: ")):
+            assert not re.search("[a-z]", part) or is_written(part.strip(), known), f"{part!r}: {message}"
