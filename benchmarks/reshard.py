@@ -33,11 +33,12 @@ import torch.multiprocessing as mp
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.reshard.execute import execute, shared_storage
+from rlhf_mc.reshard.execute import aliased_views, execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes
-from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.shared_memory import host_transport
+from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LAYOUTS = {
@@ -233,13 +234,15 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
         name: torch.ones(size, dtype=DTYPE) if "norm" in name else torch.randn(size).to(DTYPE)
         for name, size in training[rank].shapes.items()
     }
-    target = engine.params | shared_storage(part, params)
+    target = engine.params | aliased_views(part, params)
     gatherer = Gatherer(shape, mesh, training, params, engine._model)
     moved = part.received_bytes + part.copied_bytes
     here, there = (torch.zeros(max(1, moved), dtype=torch.uint8) for _ in range(2))
-    node = NodeMemory(part.outbox_bytes, dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    transport = host_transport(part.outbox_bytes, dist.group.WORLD)
+    sockets = PointToPoint(dist.group.WORLD)
     ways: dict[str, Callable[[], Any]] = {
-        "ours": lambda: execute(part, params, target, dist.group.WORLD, node=node),
+        "ours": lambda: execute(part, params, target, transport),
         "gather": gatherer.update,
         "memcpy": lambda: there.copy_(here),
         "verify": lambda: verify(part, params, target, dist.group.WORLD),
@@ -252,7 +255,7 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
                 seconds[name].append(elapsed)
     bucket = BUCKET_MB << 20
     peak = largest((high_water_mark(ways["ours"]) + part.outbox_bytes) / bucket)
-    by_sockets = largest(high_water_mark(lambda: execute(part, params, target, dist.group.WORLD)) / bucket)
+    by_sockets = largest(high_water_mark(lambda: execute(part, params, target, sockets)) / bucket)
     ours, gather, memcpy, check = (statistics.median(seconds[name]) for name in ways)
     bound = [lower_bound(shape, mesh, groups, r) for r in range(world)]
     is_minimal = list(plan.received_bytes) == bound

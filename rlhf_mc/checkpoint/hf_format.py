@@ -29,6 +29,7 @@ from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.transport import Local, point_to_point
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -271,7 +272,7 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
         source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
         plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
         with reader.reading():
-            execute(plan.for_rank(0), slices, params, group=None)
+            execute(plan.for_rank(0), slices, params, Local())
 
     on_every_rank(read)
     filled = {piece.local for piece in wanted.shards}
@@ -312,7 +313,7 @@ def export_hf(
         targets = [hf_layout(shape, mine) if mine else EMPTY for mine in names]
         plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
         tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
-        execute(plan.for_rank(rank), params, tensors, group, wire_dtype=dtype)
+        execute(plan.for_rank(rank), params, tensors, point_to_point(group), wire_dtype=dtype)
         return tensors
 
     _export(

@@ -15,7 +15,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class Alias:
     """A local tensor of the target that is `rows` rows of a local tensor of the source, from `row` on."""
 
     dst_local: str
@@ -26,7 +26,7 @@ class Shared:
     """Its elements, less padding."""
 
 
-def shared_tensors(source: Layout, target: Layout, itemsize: int) -> dict[str, Shared]:
+def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Alias]:
     """By local name, the tensors of one rank's target that are consecutive whole rows of one of its source tensors.
 
     Padding may lie under padding only as far as the source has rows for it; what it contains is nobody's business."""
@@ -48,7 +48,7 @@ def shared_tensors(source: Layout, target: Layout, itemsize: int) -> dict[str, S
         in_bounds = row >= 0 and row + size[0] <= shapes[src_local][0]
         if in_bounds and row * math.prod(size[1:]) * itemsize % ALIGNMENT == 0:
             numel = sum(math.prod(end - start for start, end in shard.box) for shard in shards)
-            found[local] = Shared(local, src_local, row, size[0], numel)
+            found[local] = Alias(local, src_local, row, size[0], numel)
     return found
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.aliasing import Shared, shared_tensors
+from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import Move, Pattern, Step, fill_buckets
 from rlhf_mc.reshard.layout import Box, Layout, Shard
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
@@ -30,7 +30,7 @@ class Plan:
     """The whole movement. Byte counts are per rank."""
 
     itemsize: int
-    shared: tuple[Mapping[str, Shared], ...]
+    aliases: tuple[Mapping[str, Alias], ...]
     """[rank] by local name of the target."""
     patterns: tuple[Pattern, ...]
     buckets: tuple[tuple[Step, ...], ...]
@@ -63,7 +63,7 @@ class Plan:
                 found += join_strided(self.patterns[step.pattern].transfer(cut, step.tensor) for cut in cuts)
             sends = tuple(t for t in found if t.src_rank == rank)
             buckets.append((sends, tuple(t for t in found if t.dst_rank == rank)))
-        return RankPlan(rank, self.itemsize, tuple(self.shared[rank].values()), tuple(copies), tuple(buckets))
+        return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
 
 
 def make_plan(
@@ -123,13 +123,13 @@ def make_plan(
 
 def _share(
     source: Sequence[Layout], target: Sequence[Layout], itemsize: int
-) -> tuple[list[dict[str, Shared]], list[Layout]]:
+) -> tuple[list[dict[str, Alias]], list[Layout]]:
     """(what each rank shares, its target layout without that). Ranks of equal layouts share one object still."""
-    known: dict[tuple[int, int], tuple[dict[str, Shared], Layout]] = {}
+    known: dict[tuple[int, int], tuple[dict[str, Alias], Layout]] = {}
     rests: dict[tuple[int, frozenset[str]], Layout] = {}
     for have, want in zip(source, target, strict=True):
         if (id(have), id(want)) not in known:
-            found = shared_tensors(have, want, itemsize)
+            found = find_aliases(have, want, itemsize)
             names = id(want), frozenset(found)
             if names not in rests:
                 rests[names] = Layout(want.stacked_shapes, tuple(p for p in want.stacked if p.local not in found))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rlhf_mc.reshard.aliasing import Shared
+from rlhf_mc.reshard.aliasing import Alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class RankPlan:
 
     rank: int
     itemsize: int
-    shared: tuple[Shared, ...]
-    """Tensors of the target that are the source's memory: nothing is done for them."""
+    aliases: tuple[Alias, ...]
+    """Target tensors that are views of source tensors: nothing moves for them."""
     copies: tuple[Transfer, ...]
     """Within the rank."""
     buckets: tuple[tuple[tuple[Transfer, ...], tuple[Transfer, ...]], ...]
@@ -57,7 +57,7 @@ class RankPlan:
 
     @property
     def shared_bytes(self) -> int:
-        return self.itemsize * sum(s.numel for s in self.shared)
+        return self.itemsize * sum(a.numel for a in self.aliases)
 
     @property
     def copied_bytes(self) -> int:

@@ -1,6 +1,6 @@
-"""Whether a plan was carried out: checksums of every block, at its source and where it was to go, compared.
+"""Verification of an executed plan: checksums of every block at its source and at its destination are compared.
 
-Run after execute.py with the same arguments; nothing here writes to weights.
+Runs after execute.py with the same plan and tensors. Nothing here writes to weights.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.execute import by_peer, destination, exchange, message_device, shared_storage, source_blocks
+from rlhf_mc.reshard.execute import aliased_views, by_peer, destination, source_blocks
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
+from rlhf_mc.reshard.transport import message_device, send_and_receive
 from rlhf_mc.topology.consensus import gather_objects
 
 CHUNK = 1 << 20
-"""Bytes that are summed up at a time, which bounds the memory this takes; a multiple of 8."""
+"""Bytes summed at a time, a multiple of 8. It bounds the extra memory."""
 
 
 @torch.no_grad()
@@ -27,10 +28,9 @@ def verify(
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raises, on every rank alike, one line that names the first block whose target is not what its source holds.
-
-    Every rank of the group must call it. Tensors that are shared must be the source's memory. Source and target are
-    of one type: a difference is one of bits."""
+    """Raise UserError, the same on every rank, if any block of a target differs from its source in any bit; the message
+    names the first such block. Collective. Aliased tensors must share the source's storage. Source and target must
+    have one type."""
     failure = _first_difference(plan, source, target, group)
     failures = [failure] if group is None else gather_objects(failure, group)
     if first := next((f for f in failures if f), None):
@@ -43,9 +43,9 @@ def _first_difference(
     target: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> str | None:
-    for name, view in shared_storage(plan, source).items():
+    for name, view in aliased_views(plan, source).items():
         if target[name].data_ptr() != view.data_ptr():
-            return f"{name} on rank {plan.rank} is not the memory of its source, though the plan says so"
+            return f"{name} on rank {plan.rank} does not alias its source, as the plan has it"
     found = [(t, checksum(source_blocks(t, source, target)), checksum(destination(t, target))) for t in plan.copies]
     if group is not None:
         received = [t for _, receives in plan.buckets for t in receives]
@@ -64,7 +64,7 @@ def _checksums_of_senders(
     received: Sequence[Transfer],
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """What the senders have for the blocks that this rank received: [blocks, 2]. Every rank of the group takes part."""
+    """Return the senders' checksums of the blocks that this rank received: [blocks, 2]. Collective."""
     device = message_device(group)
     leaving = by_peer([t for sends, _ in plan.buckets for t in sends], lambda t: t.dst_rank)
     arriving = by_peer(received, lambda t: t.src_rank)
@@ -72,15 +72,15 @@ def _checksums_of_senders(
         p: torch.stack([checksum(source_blocks(t, source, target)) for t in ts]).to(device) for p, ts in leaving.items()
     }
     incoming = {p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()}
-    exchange(outgoing, incoming, group)
+    send_and_receive(outgoing, incoming, group)
     rows = {p: iter(found.cpu()) for p, found in incoming.items()}
     return torch.stack([next(rows[t.src_rank]) for t in received]) if received else torch.empty(0, 2)
 
 
 def checksum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return two sums over the bits of the elements of all blocks [n, rows, ...], taken eight bytes at a time as an
-    integer, the second weighted by position, modulo 2^64: [2] int64, on the CPU. Elements that are lost, changed or in
-    another order show in one of them."""
+    integer, the second weighted by position, modulo 2^64: [2] int64, on the CPU. Lost, changed or reordered elements
+    change one of them."""
     total = torch.zeros(2, dtype=torch.int64, device=blocks[0].device)
     weights = torch.arange(1, 1 + CHUNK // 8, device=blocks[0].device)
     start = 0
@@ -93,7 +93,7 @@ def checksum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _words(blocks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of the elements in order, as vectors of int64 of CHUNK bytes at most."""
+    """Yield the bytes of the elements in order, as int64 vectors of at most CHUNK bytes."""
     row_bytes = max(1, blocks[0][0, 0].numel() * blocks[0].element_size())
     for block in itertools.chain.from_iterable(blocks):
         for rows in block.split(max(1, CHUNK // row_bytes)):

@@ -26,7 +26,7 @@ from rlhf_mc.models.build import DTYPES, uses_transformer_engine
 from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.execute import shared_storage
+from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
@@ -278,7 +278,7 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
         dtype=cfg.actor.megatron.dtype,
         seed=cfg.trainer.seed,
         # The optimizer has given the actor's parameters their final place by now.
-        storage=shared_storage(update.plan, actor.params) if cfg.reshard.share_weights else {},
+        storage=aliased_views(update.plan, actor.params) if cfg.reshard.share_weights else {},
     )
     return update, rollout
 

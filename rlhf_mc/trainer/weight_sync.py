@@ -1,5 +1,5 @@
-"""The weight update before each rollout: the actor's parameters into vLLM's, by a plan that was made once. How blocks
-move is reshard's subject; when, the loop's.
+"""The weight update before each rollout: it writes the actor's parameters into vLLM's. The plan is made once, at the
+start of the run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.plan import Plan
+from rlhf_mc.reshard.shared_memory import host_transport
+from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
 
 
 class WeightSync:
-    """This rank's part of the update, and what all ranks move."""
+    """This rank's part of the update, and the byte counts of all ranks."""
 
     def __init__(self, plan: Plan, rank: int, verify_when: Literal["off", "first", "always"]) -> None:
         self.plan = plan.for_rank(rank)
-        """What this rank does."""
-        # On GPUs messages go over NVLink or the network, which NCCL knows best.
-        self._node = None if platform.use_cuda() else NodeMemory(self.plan.outbox_bytes, _world())
+        """This rank's transfers."""
+        # On GPUs, NCCL chooses between NVLink and the network.
+        self._transport: Transport = (
+            PointToPoint(_world()) if platform.use_cuda() else host_transport(self.plan.outbox_bytes, _world())
+        )
         self._verify_when = verify_when
         self._is_first = True
         self.metrics = {
@@ -36,13 +39,13 @@ class WeightSync:
                 ("received", plan.received_bytes),
             )
         }
-        """Bytes of one update on this rank."""
+        """Bytes that one update moves on this rank."""
         self.summary = _summary(plan)
-        """One line for the person who watches."""
+        """One line of text for the console."""
 
     def run(self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-        """Brings the target up to date. Every rank must call it. UserError where verification finds a difference."""
-        execute(self.plan, source, target, _world(), node=self._node)
+        """Update the target. Collective. Raise UserError if verification finds a difference."""
+        execute(self.plan, source, target, self._transport)
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
             verify(self.plan, source, target, _world())
         self._is_first = False
@@ -55,7 +58,8 @@ def _world() -> dist.ProcessGroup:
 
 def _summary(plan: Plan) -> str:
     def megabytes(counts: tuple[int, ...]) -> str:
-        low, high = min(counts) / 1e6, max(counts) / 1e6
+        low = min(counts) / 1e6
+        high = max(counts) / 1e6
         return f"{high:.1f} MB" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f} MB"
 
     line = (

@@ -28,6 +28,7 @@ from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import hf_layout
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.groups import Groups, build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.experience import log_prob_head, score_sequences, score_tokens, value_head
@@ -95,7 +96,7 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
     target = hf_layout(engine.shape)
     plan = make_plan(layouts_of(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
-    execute(plan.for_rank(dist.get_rank()), local, tensors, dist.group.WORLD)
+    execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))
     return tensors
 
 

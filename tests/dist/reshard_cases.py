@@ -1,4 +1,4 @@
-"""What the ranks run in test_reshard_ranks.py: plans on plain tensors, between real processes."""
+"""Code that the ranks run in test_reshard_ranks.py: plans on plain tensors, between processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes
-from rlhf_mc.reshard.node_memory import NodeMemory
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.shared_memory import SharedMemory, SharedMemoryAndNetwork, host_transport
+from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
@@ -33,7 +34,7 @@ SHAPE = ModelShape.from_hf_config(
 
 
 def held(layout: Layout) -> dict[str, torch.Tensor]:
-    """The layout's tensors, every element the number of its logical one; padding is -1."""
+    """Return the layout's tensors. Each element is the number of its logical element; padding is -1."""
     starts = {}
     start = 0
     for name, size in logical_shapes(SHAPE).items():
@@ -51,32 +52,33 @@ def held(layout: Layout) -> dict[str, torch.Tensor]:
 def update_by(
     way: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
 ) -> tuple[bool, int]:
-    """Run one movement through the node's memory, through sockets, or by sockets because one rank may not open the
-    others' memory (refused) or allocate its own (limited). Return whether the rank holds just what it should, and how
-    many ranks' memory it reads."""
+    """Run one movement through shared memory, through sockets, or through sockets because one rank may not open the
+    others' memory (refused) or allocate its own (limited). Return whether the rank has exactly the expected tensors,
+    and the number of ranks that share memory."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
     training = training_layouts(SHAPE, mesh)
     rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp))
     part = make_plan(training, rollout, 4, bucket, ranks_per_node).for_rank(rank)
-    node = None
+    transport: Transport = PointToPoint(dist.group.WORLD)
     if way != "sockets":
         is_last = rank == world - 1
-        opener = (lambda self, *args: False) if way == "refused" and is_last else NodeMemory._open
+        opener = (lambda self, *args: False) if way == "refused" and is_last else SharedMemory._open
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 if way == "limited" and is_last else soft, hard))
         try:
-            with mock.patch.object(NodeMemory, "_open", opener):
-                node = NodeMemory(part.outbox_bytes, dist.group.WORLD)
+            with mock.patch.object(SharedMemory, "_open", opener):
+                transport = host_transport(part.outbox_bytes, dist.group.WORLD)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     source = held(training[rank])
     wanted = held(rollout[rank])
     target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
-    for _ in range(2):  # the second finds the node's memory used
+    for _ in range(2):  # the second reuses the shared memory
         for tensor in target.values():
             tensor.fill_(-1.0)
-        execute(part, source, target, dist.group.WORLD, node=node)
+        execute(part, source, target, transport)
         verify(part, source, target, dist.group.WORLD)
-    return all(torch.equal(target[name], wanted[name]) for name in wanted), len(node.ranks) if node else 0
+    sharing = len(transport._shared.ranks) if isinstance(transport, SharedMemoryAndNetwork) else 0
+    return all(torch.equal(target[name], wanted[name]) for name in wanted), sharing

@@ -1,4 +1,4 @@
-"""Plans carried out between processes: through the memory of the node, through sockets, in buckets of any size."""
+"""Plans executed between processes: through shared memory, through sockets, in buckets of any size."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("bucket", [4096, 1 << 20])
-@pytest.mark.parametrize("way", ["node", "sockets", "refused", "limited"])
+@pytest.mark.parametrize("way", ["shared", "sockets", "refused", "limited"])
 @pytest.mark.parametrize(("world", "tp", "pp", "first", "rollout_tp"), LAYOUTS)
-def test_every_way_gives_every_rank_its_blocks(
+def test_every_transport_delivers_every_block(
     pool: Any, way: str, world: int, tp: int, pp: int, first: int | None, rollout_tp: int, bucket: int
 ) -> None:
     results = pool(world).run(
@@ -32,7 +32,7 @@ def test_every_way_gives_every_rank_its_blocks(
         first_layers=first,
         rollout_tp=rollout_tp,
         bucket=bucket,
-        ranks_per_node=2 if bucket == 4096 else world,  # two nodes: some blocks are relayed
+        ranks_per_node=2 if bucket == 4096 else world,  # two nodes: some blocks are forwarded within a node
     )
-    # Where one rank may not read another's memory, none of the node does.
-    assert results == [(True, world if way == "node" else 0)] * world
+    # If one rank may not read another's memory, no rank of the node does.
+    assert results == [(True, world if way == "shared" else 0)] * world

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.execute import by_peer, execute, pack, shared_storage, unpack
+from rlhf_mc.reshard.execute import aliased_views, by_peer, execute, pack, unpack
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
@@ -29,6 +29,7 @@ from rlhf_mc.reshard.layout import (
     whole_layout,
 )
 from rlhf_mc.reshard.plan import MIN_SLICE_BYTES, Plan, make_plan
+from rlhf_mc.reshard.transport import Local
 
 PADDING = -1
 
@@ -143,8 +144,8 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
     """Every rank's part, with the exchange of a bucket done by a dict."""
     parts = [plan.for_rank(rank) for rank in range(len(sources))]
     for part, source, target in zip(parts, sources, targets, strict=True):
-        target.update(shared_storage(part, source))
-        execute(replace(part, buckets=()), source, target, group=None)
+        target.update(aliased_views(part, source))
+        execute(replace(part, buckets=()), source, target, Local())
     for number in range(len(plan.buckets)):
         wires = {}
         for rank, part in enumerate(parts):
@@ -304,7 +305,7 @@ def test_equal_layouts_share_all_but_interleaved_heads(tp: int, dp: int) -> None
     for rank in range(tp * dp):
         part = plan.for_rank(rank)
         copied = {t.dst_local for t in part.copies}
-        assert {s.dst_local for s in part.shared} | copied == set(target[rank].shapes)
+        assert {s.dst_local for s in part.aliases} | copied == set(target[rank].shapes)
         assert all("qkv_proj" in name for name in copied) and bool(copied) == (tp < 4)
         assert part.buckets == ()
 
@@ -315,7 +316,7 @@ def test_a_part_of_what_training_holds_is_shared_where_its_rows_are_whole() -> N
     shape = make_shape(hidden_size=16, qkv_bias=False)
     source = [mcore_layout(shape, 0, 1, range(3), True, True)]
     plan = make_plan(source, [vllm_layout(shape, 1, 2)], 4, 1 << 20, share=True)
-    shared = {s.dst_local: s for s in plan.for_rank(0).shared}
+    shared = {s.dst_local: s for s in plan.for_rank(0).aliases}
     assert {name.split(".")[-2] for name in shared} == {
         "embed_tokens", "lm_head", "qkv_proj", "input_layernorm", "post_attention_layernorm", "norm"
     }  # fmt: skip

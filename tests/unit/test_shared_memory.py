@@ -1,0 +1,39 @@
+"""Shared memory of a single rank. tests/dist/test_reshard_ranks.py has several ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.reshard.layout import EMPTY
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
+from rlhf_mc.reshard.transport import PointToPoint
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, 24])
+def test_shared_memory_of_any_size(world: dist.ProcessGroup, num_bytes: int) -> None:
+    memory = SharedMemory(num_bytes, world)
+    plan = make_plan([EMPTY], [EMPTY], 4, 1000).for_rank(0)
+    assert memory.ranks == {0}
+    for dtype in (torch.bfloat16, torch.float32):
+        assert memory.buffers(plan, dtype).outbox.nbytes == max(num_bytes, 8)
+
+
+def test_without_memfd_messages_are_point_to_point(world: dist.ProcessGroup) -> None:
+    with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
+        assert SharedMemory(8, world).ranks == frozenset()
+        assert isinstance(host_transport(8, world), PointToPoint)
