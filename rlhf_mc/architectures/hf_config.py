@@ -1,8 +1,8 @@
-"""What the keys of a config.json mean, older spellings included: one reading for trainer, planner, vLLM, converters.
+"""The keys of config.json, older spellings included, for trainer, planner and converters. vLLM reads the same file.
 
-A key that transformers or vLLM reads for a supported family is in exactly one of three tables: HONOURED (ModelShape
-has it), ONLY (one meaning is supported, any other is refused), HARMLESS (it changes nothing that is computed here).
-A key that neither of them reads may say anything. vLLM reads the same file, so nothing is rewritten for it.
+A key that transformers or vLLM reads for a supported family is in exactly one of three tables: SUPPORTED (ModelShape
+follows it), RESTRICTED (some values are supported, any other is an error), IGNORED (it changes no computation here).
+Keys that neither library reads may have any value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_mc.config.errors import UserError
 
 _Name = TypeVar("_Name", bound=str)
 
-HONOURED = frozenset(
+SUPPORTED = frozenset(
     {
         "architectures",
         "attention_bias",
@@ -51,59 +51,59 @@ HONOURED = frozenset(
         "vocab_size",
     }
 )
-"""ModelShape.from_hf_config reads it, or refuses its value with a message of its own."""
+"""Keys that ModelShape.from_hf_config or a check of this module reads."""
 
 LLAMA_LIKE = frozenset({"llama", "mistral"})
-"""Families for which vLLM builds its llama layers."""
+"""Families that vLLM builds from its llama layers."""
 QWEN = frozenset({"qwen2", "qwen3", "qwen3_moe"})
-"""Families whose sliding_window counts where use_sliding_window is true."""
+"""Families whose sliding_window takes effect only if use_sliding_window is true."""
 
 
 @dataclass(frozen=True)
-class Only:
-    """What a key may say, beside null."""
+class Restriction:
+    """The supported values of a key, besides null."""
 
     values: tuple[Any, ...]
     reason: str
     families: frozenset[str] | None = None
-    """Where the key is read at all; None: everywhere."""
+    """Families for which the key is read; None: all."""
 
 
-_ROTATED = Only((1,), "heads are rotated as a whole; transformers and vLLM differ in what they make of less")
+_ROTATED = Restriction((1,), "partial rotary embeddings differ between transformers and vLLM")
 _CAUSAL = "attention is causal"
-_QUANTIZED = Only((), "weights are read in float32, bfloat16 or float16")
-_NESTED = Only((), "the model must be a plain language model")
-_OTHER_MODEL = Only((), "no supported family computes it")
-_KV_HEADS = Only((), "vLLM takes it for the number of KV heads; the key is num_key_value_heads")
+_QUANTIZED = Restriction((), "weights must be float32, bfloat16 or float16")
+_NESTED = Restriction((), "the model must be a plain language model")
+_OTHER_MODEL = Restriction((), "no supported family computes it")
+_KV_HEADS = Restriction((), "vLLM reads it as the number of KV heads; use num_key_value_heads")
 
-ONLY: Mapping[str, Only] = {
-    "attention_dropout": Only((0,), "no pass drops anything"),
-    "bias": Only((False,), "the keys of biases are attention_bias and mlp_bias", LLAMA_LIKE),
-    "is_causal": Only((True,), _CAUSAL),
-    "use_bidirectional_attention": Only((False,), _CAUSAL),
-    "is_mm_prefix_lm": Only((False,), _CAUSAL),
-    "is_encoder_decoder": Only((False,), "the model must be a decoder"),
-    "logit_scale": Only((1,), "logits are not scaled"),
-    "head_dtype": Only(("model",), "the head has the type of the other weights"),
-    "qk_norm": Only((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
+RESTRICTED: Mapping[str, Restriction] = {
+    "attention_dropout": Restriction((0,), "training runs without dropout"),
+    "bias": Restriction((False,), "biases are set by attention_bias and mlp_bias", LLAMA_LIKE),
+    "is_causal": Restriction((True,), _CAUSAL),
+    "use_bidirectional_attention": Restriction((False,), _CAUSAL),
+    "is_mm_prefix_lm": Restriction((False,), _CAUSAL),
+    "is_encoder_decoder": Restriction((False,), "the model must be a decoder"),
+    "logit_scale": Restriction((1,), "logits are not scaled"),
+    "head_dtype": Restriction(("model",), "the head has the dtype of the other weights"),
+    "qk_norm": Restriction((False,), "the family has no norms of queries and keys", frozenset({"qwen2"})),
     "partial_rotary_factor": _ROTATED,
     "rotary_pct": _ROTATED,
     "rotary_emb_fraction": _ROTATED,
-    "rotary_emb_base": Only((), "the key is rope_theta"),
+    "rotary_emb_base": Restriction((), "use rope_theta"),
     "rope_dim": _ROTATED,
-    "mrope_section": Only((), "positions are one number a token"),
-    "xdrope_section": Only((), "positions are one number a token"),
-    "dual_chunk_attention_config": Only((), "attention sees the whole sequence"),
-    "rswa_window": Only((), "attention sees the whole sequence"),
-    "attn_type_list": Only((), "all layers have the same attention"),
-    "block_configs": Only((), "all layers are alike"),
-    "per_layer_config": Only((), "all layers are alike"),
-    "target_layer_count": Only((), "it is a key of draft models"),
-    "shared_expert_intermediate_size": Only((0,), "no expert serves all tokens", frozenset({"qwen3_moe"})),
-    "speculators_config": Only((), "it is a key of draft models"),
+    "mrope_section": Restriction((), "a token has one position"),
+    "xdrope_section": Restriction((), "a token has one position"),
+    "dual_chunk_attention_config": Restriction((), "attention is full"),
+    "rswa_window": Restriction((), "attention is full"),
+    "attn_type_list": Restriction((), "all layers have the same attention"),
+    "block_configs": Restriction((), "all layers have the same configuration"),
+    "per_layer_config": Restriction((), "all layers have the same configuration"),
+    "target_layer_count": Restriction((), "draft models are not supported"),
+    "shared_expert_intermediate_size": Restriction((0,), "shared experts are not supported", frozenset({"qwen3_moe"})),
+    "speculators_config": Restriction((), "draft models are not supported"),
     "quantization_config": _QUANTIZED,
     "compression_config": _QUANTIZED,
-    "configuration_files": Only((), "config.json itself is read"),
+    "configuration_files": Restriction((), "only config.json is read"),
     "n_head_kv": _KV_HEADS,
     "num_kv_heads": _KV_HEADS,
     "multi_query_group_num": _KV_HEADS,
@@ -113,8 +113,8 @@ ONLY: Mapping[str, Only] = {
     "vision_config": _NESTED,
     "encoder_config": _NESTED,
     "thinker_config": _NESTED,
-    # Scales and bounds of other models' layers.
-    "ada_rms_norm_t_cond": Only((False,), "no supported family computes it"),
+    # Scales and caps in the layers of other models.
+    "ada_rms_norm_t_cond": Restriction((False,), "no supported family computes it"),
     "attention_multiplier": _OTHER_MODEL,
     "attn_logit_softcapping": _OTHER_MODEL,
     "embedding_multiplier": _OTHER_MODEL,
@@ -127,26 +127,26 @@ ONLY: Mapping[str, Only] = {
     "scale_depth": _OTHER_MODEL,
     "scale_emb": _OTHER_MODEL,
 }
-"""Keys of which one meaning is supported."""
+"""Keys of which only some values are supported."""
 
-_LENGTH = "vLLM takes it for a bound on the length of a sequence, which it refuses to pass"
-_OUTPUT = "what transformers' forward returns beside the logits"
-_LABELS = "names of a classifier's labels; how many there are is seen from score.weight"
-_TOKENS = "end tokens are those of the tokenizer and of generation_config.json"
-_HOW = "how transformers computes, not what"
-_LIBRARY = "a note of transformers"
-_EXPERT_NAMES = "vLLM looks here for the number of experts of models that have no num_experts"
+_LENGTH = "vLLM reads it as the maximum sequence length, and refuses longer sequences"
+_OUTPUT = "it selects outputs of transformers' forward besides the logits"
+_LABELS = "labels of a classifier; score.weight has their number"
+_TOKENS = "stop tokens come from the tokenizer and generation_config.json"
+_HOW = "it selects an implementation in transformers, with the same result"
+_LIBRARY = "metadata of transformers"
+_EXPERT_NAMES = "vLLM reads it for models without num_experts"
 
-HARMLESS: Mapping[str, str] = {
-    "ada_rms_norm_t_cond_dim": "read with ada_rms_norm_t_cond alone, which is refused",
+IGNORED: Mapping[str, str] = {
+    "ada_rms_norm_t_cond_dim": "read only with ada_rms_norm_t_cond, which is refused",
     "attn_implementation": _HOW,
-    "bos_token_id": "prompts are tokenised by the tokenizer",
+    "bos_token_id": "the tokenizer tokenises the prompts",
     "chunk_size_feed_forward": _HOW,
-    "dtype": "models have the type of {role}.megatron.dtype",
-    "torch_dtype": "models have the type of {role}.megatron.dtype",
+    "dtype": "{role}.megatron.dtype is the dtype of the model",
+    "torch_dtype": "{role}.megatron.dtype is the dtype of the model",
     "eos_token_id": _TOKENS,
     "experts_implementation": _HOW,
-    "hidden_size_per_head": "vLLM reads it where there is no head_dim, and no supported model has it",
+    "hidden_size_per_head": "vLLM reads it in place of head_dim; no supported model has it",
     "id2label": _LABELS,
     "initializer_range": "weights are read from a checkpoint",
     "label2id": _LABELS,
@@ -154,7 +154,7 @@ HARMLESS: Mapping[str, str] = {
     "max_seq_length": _LENGTH,
     "max_sequence_length": _LENGTH,
     "max_target_positions": _LENGTH,
-    "max_window_layers": "which layers have a window, where there is one",
+    "max_window_layers": "it selects the layers with a sliding window, and there are none",
     "model_max_length": _LENGTH,
     "moe_num_experts": _EXPERT_NAMES,
     "moe_top_k": _EXPERT_NAMES,
@@ -167,8 +167,8 @@ HARMLESS: Mapping[str, str] = {
     "output_attentions": _OUTPUT,
     "output_hidden_states": _OUTPUT,
     "output_router_logits": _OUTPUT,
-    "pad_token_id": "sequences are packed; transformers leaves the row's gradient out, which no token reaches here",
-    "pretraining_tp": "transformers no longer reads it; earlier versions cut products into parts and add them up",
+    "pad_token_id": "sequences are packed, so no token has this id; transformers drops the gradient of its row",
+    "pretraining_tp": "transformers no longer reads it; earlier versions split matrix products, with the same result",
     "problem_type": _LABELS,
     "return_dict": _OUTPUT,
     "router_aux_loss_coef": "PPO's loss is the whole loss",
@@ -178,13 +178,13 @@ HARMLESS: Mapping[str, str] = {
     "transformers_version": _LIBRARY,
     "use_cache": _HOW,
 }
-"""Keys that change nothing that is computed here, and why: nothing looks at them. tests/unit/test_hf_config.py fails on
-a key of transformers' configurations or of vLLM's models that is in none of the tables."""
+"""Key -> the reason why it changes no computation here. tests/unit/test_hf_config.py fails for a key of transformers'
+configurations or vLLM's models that is in none of the tables."""
 
 
 def check_keys(config: Mapping[str, Any], family: str) -> None:
-    """Raise UserError for a value in `ONLY` that is not supported, and for keys that contradict each other."""
-    for key, rule in ONLY.items():
+    """Raise UserError for an unsupported value of a key in `RESTRICTED`, and for keys that contradict each other."""
+    for key, rule in RESTRICTED.items():
         value = config.get(key)
         if value is None or (rule.families is not None and family not in rule.families):
             continue
@@ -195,7 +195,8 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
 
 
 def _check_windows(config: Mapping[str, Any], family: str) -> None:
-    """Raise UserError for a sliding window: qwen's has a switch, the others' counts as soon as it is given."""
+    """Raise UserError for a sliding window. qwen models have one if use_sliding_window is true, others if
+    sliding_window is not null."""
     only_full = "only full attention is supported"
     if family in QWEN:
         if flag(config, "use_sliding_window"):
@@ -203,32 +204,37 @@ def _check_windows(config: Mapping[str, Any], family: str) -> None:
     elif config.get("sliding_window") is not None:
         missing = f"a {family} config without the key may have one"
         raise refused("sliding_window", config["sliding_window"], f'{only_full}, "sliding_window": null ({missing})')
-    types, layers = config.get("layer_types"), size(config, "num_hidden_layers")
+    types = config.get("layer_types")
+    layers = size(config, "num_hidden_layers")
     full = isinstance(types, list) and len(types) == layers and all(kind == "full_attention" for kind in types)
     if types is not None and not full:
         raise refused("layer_types", types, f'{only_full}: {layers} times "full_attention"')
 
 
 def _check_biases(config: Mapping[str, Any], family: str) -> None:
-    """Raise UserError for biases that vLLM's llama layers have and transformers' do not."""
+    """Raise UserError for biases that vLLM's llama layers would have and transformers' layers do not."""
     attention = flag(config, "attention_bias")
     if family in LLAMA_LIKE and "qkv_bias" in config and flag(config, "qkv_bias") != attention:
         raise refused("qkv_bias", config["qkv_bias"], f"attention_bias is {attention}, and vLLM prefers qkv_bias")
     for key in ("attention_bias", "mlp_bias"):
         if family == "mistral" and flag(config, key):
-            raise refused(key, True, "a mistral model has no biases, though vLLM would add them")
+            raise refused(key, True, "a mistral model has no biases, and vLLM would add them")
 
 
 def check_architecture(config: Mapping[str, Any], family: str, class_name: str) -> None:
-    """Raise UserError where vLLM, which goes by `architectures`, would build another model than model_type says."""
+    """Raise UserError if `architectures`, which vLLM builds the model by, contradicts model_type."""
     names = config.get("architectures") or [class_name]
     if names != [class_name]:
-        raise refused("architectures", names, f"vLLM goes by it, and model_type {family} means [{class_name!r}]")
+        raise refused(
+            "architectures", names, f"vLLM selects the model by it; model_type {family} means [{class_name!r}]"
+        )
 
 
 def head_dim(config: Mapping[str, Any], family: str) -> int:
-    """Return the width of a head: the key, or hidden_size / num_attention_heads."""
-    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    """Return the width of a head: head_dim, or hidden_size / num_attention_heads. Raise UserError if vLLM would use
+    another width."""
+    hidden = size(config, "hidden_size")
+    heads = size(config, "num_attention_heads")
     if hidden % heads and (config.get("head_dim") is None or family == "llama"):  # transformers refuses such a llama
         raise UserError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     found = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
@@ -243,7 +249,7 @@ def activation(config: Mapping[str, Any], known: Mapping[str, _Name]) -> _Name:
     name = config.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in known:
         raise refused("hidden_act", name, f"only {' or '.join(map(repr, known))} is supported")
-    # Gemma's second key: vLLM prefers it and takes it as it is, transformers has stopped reading it.
+    # Gemma's second key: vLLM prefers it, transformers no longer reads it.
     second = config.get("hidden_activation")
     if second is not None and second != known[name]:
         raise refused("hidden_activation", second, f"only {known[name]!r} is supported")
@@ -257,9 +263,9 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""Supported types of rotary scaling, and which numbers each needs."""
+"""Supported types of rotary scaling -> the numbers that each requires."""
 _MAY_HAVE = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-"""What yarn has beside them; the other types ignore it."""
+"""Optional keys of yarn, which the other types ignore."""
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"),
     *(key for keys in _NEEDS.values() for key in keys),
@@ -271,9 +277,9 @@ ROPE_TYPES = tuple(_NEEDS)
 def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Return (theta, scaling or None), as transformers and vLLM both read them.
 
-    transformers 5 keeps both in `rope_parameters`, earlier versions in `rope_theta` and `rope_scaling`, whose key of
-    the type was first `type`. The scaling has `rope_type` and the keys that the type reads, and no others. "dynamic"
-    is plain up to max_position_embeddings, which no sequence passes here."""
+    transformers 5 has both in `rope_parameters`. Earlier versions have `rope_theta` and `rope_scaling`, in which the
+    first versions named the type `type`. The returned scaling has `rope_type` and only the keys that the type reads.
+    "dynamic" does not scale up to max_position_embeddings, which no sequence exceeds here."""
     key, given = _rope_dict(config)
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
     if not _is_number(theta) or theta <= 0:
@@ -294,13 +300,13 @@ def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the key that has the rotary settings, and these."""
+    """Return (key, value) of the rotary settings."""
     found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, value in found.items():
         if not isinstance(value, Mapping):
             raise refused(key, value, "expected an object with rope_type")
     if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
-        raise refused("rope_scaling", found["rope_scaling"], "rope_parameters says something else; keep one of them")
+        raise refused("rope_scaling", found["rope_scaling"], "rope_parameters differs from it; keep one of them")
     for key, value in found.items():
         return key, dict(value)
     return "rope_parameters", {}
@@ -318,7 +324,7 @@ def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str,
     for name in _NEEDS[kind]:
         out[name] = number(name, 1.0 if name == "factor" else 0.0)
     if kind == "linear" and not isinstance(out["factor"], float):
-        raise refused(f"{key}.factor", out["factor"], f"vLLM takes no whole number here; write {out['factor']}.0")
+        raise refused(f"{key}.factor", out["factor"], f"vLLM requires a float; write {out['factor']}.0")
     if kind == "llama3" and out["low_freq_factor"] >= out["high_freq_factor"]:
         raise refused(f"{key}.low_freq_factor", out["low_freq_factor"], "expected less than high_freq_factor")
     if kind in ("llama3", "yarn"):
@@ -333,14 +339,14 @@ def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str,
             raise refused(
                 f"{key}.factor",
                 out["factor"],
-                f"times original_max_position_embeddings it is {end:g}, beyond which vLLM has no angles, and "
+                f"times original_max_position_embeddings it is {end:g}, vLLM's maximum position, and "
                 f"max_position_embeddings is {config['max_position_embeddings']}",
             )
     return out
 
 
 def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, Any]) -> int:
-    """Return the length before scaling; one at top level goes before that of the rotary settings."""
+    """Return the maximum length before scaling. The key at top level overrides that of the rotary settings."""
     name = "original_max_position_embeddings"
     if config.get(name) is not None:
         return size(config, name)
@@ -348,18 +354,18 @@ def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, An
 
 
 LIMIT = 1 << 31
-"""No size of a model comes near it."""
+"""Upper bound for sizes; no model comes near it."""
 
 
 def need(config: Mapping[str, Any], key: str, prefix: str = "") -> Any:
-    """Return the value of a key that must be there."""
+    """Return the value of a key. Raise UserError if it is missing or null."""
     if config.get(key) is None:
         raise UserError(f"config.json: {prefix}{key} is missing")
     return config[key]
 
 
 def size(config: Mapping[str, Any], key: str, prefix: str = "") -> int:
-    """Return a positive whole number."""
+    """Return the value of a key. Raise UserError unless it is a positive whole number."""
     value = need(config, key, prefix)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < LIMIT:
         raise refused(prefix + key, value, f"expected a positive whole number below {LIMIT}")
@@ -367,7 +373,7 @@ def size(config: Mapping[str, Any], key: str, prefix: str = "") -> int:
 
 
 def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
-    """Return a switch, which is off where it is missing or null."""
+    """Return the value of a key, False if it is missing or null. Raise UserError unless it is a boolean."""
     value = config.get(key)
     if value not in (True, False, None) or isinstance(value, float):
         raise refused(prefix + key, value, "expected true or false")
@@ -375,7 +381,7 @@ def flag(config: Mapping[str, Any], key: str, prefix: str = "") -> bool:
 
 
 def positive(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive number."""
+    """Return the value of a key as a float. Raise UserError unless it is a positive number."""
     value = config.get(key, default)
     if not _is_number(value) or value <= 0:
         raise refused(key, value, "expected a positive number")
@@ -391,6 +397,6 @@ def _supported(values: tuple[Any, ...]) -> str:
 
 
 def refused(key: str, value: Any, expected: str) -> UserError:
-    """Return the error that names a key of config.json, its value, and what would be right."""
+    """Return an error that names a key of config.json, its value and the expected one."""
     shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return UserError(f"config.json: {key} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {expected}")

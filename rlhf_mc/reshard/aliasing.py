@@ -1,5 +1,5 @@
-"""Which tensors of a target layout need no memory of their own, because on the same rank the source holds them
-block for block: plain data, no torch. Everything else moves by plan.py.
+"""Aliasing: target tensors that can be views of source tensors of the same rank, with no copy. Plain data, no torch.
+plan.py plans the moves of all other tensors.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 from rlhf_mc.reshard.layout import STACK, Layout, Shard
 
 ALIGNMENT = 16
-"""Bytes. A tensor that would begin elsewhere in the source's is copied: GPU kernels load 16 bytes at a time."""
+"""Bytes. A tensor whose view would not be aligned is copied: GPU kernels load 16 bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A local tensor of the target that is `rows` rows of a local tensor of the source, from `row` on."""
+    """A target tensor that is a view of a source tensor: `rows` rows, beginning with `row`."""
 
     dst_local: str
     src_local: str
     row: int
     rows: int
     numel: int
-    """Its elements, less padding."""
+    """Number of elements, without padding."""
 
 
 def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Alias]:
-    """By local name, the tensors of one rank's target that are consecutive whole rows of one of its source tensors.
+    """Return, by local name, one rank's target tensors that are consecutive complete rows of one of its source tensors.
 
-    Padding may lie under padding only as far as the source has rows for it; what it contains is nobody's business."""
+    The target's padding must lie within the source tensor. The values there are never used."""
     held: dict[str, list[Shard]] = {}
     for shard in source.stacked:
         if STACK in shard.local:
-            continue  # experts' tensors have memory of their own each
+            continue  # each expert has a tensor of its own in the source
         held.setdefault(shard.tensor, []).append(shard)
     found = {}
     shapes = source.stacked_shapes
@@ -41,21 +41,22 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
         if not all(shard.tensor in held for shard in shards):
             continue
         size = target.stacked_shapes[local]
-        places = {_place(shard, held[shard.tensor], shapes, size) for shard in shards}
-        if len(places) != 1 or (place := places.pop()) is None:
+        starts = {_start(shard, held[shard.tensor], shapes, size) for shard in shards}
+        if len(starts) != 1 or (start := starts.pop()) is None:
             continue
-        src_local, row = place
+        src_local, row = start
         in_bounds = row >= 0 and row + size[0] <= shapes[src_local][0]
         if in_bounds and row * math.prod(size[1:]) * itemsize % ALIGNMENT == 0:
-            numel = sum(math.prod(end - start for start, end in shard.box) for shard in shards)
+            numel = sum(math.prod(b - a for a, b in shard.box) for shard in shards)
             found[local] = Alias(local, src_local, row, size[0], numel)
     return found
 
 
-def _place(
+def _start(
     shard: Shard, held: list[Shard], shapes: Mapping[str, tuple[int, ...]], size: tuple[int, ...]
 ) -> tuple[str, int] | None:
-    """(source tensor, its row at which a target tensor of this size would begin) if the target's shard lies there."""
+    """Return (source tensor, its row at which a view of this size begins) such that the view has the target's shard in
+    its position; None if there is no such view."""
     for other in held:
         inside = all(a <= c and d <= b for (a, b), (c, d) in zip(other.box, shard.box, strict=True))
         if not inside or shapes[other.local][1:] != size[1:]:

@@ -1,5 +1,5 @@
-"""The moves of tensors that lie alike on both sides, and the buckets that they are carried out in: no rank sends or
-receives more than a bucket's size at a time. plan.py chooses the moves.
+"""Moves of tensors with the same placement, and buckets of moves: no rank sends or receives more than the bucket size
+in one bucket. plan.py chooses the moves.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from rlhf_mc.reshard.transfers import Transfer, rows_down
 
 Parts = tuple[int, int]
-"""Into how many ranges a block is cut along its first dimension, and each of these along its second. Only blocks of
-stacked experts are cut along the second, where a single expert is too much."""
+"""Number of ranges that a block is split into along its first dimension, and each of them along its second. Only blocks
+of stacked experts are split along the second, if one expert exceeds the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A Transfer for every tensor of a pattern: `src` and `dst` number the pattern's shards on either side."""
+    """One Transfer for every tensor of a pattern. `src` and `dst` are indices of the pattern's source and target
+    shards."""
 
     src_rank: int
     dst_rank: int
@@ -29,7 +30,7 @@ class Move:
     extent: tuple[int, ...]
 
     def part(self, number: int, parts: Parts) -> Move | None:
-        """Return the number-th of the ranges, nearly equal in size, that `parts` cuts it into; None if it is empty."""
+        """Return the number-th of the nearly equal ranges that `parts` splits the move into; None if it is empty."""
         if parts == (1, 1):
             return self
         outer, inner = divmod(number, parts[1])
@@ -38,7 +39,8 @@ class Move:
 
     def _range(self, axis: int, number: int, parts: int) -> Move | None:
         size = self.extent[axis]
-        start, end = size * number // parts, size * (number + 1) // parts
+        start = size * number // parts
+        end = size * (number + 1) // parts
         if start == end:
             return None
         left = len(self.extent) - axis
@@ -52,55 +54,63 @@ class Move:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Tensors that lie alike on both sides, and the moves that each of them makes."""
+    """Tensors with the same placement on both sides, and the moves of each of them."""
 
     src_locals: list[tuple[str, ...]]
-    """[tensor][source shard] local name."""
+    """Local names: [tensor][source shard]."""
     dst_locals: list[tuple[str, ...]]
-    """[tensor][target shard] local name."""
+    """Local names: [tensor][target shard]."""
     copies: list[Move]
-    """Within a rank."""
+    """Moves within a rank."""
     moves: list[Move]
-    """Between ranks."""
-    relayed: bool = False
-    """The moves pass on what other patterns' moves have brought: from target to target, in later buckets."""
+    """Moves between ranks."""
+    forwarded: bool = False
+    """The moves forward blocks that earlier buckets have delivered: from target to target, within a node."""
 
     def transfer(self, move: Move, tensor: int) -> Transfer:
-        src, dst = self.src_locals[tensor][move.src], self.dst_locals[tensor][move.dst]
-        ranks = move.src_rank, move.dst_rank
-        return Transfer(*ranks, src, move.src_offset, dst, move.dst_offset, move.extent, relayed=self.relayed)
+        """Return the transfer that a move is for one tensor."""
+        return Transfer(
+            move.src_rank,
+            move.dst_rank,
+            self.src_locals[tensor][move.src],
+            move.src_offset,
+            self.dst_locals[tensor][move.dst],
+            move.dst_offset,
+            move.extent,
+            forwarded=self.forwarded,
+        )
 
     def loads(self, number: int, parts: Parts) -> _Loads:
-        """What one part of one tensor loads on each rank."""
+        """Return the elements that each rank sends and receives for one part of one tensor."""
         loads: _Loads = defaultdict(int)
         numels: dict[tuple[int, ...], int] = {}
         for move in self.moves:
             if move.extent not in numels:
-                numels[move.extent] = _share_of(move.extent, number, parts)
+                numels[move.extent] = _numel_of_part(move.extent, number, parts)
             if numel := numels[move.extent]:
                 loads[move.src_rank] += numel
                 loads[~move.dst_rank] += numel
         return loads
 
     def num_parts(self, limit: int) -> Parts:
-        """Return how each move is cut so that one range of every move stays within the limit."""
+        """Return the split of each move such that one range of every move stays within the limit."""
         outer = self._num_ranges(0, limit)
         stacks = len(self.moves[0].extent) == 3
         single = stacks and all(move.extent[0] <= outer for move in self.moves)
         return outer, self._num_ranges(1, limit) if single else 1
 
     def _num_ranges(self, axis: int, limit: int) -> int:
-        """Return into how many ranges each move is cut along an axis, when it is cut to size 1 along those before."""
-        load = self._most(axis)
+        """Return the number of ranges along an axis, given ranges of size 1 along the axes before it."""
+        load = self._max_load(axis)
         if load <= limit:
             return 1
         sizes = max(move.extent[axis] for move in self.moves)
-        # A range holds at most size / ranges, rounded up: one row more of every move than its share.
-        room = limit - self._most(axis + 1)
-        return min(sizes, -(-load // room)) if room > 0 else sizes
+        # A range has at most size / ranges, rounded up: at most one row more than the mean, of every move.
+        available = limit - self._max_load(axis + 1)
+        return min(sizes, -(-load // available)) if available > 0 else sizes
 
-    def _most(self, axis: int) -> int:
-        """Return the most elements that a rank sends or receives, of every move's extent from an axis on."""
+    def _max_load(self, axis: int) -> int:
+        """Return the maximum over ranks of the elements sent or received, counting every extent from `axis` only."""
         loads: _Loads = defaultdict(int)
         for move in self.moves:
             numel = math.prod(move.extent[axis:])
@@ -109,7 +119,7 @@ class Pattern:
         return max(loads.values())
 
 
-def _share_of(extent: tuple[int, ...], number: int, parts: Parts) -> int:
+def _numel_of_part(extent: tuple[int, ...], number: int, parts: Parts) -> int:
     """Return the number of elements in the number-th range of a block."""
     if parts == (1, 1):
         return math.prod(extent)
@@ -128,7 +138,7 @@ _Loads = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One part of one tensor's moves: the unit that buckets are filled with."""
+    """One part of one tensor's moves: the unit of buckets."""
 
     pattern: int
     tensor: int
@@ -139,27 +149,28 @@ class Step:
 def fill_buckets(
     patterns: Sequence[Pattern], queue: Sequence[tuple[int, int, int]], limit: int
 ) -> tuple[tuple[Step, ...], ...]:
-    """The tensors (position, pattern, number) as steps in buckets where no rank's load passes `limit` elements."""
+    """Return steps for the queued tensors (position, pattern, index in the pattern), in buckets in which no rank sends
+    or receives more than `limit` elements."""
     parts = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
     loads = {
-        (number, part): patterns[number].loads(part, cut)
-        for number, cut in parts.items()
-        for part in range(math.prod(cut))
+        (number, part): patterns[number].loads(part, split)
+        for number, split in parts.items()
+        for part in range(math.prod(split))
     }
     steps = [
         (position, part, Step(number, tensor, part, parts[number]))
         for position, number, tensor in queue
         for part in range(math.prod(parts[number]))
     ]
-    # Equal depths of all pipeline stages side by side, so that all stages send at any time.
-    steps.sort(key=lambda s: (patterns[s[2].pattern].relayed, s[0], s[1], s[2].pattern, s[2].tensor))
+    # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
+    steps.sort(key=lambda s: (patterns[s[2].pattern].forwarded, s[0], s[1], s[2].pattern, s[2].tensor))
     buckets: list[list[Step]] = []
     filled: _Loads = {}
-    relayed = False
+    forwarded = False
     for _, _, step in steps:
         load = loads[step.pattern, step.number]
-        begins = patterns[step.pattern].relayed != relayed
-        relayed = patterns[step.pattern].relayed
+        begins = patterns[step.pattern].forwarded != forwarded
+        forwarded = patterns[step.pattern].forwarded
         if not buckets or begins or any(filled.get(who, 0) + amount > limit for who, amount in load.items()):
             buckets.append([])
             filled = {}

@@ -78,7 +78,7 @@ def _pack_messages(
     messages = {}
     filled = 0
     for peer, transfers in leaving.items():
-        blocks = tuple((t.relayed, t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in transfers)
+        blocks = tuple((t.forwarded, t.src_local, t.src_offset, t.extent, t.count, t.src_step) for t in transfers)
         if blocks not in packed:
             packed[blocks] = outbox[filled : filled + _numel(transfers)]
             pack(packed[blocks], transfers, source, target)
@@ -113,7 +113,7 @@ def source_blocks(
     transfer: Transfer, source: Mapping[str, Any], target: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return the blocks that a transfer reads, in the order of `destination`; views where it reads from tensors."""
-    tensors = target if transfer.relayed else source
+    tensors = target if transfer.forwarded else source
     return _blocks(tensors, transfer.src_local, transfer.src_offset, transfer.src_step, transfer)
 
 
@@ -158,7 +158,7 @@ def _only_dtype(plan: RankPlan, source: Mapping[str, Any], target: Mapping[str, 
         return tensors[member(local, offset[0])].dtype
 
     sends = {
-        dtype(target if t.relayed else source, t.src_local, t.src_offset) for sends, _ in plan.buckets for t in sends
+        dtype(target if t.forwarded else source, t.src_local, t.src_offset) for sends, _ in plan.buckets for t in sends
     }
     receives = {dtype(target, t.dst_local, t.dst_offset) for _, receives in plan.buckets for t in receives}
     assert len(sends | receives) <= 1, f"tensors of several types {sends | receives}: pass wire_dtype"

@@ -1,5 +1,5 @@
-"""Which ranks form an engine where neither tensor parallel size divides the other: chosen by the bytes that a weight
-update then moves. Plain arithmetic on layouts; the rule for sizes that divide is topology.mesh.rollout_groups.
+"""Rollout groups for tensor-parallel sizes of which neither divides the other, chosen for the fewest bytes in a weight
+update. Plain arithmetic on layouts. topology.mesh.rollout_groups has the groups for the other sizes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from rlhf_mc.reshard.layout import Box, Layout, mcore_layout, vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LARGEST_BLOCK = 64
-"""Ranks whose places are assigned at a time: the time grows with the third power of their number."""
+"""Maximum number of ranks in one assignment problem; the time grows with its third power."""
 
 _Held = tuple[int, ...]
-"""Of one rank, by place in an engine: the elements of that place's shard that training has on the rank."""
+"""[rollout TP rank] the number of elements of its rollout shard that a rank's training shard has."""
 
 
 def choose_rollout_groups(shape: ModelShape, mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list[list[int]]:
-    """Return the ranks of each rollout engine, each list in the order of the engine's tensor-parallel rank.
+    """Return the ranks of each rollout engine, in the order of their rollout TP ranks.
 
-    The bytes that a rank receives depend on its place in its engine alone. So places are assigned to ranks, in blocks
-    of consecutive ranks, such that the ranks of a block hold as much as possible of the shards that they need. Of
-    several block sizes the one with the fewest received bytes is taken. Engines lie on no more nodes than those of
-    consecutive ranks. With equal bytes, engines whose ranks ascend are preferred."""
+    The bytes that a rank receives depend only on its rollout TP rank. So in each block of consecutive ranks, rollout TP
+    ranks are assigned such that the ranks hold as much as possible of their rollout shards. The block size with the
+    fewest received bytes wins. The engines span no more nodes than engines of consecutive ranks. Among equals, engines
+    with ascending ranks win."""
     usual = rollout_groups(mesh, rollout_tp)
     if mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0:
         return usual
     held = _held_by_rank(shape, mesh, rollout_tp)
 
     def worth(groups: list[list[int]]) -> tuple[int, int]:
-        kept = sum(held[rank][place] for group in groups for place, rank in enumerate(group))
+        kept = sum(held[rank][tp_rank] for group in groups for tp_rank, rank in enumerate(group))
         return kept, sum(group == sorted(group) for group in groups)
 
     def nodes(groups: list[list[int]]) -> int:
@@ -44,14 +44,14 @@ def choose_rollout_groups(shape: ModelShape, mesh: Mesh, rollout_tp: int, ranks_
     candidates = [usual]
     for size, consecutive in itertools.product(_block_sizes(mesh, rollout_tp, ranks_per_node), (True, False)):
         blocks = [(start, tuple(held[start : start + size])) for start in range(0, mesh.world, size)]
-        groups = [[a + r for r in group] for a, block in blocks for group in _deal(block, rollout_tp, consecutive)]
+        groups = [[a + r for r in group] for a, block in blocks for group in _assign(block, rollout_tp, consecutive)]
         if nodes(groups) <= nodes(usual):
             candidates.append(groups)
     return max(candidates, key=worth)
 
 
 def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
-    """Return the sizes to try, ascending: each a multiple of the rollout's size and a divisor of the world."""
+    """Return the block sizes to try, ascending: multiples of the rollout TP size that divide the world size."""
     sizes = {
         rollout_tp,
         math.lcm(rollout_tp, mesh.tp),
@@ -63,10 +63,10 @@ def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
 
 
 def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> list[_Held]:
-    """Return what each rank holds. All layers are alike, and so are all experts: one layer, on one shard of the
-    experts, stands for them."""
+    """Return `_Held` of each rank. All layers are equal, and all experts are: one layer, with the experts of one
+    expert-parallel rank, represents them."""
     one = replace(shape, num_layers=1)
-    rollout = [vllm_layout(one, place, rollout_tp) for place in range(rollout_tp)]
+    rollout = [vllm_layout(one, tp_rank, rollout_tp) for tp_rank in range(rollout_tp)]
 
     @functools.cache
     def of(tp: int, pp: int) -> _Held:
@@ -75,8 +75,8 @@ def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> list[_Held]
         ends = mcore_layout(one, tp, mesh.tp, range(0), first=pp == 0, last=pp == mesh.pp - 1, ep_size=mesh.ep)
         return tuple(num_layers * _common(layer, want) + _common(ends, want) for want in rollout)
 
-    places = (mesh.coordinate(rank) for rank in range(mesh.world))
-    return [of(at.tp, at.pp) for at in places]
+    coordinates = (mesh.coordinate(rank) for rank in range(mesh.world))
+    return [of(at.tp, at.pp) for at in coordinates]
 
 
 def _common(have: Layout, want: Layout) -> int:
@@ -93,35 +93,38 @@ def _overlap(a: Box, b: Box) -> int:
 
 
 @functools.cache
-def _deal(held: tuple[_Held, ...], rollout_tp: int, consecutive: bool) -> list[list[int]]:
-    """Return the groups of a block's ranks, numbered from 0, with which they hold the most.
+def _assign(held: tuple[_Held, ...], rollout_tp: int, consecutive: bool) -> list[list[int]]:
+    """Return the groups of a block's ranks, numbered from 0, that hold the most of their rollout shards.
 
-    Where that leaves a choice, ranks take the place that they would have in groups of consecutive ranks, or else of
-    ranks at a stride, or one near to it: groups then rather ascend."""
-    ranks, repeats = range(len(held)), len(held) // rollout_tp
+    Among equals, rollout TP ranks are close to those in groups of consecutive ranks (or, if not `consecutive`, of ranks
+    at a stride), because such groups are more often ascending."""
+    ranks = range(len(held))
+    repeats = len(held) // rollout_tp
     ideal = [rank % rollout_tp if consecutive else rank // repeats for rank in ranks]
-    off_by = [[(place - ideal[rank]) ** 2 for place in range(rollout_tp)] for rank in ranks]
-    weight = 1 + rollout_tp**2 * len(held)  # more than all that the second criterion can add up to
+    off_by = [[(tp_rank - ideal[rank]) ** 2 for tp_rank in range(rollout_tp)] for rank in ranks]
+    weight = 1 + rollout_tp**2 * len(held)  # above the maximum of the second criterion
     cost = [
-        [off_by[r][place] - weight * held[r][place] for place in range(rollout_tp) for _ in range(repeats)]
+        [off_by[r][tp_rank] - weight * held[r][tp_rank] for tp_rank in range(rollout_tp) for _ in range(repeats)]
         for r in ranks
     ]
-    of_place: list[list[int]] = [[] for _ in range(rollout_tp)]
-    for rank, seat in enumerate(_assignment(cost)):
-        of_place[seat // repeats].append(rank)
-    # The first of each place, the second of each ...: if any groups ascend with these places, these do.
-    return [list(group) for group in zip(*of_place, strict=True)]
+    by_tp_rank: list[list[int]] = [[] for _ in range(rollout_tp)]
+    for rank, column in enumerate(_assignment(cost)):
+        by_tp_rank[column // repeats].append(rank)
+    # The first rank of each TP rank, then the second, ...: if any groups of this assignment ascend, these do.
+    return [list(group) for group in zip(*by_tp_rank, strict=True)]
 
 
 def _assignment(cost: Sequence[Sequence[int]]) -> list[int]:
-    """Return the column of each row of a square matrix, all different, with the least sum of costs: the Hungarian
-    method, by shortest augmenting paths."""
+    """Return distinct columns for the rows of a square matrix with the minimum sum of costs: the Hungarian method, by
+    shortest augmenting paths."""
     size = len(cost)
-    row_potential, column_potential = [0] * size, [0] * (size + 1)
-    row_of = [-1] * (size + 1)  # by column; the last column stands for the row that is being added
+    row_potential = [0] * size
+    column_potential = [0] * (size + 1)
+    row_of = [-1] * (size + 1)  # by column; the last column is the row being added
     for row in range(size):
         row_of[size] = row
-        at, used = size, [False] * (size + 1)
+        at = size
+        used = [False] * (size + 1)
         least: list[float] = [math.inf] * size
         came_from = [size] * size
         while row_of[at] >= 0:
@@ -130,7 +133,8 @@ def _assignment(cost: Sequence[Sequence[int]]) -> list[int]:
             for column in itertools.filterfalse(used.__getitem__, range(size)):
                 reduced = cost[here][column] - row_potential[here] - column_potential[column]
                 if reduced < least[column]:
-                    least[column], came_from[column] = reduced, at
+                    least[column] = reduced
+                    came_from[column] = at
             following = min(itertools.filterfalse(used.__getitem__, range(size)), key=least.__getitem__)
             step = int(least[following])
             for column in range(size + 1):

@@ -1,7 +1,7 @@
-"""Where each block of each logical tensor lies in one process: for Hugging Face files, Megatron-Core and vLLM.
+"""Layouts: the shards of each logical tensor in the local tensors of one process, for Hugging Face files, Megatron-Core
+and vLLM.
 
-Arithmetic on shapes only. Which rank has which coordinates is topology's subject; how blocks move
-from one layout to another is plan.py's.
+Arithmetic on shapes only. placement.py builds the layouts of all ranks; plan.py plans the moves between two layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 STACK = "*"
-"""In a name: the number of the expert. Such a name stands for the tensors of several experts, stacked."""
+"""Placeholder of the expert's number in a name. Such a name stands for the stack of several experts' tensors."""
 
 
 def member(name: str, index: int) -> str:
@@ -31,7 +31,8 @@ def member(name: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A block of a logical tensor and where it begins in a local tensor; no stride, no transposition."""
+    """A contiguous block of a logical tensor, and its offset in a local tensor. Shards are neither strided nor
+    transposed."""
 
     tensor: str
     """Logical name, as in the Hugging Face checkpoint."""
@@ -40,15 +41,16 @@ class Shard:
     local: str
     """Name of the tensor in this process."""
     offset: tuple[int, ...]
-    """Where the block begins in it. Longer than the box where the tensor stacks blocks: fixed indices come first."""
+    """Offset of the block in the local tensor. If the local tensor stacks experts and the block is of one of them, the
+    offset begins with that index and is longer than the box."""
 
     def indices(self) -> range:
-        """Return the members of the local stack that it lies in."""
+        """Return the range of the local stack's members that it covers."""
         (start, end), *_ = self.box
         return range(self.offset[0], self.offset[0] + end - start)
 
     def singles(self) -> Iterator[Shard]:
-        """Yield the same shard as shards of single tensors, one for each expert."""
+        """Yield the shard as shards of single tensors, one per expert."""
         if STACK not in self.tensor:
             yield self
             return
@@ -61,18 +63,19 @@ class Shard:
                 yield Shard(tensor, tuple(box), self.local, (index, *self.offset[1:]))
 
     def offset_of(self, block: Box) -> tuple[int, ...]:
-        """Where a part of the shard's block begins in the local tensor."""
+        """Return the local offset of a part of the shard's block."""
         lead = len(self.offset) - len(self.box)
-        places = zip(self.offset[lead:], block, self.box, strict=True)
-        return (*self.offset[:lead], *[at + part[0] - whole[0] for at, part, whole in places])
+        dims = zip(self.offset[lead:], block, self.box, strict=True)
+        return (*self.offset[:lead], *[at + part[0] - whole[0] for at, part, whole in dims])
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All that one process holds. Local elements that no shard covers are padding.
+    """The shards and local tensors of one process. Local elements that no shard covers are padding.
 
-    The experts of a layer are planned as one: their tensors stand here as stacks, with "*" in the place of the
-    expert's number and the experts as first dimension. `shapes` and `shards` have each tensor by its own name."""
+    The experts of a layer are planned as one tensor: `stacked` and `stacked_shapes` have their stack, with "*" for the
+    expert's number in the name and the experts as first dimension. `shards` and `shapes` have every tensor by its own
+    name."""
 
     stacked_shapes: dict[str, tuple[int, ...]]
     """Local name -> local shape."""
@@ -100,15 +103,15 @@ class Layout:
 
     @functools.cached_property
     def by_local(self) -> dict[str, list[Shard]]:
-        """The shards by the local tensor, or stack, that they lie in."""
+        """Local tensor, or stack -> its shards."""
         found: dict[str, list[Shard]] = {}
         for shard in self.stacked:
             found.setdefault(shard.local, []).append(shard)
         return found
 
     def without(self, tensors: Collection[str]) -> Layout:
-        """The same, less the shards of these logical tensors. It has no stacks, so that what it is planned with must
-        have none either."""
+        """Return the layout without the shards of these logical tensors. It has no stacks, so it can only be planned
+        with layouts that have none."""
         return Layout(self.shapes, tuple(p for p in self.shards if p.tensor not in tensors))
 
 
@@ -116,11 +119,11 @@ EMPTY = Layout({}, ())
 
 
 def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
+    """Return name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
     occurrences = _occurrences(params_of(shape), range(shape.num_layers))
-    # All parameters of one expert come before those of the next, as models list them.
+    # All parameters of one expert precede those of the next, as in the models' own order.
     for (layer, stage), group in itertools.groupby(occurrences, lambda found: (found[1], found[0].stage)):
         params = [param for param, _ in group]
         for expert in range(shape.num_experts if stage == "expert" else 1):
@@ -131,15 +134,18 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
-    """One process that holds every logical tensor, or those of `names`, whole and under its own name."""
-    sizes, held = shape.dims(), None if names is None else frozenset(names)
+    """Return the layout of a process that holds every logical tensor, or those of `names`, unsharded under its own
+    name."""
+    sizes = shape.dims()
+    held = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[Shard] = []
     for param, layer in _occurrences(params_of(shape), range(shape.num_layers)):
         for pattern, dims in param.hf.items():
-            name, size = pattern.format(i=layer, e=STACK), tuple(sizes[d] for d in dims)
+            name = pattern.format(i=layer, e=STACK)
+            size = tuple(sizes[d] for d in dims)
             if name in shapes:
-                continue  # Megatron holds a tied embedding twice
+                continue  # the replica of a tied embedding
             if param.stage == "expert":
                 size = (shape.num_experts, *size)
                 runs = list(_runs([e for e in range(shape.num_experts) if held is None or member(name, e) in held]))
@@ -153,14 +159,14 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ascending numbers as runs [start, end) of consecutive ones."""
+    """Yield ascending numbers as ranges [start, end) of consecutive numbers."""
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         found = [number for _, number in run]
         yield found[0], found[-1] + 1
 
 
 def whole_layout(shapes: dict[str, tuple[int, ...]]) -> Layout:
-    """One process that holds tensors of these shapes whole."""
+    """Return the layout of a process that holds tensors of these shapes unsharded."""
     shards = (Shard(n, tuple((0, size) for size in s), n, (0,) * len(s)) for n, s in shapes.items())
     return Layout(shapes, tuple(shards))
 
@@ -180,16 +186,18 @@ def mcore_layout(
     etp_rank: int | None = None,
     etp_size: int | None = None,
 ) -> Layout:
-    """One Megatron-Core rank: `layers` are its stage's layers (global numbers), `first` and `last` its place.
+    """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers; first, last: whether the
+    stage is the first or the last.
 
-    q, k and v are interleaved: for each KV group the rows of its query heads, of its key, of its value. These rows are
-    cut evenly, within a group and within heads where there are more ranks than groups: no rank holds another's rows.
-    Of the experts of a layer the rank holds the ep_rank-th of ep_size equal runs, each of them split like the rest of
-    the layer, or over a tensor parallelism of their own (etp).
+    Rows of q, k and v are interleaved: for each KV group the rows of its query heads, its key and its value. They are
+    split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and no row is replicated.
+    Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is split over the
+    tensor-parallel ranks, or over etp_size ranks (expert tensor parallelism).
     """
     check_mcore(shape, tp_size, ep_size=ep_size, etp_size=etp_size)
     if etp_rank is None or etp_size is None:
-        etp_rank, etp_size = tp_rank, tp_size
+        etp_rank = tp_rank
+        etp_size = tp_size
     per_rank = shape.num_experts // ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
@@ -198,43 +206,43 @@ def mcore_layout(
     held = []
     for param in (p for p in params_of(shape) if p.stage in stages):
         if _is_qkv(param):
-            cuts = _qkv_cuts(param, shape, tp_rank, tp_size)
+            ranges = _qkv_ranges(param, shape, tp_rank, tp_size)
         elif param.stage == "expert":
-            cuts = _even_cuts(param, shape, etp_rank, etp_size)
+            ranges = _even_ranges(param, shape, etp_rank, etp_size)
         else:
-            cuts = _even_cuts(param, shape, tp_rank, tp_size, vocab)
+            ranges = _even_ranges(param, shape, tp_rank, tp_size, vocab)
         local = (param.mcore_fused or param.mcore) if fused_norms else param.mcore
-        held.append(_join(param, shape, local, cuts, experts))
+        held.append(_local_param(param, shape, local, ranges, experts))
     return _of_layers(held, layers)
 
 
 @functools.cache
 def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
-    """One vLLM rank: q of all its heads, then k, then v; KV heads are replicated where there are fewer than ranks.
-    Every rank has its part of every expert."""
+    """Return the layout of a vLLM rank. The rows of all its query heads come first, then those of k, then those of v.
+    KV heads are replicated if there are fewer than ranks. Every expert is split over all ranks."""
     check_vllm(shape, tp_size)
-    kv_cut = tp_size if shape.num_kv_heads >= tp_size else shape.num_kv_heads
+    kv_shards = min(tp_size, shape.num_kv_heads)
     vocab = padded_vocab_size(shape.vocab_size, 1)
     held = []
     for param in params_of(shape):
         if param.vllm is None:
             continue
-        cuts = _even_cuts(param, shape, tp_rank, tp_size, vocab)
+        ranges = _even_ranges(param, shape, tp_rank, tp_size, vocab)
         if _is_qkv(param):
-            kv = _part(tp_rank * kv_cut // tp_size, kv_cut, shape.num_kv_heads * shape.head_dim)
-            cuts = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in cuts]
-        held.append(_join(param, shape, param.vllm, cuts, range(shape.num_experts)))
+            kv = _even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.num_kv_heads * shape.head_dim)
+            ranges = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges]
+        held.append(_local_param(param, shape, param.vllm, ranges, range(shape.num_experts)))
     return _of_layers(held, range(shape.num_layers))
 
 
 _Obstacle = tuple[str, str]
-"""(what is in the way, the logical tensor that cannot be split)."""
+"""(the size that is not divisible, the logical tensor that cannot be split)."""
 _LAYER = "model.layers.0."
 
 
 def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1, etp_size: int | None = None) -> None:
-    """UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
-    etp_size (by default tp_size)."""
+    """Raise UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
+    etp_size (by default tp_size) ranks."""
     dense = [("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")]
     inside = [("moe_intermediate_size", shape.expert_ffn_hidden_size, _LAYER + "mlp.experts.0.gate_proj.weight")]
     number = [("num_experts", shape.num_experts, _LAYER + "mlp.experts.0.gate_proj.weight")]
@@ -256,7 +264,7 @@ def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1, etp_size: 
 
 
 def check_vllm(shape: ModelShape, tp_size: int) -> None:
-    """UserError if vLLM cannot split this model over tp_size ranks."""
+    """Raise UserError if vLLM cannot split this model over tp_size ranks."""
     if shape.value_head:
         raise UserError("a model with a value head cannot be generated from; use the actor's model")
     _check_split("tensor_model_parallel_size", "vLLM", shape, tp_size, functools.partial(_vllm_obstacle, shape))
@@ -265,7 +273,7 @@ def check_vllm(shape: ModelShape, tp_size: int) -> None:
 def _check_split(
     key: str, engine: str, shape: ModelShape, size: int, obstacle: Callable[[int], _Obstacle | None]
 ) -> None:
-    """UserError with the sizes that work, if there is an obstacle to this one."""
+    """Raise UserError, which lists the sizes that work, if there is an obstacle to this size."""
     if found := obstacle(size):
         what, tensor = found
         most = max(shape.num_heads, shape.num_experts)
@@ -307,7 +315,7 @@ def _heads(shape: ModelShape) -> tuple[str, int, str]:
 
 
 def _indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> _Obstacle | None:
-    """The first of (what, its size, a tensor that it splits) that is no multiple of `parts`."""
+    """Return an obstacle for the first of (name, size, a tensor) whose size is no multiple of `parts`."""
     broken = ((what, size, tensor) for what, size, tensor in sizes if size % parts)
     return next(((f"{what} is {size}, which {parts} does not divide", tensor) for what, size, tensor in broken), None)
 
@@ -316,17 +324,17 @@ def _is_qkv(param: Param) -> bool:
     return any("kv" in dims for dims in param.hf.values())
 
 
-class _Placed(Protocol):
+class _HasStage(Protocol):
     @property
     def stage(self) -> StagePlacement: ...
 
 
-_P = TypeVar("_P", bound=_Placed)
+_P = TypeVar("_P", bound=_HasStage)
 
 
 def _occurrences(params: Sequence[_P], layers: range) -> Iterator[tuple[_P, int]]:
-    """Yield each parameter with the global number of its layer, layer by layer; those outside the layers with the
-    first layer."""
+    """Yield (parameter, global number of its layer) in the model's order; parameters outside the layers have the number
+    of the first layer."""
     yield from ((p, layers.start) for p in params if p.stage == "first")
     for layer in layers:
         yield from ((p, layer) for p in params if p.stage == "layer")
@@ -334,40 +342,43 @@ def _occurrences(params: Sequence[_P], layers: range) -> Iterator[tuple[_P, int]
     yield from ((p, layers.start) for p in params if p.stage.startswith("last"))
 
 
-_Cut = tuple[str, tuple[int, int]]
-"""(a tensor of a row of the table, the range of its split dimension that a rank holds)."""
+_Range = tuple[str, tuple[int, int]]
+"""(a Hugging Face tensor of a parameter, the range of its split dimension that a rank holds)."""
 
 
-def _even_cuts(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[_Cut]:
-    """Return the index-th of `count` equal parts of each tensor of a parameter; the whole of one that is not split."""
+def _even_ranges(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[_Range]:
+    """Return the index-th of `count` equal ranges of each tensor of a parameter; (0, 0) for a tensor that is not
+    split."""
     sizes = shape.dims() | {"vocab": padded_vocab}
     split = {name: next((d for d in dims if d in SPLIT_DIMS), None) for name, dims in param.hf.items()}
-    return [(name, _part(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
+    return [(name, _even_range(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
 
 
-def _qkv_cuts(param: Param, shape: ModelShape, index: int, count: int) -> list[_Cut]:
-    """Return the index-th of `count` equal parts of the interleaved rows of q, k and v."""
+def _qkv_ranges(param: Param, shape: ModelShape, index: int, count: int) -> list[_Range]:
+    """Return the ranges of q, k and v in the index-th of `count` equal ranges of their interleaved rows."""
     sizes = {dim: size // shape.num_kv_heads for dim, size in shape.dims().items() if dim in ("q", "kv")}
     rows = [(name, group, sizes[dims[0]]) for group in range(shape.num_kv_heads) for name, dims in param.hf.items()]
-    start, end = _part(index, count, sum(size for _, _, size in rows))
-    cuts, at = [], 0
+    start, end = _even_range(index, count, sum(size for _, _, size in rows))
+    ranges = []
+    at = 0
     for name, group, size in rows:
-        low, high = max(start, at), min(end, at + size)
+        low = max(start, at)
+        high = min(end, at + size)
         if low < high:
             first = group * size - at
-            cuts.append((name, (first + low, first + high)))
+            ranges.append((name, (first + low, first + high)))
         at += size
-    return cuts
+    return ranges
 
 
-def _part(index: int, count: int, size: int) -> tuple[int, int]:
-    """Return the index-th of `count` equal ranges."""
+def _even_range(index: int, count: int, size: int) -> tuple[int, int]:
+    """Return the index-th of `count` equal ranges of [0, size)."""
     return size * index // count, size * (index + 1) // count
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """One parameter in one process. `{i}` in its names stands for the layer."""
+class _LocalParam:
+    """One parameter in one process. `{i}` in its names is the layer."""
 
     stage: StagePlacement
     local: str
@@ -376,9 +387,11 @@ class _Joined:
     shards: tuple[Shard, ...]
 
 
-def _of_layers(params: Sequence[_Joined], layers: range) -> Layout:
-    """Return the layout of a process that holds these parameters in each of these layers, which it counts from 0."""
-    shapes, shards = {}, []
+def _of_layers(params: Sequence[_LocalParam], layers: range) -> Layout:
+    """Return the layout of a process that holds these parameters in each of these layers; its names number the layers
+    from 0."""
+    shapes = {}
+    shards = []
     for param, layer in _occurrences(params, layers):
         local = param.local.format(i=layer - layers.start)
         shapes[local] = param.size
@@ -386,12 +399,13 @@ def _of_layers(params: Sequence[_Joined], layers: range) -> Layout:
     return Layout(shapes, tuple(shards))
 
 
-def _join(param: Param, shape: ModelShape, local: str, cuts: Sequence[_Cut], experts: range) -> _Joined:
-    """Return a parameter that joins `cuts` in order along the dimension that is split, for experts their stack."""
+def _local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[_Range], experts: range) -> _LocalParam:
+    """Return the parameter that concatenates `ranges` along the split dimension; for experts, their stack."""
     sizes = shape.dims()
     stacks = param.stage == "expert"
-    shards, filled = [], 0
-    for name, (start, end) in cuts:
+    shards = []
+    filled = 0
+    for name, (start, end) in ranges:
         dims = param.hf[name]
         box = [(0, sizes[d]) for d in dims]
         offset = [0] * len(dims)
@@ -410,4 +424,4 @@ def _join(param: Param, shape: ModelShape, local: str, cuts: Sequence[_Cut], exp
     if axis is not None:
         local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
-    return _Joined(param.stage, local.replace("{e}", STACK), size, tuple(shards))
+    return _LocalParam(param.stage, local.replace("{e}", STACK), size, tuple(shards))

@@ -1,5 +1,5 @@
-"""One layout per rank of the world, for each side of a movement: the training mesh and the rollout groups.
-What a layout says is in layout.py; which ranks stand where is in topology/mesh.py.
+"""The layouts of all ranks, for the training mesh and for the rollout groups. layout.py has the layout of one rank,
+topology/mesh.py the coordinates of the ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
 def training_layouts(shape: ModelShape, mesh: Mesh, fused_norms: bool = False) -> list[Layout]:
-    """What each rank holds of a Megatron-Core model. fused_norms: the layers are Transformer Engine's."""
+    """Return each rank's layout of a Megatron-Core model. fused_norms: the layers are Transformer Engine's."""
     known: dict[Coordinate, Layout] = {}
     layouts = []
     for rank in range(mesh.world):
-        # Replicas hold the same, and the same object: a plan is worked out once for all of them.
+        # Data-parallel replicas share one Layout object, for which make_plan plans once.
         at = replace(mesh.coordinate(rank), dp=0)
         if at not in known:
             known[at] = _training_layout(shape, mesh, at, fused_norms)
@@ -32,17 +32,18 @@ def _training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, fused_norms:
         last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
         experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
         chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
-    return chunks[0] if mesh.vpp == 1 else _joined(chunks)
+    return chunks[0] if mesh.vpp == 1 else _concatenated(chunks)
 
 
 def chunk_prefix(chunk: int, num_chunks: int) -> str:
-    """What the names of a model chunk's parameters begin with, where a rank has several chunks."""
+    """Return the prefix of the parameter names of a virtual pipeline chunk; empty if the rank has one chunk."""
     return f"chunk{chunk}." if num_chunks > 1 else ""
 
 
-def _joined(chunks: Sequence[Layout]) -> Layout:
-    """What a rank with several model chunks holds."""
-    shapes, shards = {}, []
+def _concatenated(chunks: Sequence[Layout]) -> Layout:
+    """Return the layout of a rank with several virtual pipeline chunks."""
+    shapes = {}
+    shards = []
     for number, layout in enumerate(chunks):
         prefix = chunk_prefix(number, len(chunks))
         shapes.update({prefix + name: size for name, size in layout.stacked_shapes.items()})
@@ -51,6 +52,6 @@ def _joined(chunks: Sequence[Layout]) -> Layout:
 
 
 def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]]) -> list[Layout]:
-    """What each rank holds of the vLLM engines over these groups (each in the order of its TP ranks)."""
+    """Return each rank's layout of the vLLM engines over these groups, each in the order of its TP ranks."""
     by_rank = {rank: vllm_layout(shape, tp_rank, len(group)) for group in groups for tp_rank, rank in enumerate(group)}
     return [by_rank[rank] for rank in range(len(by_rank))]

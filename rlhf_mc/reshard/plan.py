@@ -1,15 +1,17 @@
-"""Which blocks move from which rank to which, given the layouts of both sides: plain data, no torch, no processes.
+"""The planner: blocks and the ranks that they move between, given the layouts of both sides. Plain data, no torch.
 
-A block that a rank already holds is copied there and never sent. Any other block comes from the nearest ranks that
-hold it (same node, else all), each of them sending the same share. What several ranks of a node need and none there
-holds comes to the node once: each of them receives a part and relays it to the others. Tensors that lie alike on both
-sides, such as the layers of a pipeline stage, form a pattern, and the moves of a pattern are worked out once; so the
-cost of planning hardly grows with depth. execute.py carries a plan out.
+A block that the receiving rank already holds is copied there, never sent. Any other block comes from the nearest ranks
+that hold it (of the same node, else of all nodes), and all of them send equally many bytes. A block that several ranks
+of a node need and none of them holds is sent to the node once: each of these ranks receives a part and forwards it to
+the others. Tensors with the same placement on both sides, such as the layers of a pipeline stage, form a pattern. The
+moves of a pattern are planned once, so planning time hardly grows with the number of layers. execute.py carries a plan
+out.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,16 +24,16 @@ from rlhf_mc.reshard.layout import Box, Layout, Shard
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 
 MIN_SLICE_BYTES = 1 << 16
-"""Blocks are not cut into smaller slices than this to even out the senders."""
+"""Minimum size of the slices that a block is split into to balance the senders."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole movement. Byte counts are per rank."""
+    """The plan of all ranks. Byte counts are per rank."""
 
     itemsize: int
     aliases: tuple[Mapping[str, Alias], ...]
-    """[rank] by local name of the target."""
+    """[rank] local name of the target tensor -> its alias."""
     patterns: tuple[Pattern, ...]
     buckets: tuple[tuple[Step, ...], ...]
     shared_bytes: tuple[int, ...]
@@ -39,16 +41,16 @@ class Plan:
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     received_from_other_nodes: tuple[int, ...]
-    """Bytes; a part of received_bytes."""
+    """Bytes; included in received_bytes."""
 
     @property
     def sender_imbalance(self) -> float:
-        """Bytes of the rank that sends most over the mean of all ranks; 1 where nothing is sent."""
+        """Maximum over mean of the bytes that the ranks send; 1 if nothing is sent."""
         total = sum(self.sent_bytes)
         return max(self.sent_bytes) * len(self.sent_bytes) / total if total else 1.0
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What one rank does."""
+        """Return one rank's part."""
         copies: list[Transfer] = []
         for pattern in self.patterns:
             mine = [m for m in pattern.copies if m.dst_rank == rank]
@@ -59,8 +61,8 @@ class Plan:
         for bucket in self.buckets:
             found: list[Transfer] = []
             for step in bucket:
-                cuts = [cut for move in moves[step.pattern] if (cut := move.part(step.number, step.parts))]
-                found += join_strided(self.patterns[step.pattern].transfer(cut, step.tensor) for cut in cuts)
+                parts = [part for move in moves[step.pattern] if (part := move.part(step.number, step.parts))]
+                found += join_strided(self.patterns[step.pattern].transfer(part, step.tensor) for part in parts)
             sends = tuple(t for t in found if t.src_rank == rank)
             buckets.append((sends, tuple(t for t in found if t.dst_rank == rank)))
         return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
@@ -74,30 +76,31 @@ def make_plan(
     ranks_per_node: int = 8,
     share: bool = False,
 ) -> Plan:
-    """The plan that fills every rank's target layout from the source layouts; one layout per rank on both sides.
+    """Return the plan that fills all target layouts from the source layouts. Each side has one layout per rank.
 
-    Ranks that share a Layout object are planned together. A source rank may hold any blocks, but two blocks
-    of one tensor, on any ranks, are either equal or disjoint. In a bucket no rank sends or receives more than
-    `bucket_bytes`, unless one row of every block is more. With `share`, target tensors that the rank's source holds
-    as they are take no part: the executor's caller lets one memory serve both. The result depends on the arguments
-    alone, so every rank can compute it. UserError if the source lacks something that the target has.
+    Ranks that share a Layout object are planned together. A source rank may hold any blocks, but any two blocks of a
+    tensor are either equal or disjoint. In a bucket no rank sends or receives more than `bucket_bytes`, unless one row
+    of every block is more. With `share`, target tensors that can be views of the rank's source tensors are aliases and
+    do not move. The result depends on the arguments only, so every rank computes the same plan. Raise UserError if the
+    source lacks a block that the target needs.
     """
     assert len(source) == len(target), "one source and one target layout per rank"
-    shared, target = _share(source, target, itemsize) if share else ([{}] * len(source), target)
-    src, dst = _Side(source), _Side(target)
+    aliases, target = _alias(source, target, itemsize) if share else ([{}] * len(source), target)
+    src = _Side(source)
+    dst = _Side(target)
     alike: dict[tuple, list[str]] = defaultdict(list)
     for tensor in dst.held:
         alike[_placement(src.held.get(tensor, ())), _placement(dst.held[tensor])].append(tensor)
     patterns: list[Pattern] = []
     queue: list[tuple[int, int, int]] = []
-    spread = _Spread(ranks_per_node, itemsize)
+    balance = _Senders(ranks_per_node, itemsize)
     for tensors in alike.values():
-        for pattern in _make_patterns(tensors, src, dst, spread):
+        for pattern in _make_patterns(tensors, src, dst, balance):
             if pattern.moves:
                 queue += [(src.position[name], len(patterns), k) for k, name in enumerate(tensors)]
             patterns.append(pattern)
     buckets = fill_buckets(patterns, queue, max(1, bucket_bytes // itemsize))
-    copied, sent, received, crossing = ([0] * len(source) for _ in range(4))
+    copied, sent, received, from_other_nodes = ([0] * len(source) for _ in range(4))
     for pattern in patterns:
         times = itemsize * len(pattern.dst_locals)
         for move in pattern.copies:
@@ -107,24 +110,24 @@ def make_plan(
             sent[move.src_rank] += size
             received[move.dst_rank] += size
             if move.src_rank // ranks_per_node != move.dst_rank // ranks_per_node:
-                crossing[move.dst_rank] += size
+                from_other_nodes[move.dst_rank] += size
     return Plan(
         itemsize,
-        tuple(shared),
+        tuple(aliases),
         tuple(patterns),
         buckets,
-        tuple(itemsize * sum(s.numel for s in found.values()) for found in shared),
+        tuple(itemsize * sum(a.numel for a in found.values()) for found in aliases),
         tuple(copied),
         tuple(sent),
         tuple(received),
-        tuple(crossing),
+        tuple(from_other_nodes),
     )
 
 
-def _share(
+def _alias(
     source: Sequence[Layout], target: Sequence[Layout], itemsize: int
 ) -> tuple[list[dict[str, Alias]], list[Layout]]:
-    """(what each rank shares, its target layout without that). Ranks of equal layouts share one object still."""
+    """Return (aliases of each rank, its target layout without them). Ranks that share Layout objects still do."""
     known: dict[tuple[int, int], tuple[dict[str, Alias], Layout]] = {}
     rests: dict[tuple[int, frozenset[str]], Layout] = {}
     for have, want in zip(source, target, strict=True):
@@ -139,7 +142,7 @@ def _share(
 
 
 class _Side:
-    """One side's layouts, indexed by tensor; equal (identical) layouts of several ranks appear once."""
+    """The layouts of one side, indexed by tensor. A Layout object that several ranks share appears once."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         ranks_of: dict[int, list[int]] = defaultdict(list)
@@ -150,7 +153,7 @@ class _Side:
         self.held: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
         """Tensor -> (number of the distinct layout, shard)."""
         self.position: dict[str, int] = {}
-        """Tensor -> how early it comes in a layout."""
+        """Tensor -> its smallest index in a layout."""
         for number, ranks in enumerate(self.ranks):
             for position, shard in enumerate(layouts[ranks[0]].stacked):
                 self.held[shard.tensor].append((number, shard))
@@ -162,56 +165,57 @@ def _placement(held: Iterable[tuple[int, Shard]]) -> tuple:
     return tuple((number, shard.box, shard.offset) for number, shard in held)
 
 
-class _Spread:
-    """Chooses senders: nearest first, then in turn."""
+class _Senders:
+    """The choice of senders: the nearest ranks, round-robin."""
 
     def __init__(self, ranks_per_node: int, itemsize: int) -> None:
         self.ranks_per_node = ranks_per_node
         self.itemsize = itemsize
-        self.turn: dict[tuple[int, ...], int] = defaultdict(int)
+        self.num_chosen: dict[tuple[int, ...], int] = defaultdict(int)
 
     def nearest(
         self, holders: Iterable[int], receivers: Iterable[tuple[int, int]]
     ) -> dict[tuple[int, ...], list[list[tuple[int, int]]]]:
-        """The receivers (rank, ...) by the ranks that may send to them, in teams that take a block together: those of a
-        node on which nobody holds it; where somebody does, each receiver for itself."""
+        """Return possible senders -> groups of receivers (rank, shard); each group receives the block once. The
+        receivers of a node without a holder form one group; every other receiver is a group of its own."""
         everywhere = tuple(holders)
         on_node: dict[int, list[int]] = defaultdict(list)
         for rank in everywhere:
             on_node[rank // self.ranks_per_node].append(rank)
-        served: dict[tuple[int, ...], list[list[tuple[int, int]]]] = defaultdict(list)
-        far: dict[int, list[tuple[int, int]]] = {}
+        groups: dict[tuple[int, ...], list[list[tuple[int, int]]]] = defaultdict(list)
+        of_node: dict[int, list[tuple[int, int]]] = {}
         for receiver in receivers:
             node = receiver[0] // self.ranks_per_node
             if node in on_node:
-                served[tuple(on_node[node])].append([receiver])
-            elif node in far:
-                far[node].append(receiver)
+                groups[tuple(on_node[node])].append([receiver])
+            elif node in of_node:
+                of_node[node].append(receiver)
             else:
-                far[node] = [receiver]
-                served[everywhere].append(far[node])
-        return served
+                of_node[node] = [receiver]
+                groups[everywhere].append(of_node[node])
+        return groups
 
-    def cuts(self, block: Box, num_senders: int, num_receivers: int, team: int) -> list[Box]:
-        """Return ranges of the block. Where it is large enough, every sender sends as many, and every receiver of a
-        team receives as many."""
+    def split(self, block: Box, num_senders: int, num_receivers: int, group_size: int) -> list[Box]:
+        """Return slices of the block. If it is large enough, all senders send equally many slices, and all receivers of
+        a group receive equally many."""
         size = _volume(block) * self.itemsize
-        parts = team * (num_senders // math.gcd(num_senders, num_receivers))
+        parts = group_size * (num_senders // math.gcd(num_senders, num_receivers))
         parts = max(1, min(parts, size // MIN_SLICE_BYTES))
-        # Of stacked experts whole experts are assigned where that is even, else ranges of rows of all of them.
+        # Stacked experts are split between experts if that is even, else along the rows of all experts.
         axis = 1 if len(block) == 3 and (block[0][1] - block[0][0]) % parts else 0
-        before, (start, end), rest = block[:axis], block[axis], block[axis + 1 :]
+        start, end = block[axis]
         parts = min(parts, end - start)
         bounds = [start + (end - start) * n // parts for n in range(parts + 1)]
-        return [(*before, (bounds[n], bounds[n + 1]), *rest) for n in range(parts)]
+        return [(*block[:axis], bound, *block[axis + 1 :]) for bound in itertools.pairwise(bounds)]
 
     def next_sender(self, senders: tuple[int, ...]) -> int:
-        self.turn[senders] += 1
-        return senders[(self.turn[senders] - 1) % len(senders)]
+        """Return the next of the senders, round-robin."""
+        self.num_chosen[senders] += 1
+        return senders[(self.num_chosen[senders] - 1) % len(senders)]
 
 
-class _Cut:
-    """A block and where it begins in the shards that hold it, which are numbered."""
+class _Block:
+    """A block, and its offsets in the source and target shards that contain it, by the shard's index."""
 
     def __init__(self, block: Box, sources: Sequence[tuple[int, Shard]], targets: Sequence[tuple[int, Shard]]) -> None:
         self.extent = tuple(end - start for start, end in block)
@@ -219,49 +223,56 @@ class _Cut:
         self.end = functools.cache(lambda number: targets[number][1].offset_of(block))
 
     def move(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """Return the move from a source's shard (rank, number) to a target's."""
-        (src_rank, src), (dst_rank, dst) = sender, receiver
+        """Return the move from a source shard (rank, index) to a target shard."""
+        src_rank, src = sender
+        dst_rank, dst = receiver
         return Move(src_rank, dst_rank, src, self.begin(src), dst, self.end(dst), self.extent)
 
-    def relay(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
-        """Return the move from a target's shard to another's."""
-        (src_rank, src), (dst_rank, dst) = sender, receiver
+    def forward(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
+        """Return the move from a target shard (rank, index) to a target shard of another rank."""
+        src_rank, src = sender
+        dst_rank, dst = receiver
         return Move(src_rank, dst_rank, src, self.end(src), dst, self.end(dst), self.extent)
 
 
-def _make_patterns(tensors: list[str], src: _Side, dst: _Side, spread: _Spread) -> tuple[Pattern, Pattern]:
-    """Works out the moves of the first tensor, from its sources and those that relay; the others make the same."""
-    sources, targets = src.held.get(tensors[0], []), dst.held[tensors[0]]
-    holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> number of its shard
+def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balance: _Senders) -> tuple[Pattern, Pattern]:
+    """Plan the first tensor, whose moves all the tensors share. Return the moves from sources, and the forwarding
+    moves."""
+    sources = src.held.get(tensors[0], [])
+    targets = dst.held[tensors[0]]
+    holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> index of its shard
     for number, (layout, shard) in enumerate(sources):
         holders[shard.box].update(dict.fromkeys(src.ranks[layout], number))
     copies: list[Move] = []
     moves: list[Move] = []
-    relays: list[Move] = []
+    forwards: list[Move] = []
     for (box, block), wanted in _needs(tensors[0], holders, targets, dst.ranks).items():
         have = holders[box]
-        whole = _Cut(block, sources, targets)
-        copies += [whole.move((rank, have[rank]), (rank, shard)) for rank, shard in wanted if rank in have]
+        complete = _Block(block, sources, targets)
+        copies += [complete.move((rank, have[rank]), (rank, shard)) for rank, shard in wanted if rank in have]
         missing = [(rank, shard) for rank, shard in wanted if rank not in have]
-        for senders, teams in spread.nearest(have, missing).items():
-            served = sum(map(len, teams))
-            cuts: dict[int, list[_Cut]] = {}
-            for team in teams:
-                if len(team) not in cuts:
-                    boxes = spread.cuts(block, len(senders), served, len(team))
-                    cuts[len(team)] = [_Cut(cut, sources, targets) for cut in boxes]
-                for number, cut in enumerate(cuts[len(team)]):
-                    first, sender = team[number % len(team)], spread.next_sender(senders)
-                    moves.append(cut.move((sender, have[sender]), first))
-                    relays += [cut.relay(first, other) for other in team if other != first]
-    targeted = _locals(tensors, dst)
-    return Pattern(_locals(tensors, src), targeted, copies, moves), Pattern(targeted, targeted, [], relays, True)
+        for senders, groups in balance.nearest(have, missing).items():
+            num_receivers = sum(map(len, groups))
+            slices: dict[int, list[_Block]] = {}
+            for group in groups:
+                if len(group) not in slices:
+                    boxes = balance.split(block, len(senders), num_receivers, len(group))
+                    slices[len(group)] = [_Block(box, sources, targets) for box in boxes]
+                for number, part in enumerate(slices[len(group)]):
+                    first = group[number % len(group)]
+                    sender = balance.next_sender(senders)
+                    moves.append(part.move((sender, have[sender]), first))
+                    forwards += [part.forward(first, other) for other in group if other != first]
+    dst_locals = _locals(tensors, dst)
+    from_sources = Pattern(_locals(tensors, src), dst_locals, copies, moves)
+    return from_sources, Pattern(dst_locals, dst_locals, [], forwards, forwarded=True)
 
 
 def _needs(
     tensor: str, holders: Mapping[Box, object], targets: Sequence[tuple[int, Shard]], dst_ranks: list[list[int]]
 ) -> dict[tuple[Box, Box], list[tuple[int, int]]]:
-    """(block of the source, its part that is wanted) -> (rank, number of its shard) of all who want it."""
+    """Return (block of the source, its part that a target needs) -> (rank, index of its shard) of every rank that needs
+    the part. Raise UserError if the source lacks a part."""
     needs: dict[tuple[Box, Box], list[tuple[int, int]]] = defaultdict(list)
     blocks_of: dict[Box, list[tuple[Box, Box]]] = {}
     for number, (layout, shard) in enumerate(targets):

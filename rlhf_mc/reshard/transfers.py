@@ -1,5 +1,5 @@
-"""What one rank is told to do in a movement of weights: transfers within the rank and, bucket by bucket, to and from
-others. plan.py decides them, execute.py carries them out.
+"""One rank's part of a plan: copies within the rank and, bucket by bucket, transfers to and from other ranks. plan.py
+makes it, execute.py carries it out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rlhf_mc.reshard.aliasing import Alias
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`count` blocks of `extent` elements, from src_offset of a local tensor of src_rank to dst_offset of one of
-    dst_rank; each next block lies src_step and dst_step rows further (along the first dimension of extent).
+    """`count` blocks of shape `extent`, from src_offset in a tensor of src_rank to dst_offset in a tensor of dst_rank.
+    Consecutive blocks lie src_step and dst_step rows apart (along the first dimension of extent).
 
-    Of stacked experts the first dimension counts these; a local name with "*" then stands for one tensor each. An
-    offset longer than extent begins with fixed indices (the expert, in a tensor that stacks experts)."""
+    For stacked experts, the first dimension is the expert, and a local name with "*" stands for one tensor per expert.
+    An offset longer than extent begins with the index of the expert in a tensor that stacks experts."""
 
     src_rank: int
     dst_rank: int
@@ -29,8 +29,8 @@ class Transfer:
     count: int = 1
     src_step: int = 0
     dst_step: int = 0
-    relayed: bool = False
-    """Read from the sender's target, where an earlier bucket has put it, not from its source."""
+    forwarded: bool = False
+    """Read from the sender's target, which an earlier bucket has filled, in place of its source."""
 
     @property
     def numel(self) -> int:
@@ -39,20 +39,21 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part. Every rank has the same number of buckets; sender and receiver list a bucket in one order."""
+    """One rank's part of a plan. All ranks have the same number of buckets. Sender and receiver list the transfers of a
+    bucket in the same order."""
 
     rank: int
     itemsize: int
     aliases: tuple[Alias, ...]
     """Target tensors that are views of source tensors: nothing moves for them."""
     copies: tuple[Transfer, ...]
-    """Within the rank."""
+    """Transfers within the rank."""
     buckets: tuple[tuple[tuple[Transfer, ...], tuple[Transfer, ...]], ...]
-    """(sends, receives), to be completed before the next bucket begins."""
+    """(sends, receives) of each bucket, which complete before the next bucket begins."""
 
     @property
     def outbox_bytes(self) -> int:
-        """The most that it sends in one bucket."""
+        """Bytes of the largest bucket of sends."""
         return self.itemsize * max((sum(t.numel for t in sends) for sends, _ in self.buckets), default=0)
 
     @property
@@ -73,14 +74,14 @@ class RankPlan:
 
 
 def rows_down(offset: tuple[int, ...], rows: int, dims: int) -> tuple[int, ...]:
-    """The offset so many rows further, rows being the first of its last `dims` dimensions."""
+    """Return the offset moved by `rows` along the first of its last `dims` dimensions."""
     axis = len(offset) - dims
     return (*offset[:axis], offset[axis] + rows, *offset[axis + 1 :])
 
 
 def join_strided(transfers: Iterable[Transfer]) -> Iterable[Transfer]:
-    """The same blocks in fewer transfers: those of one shape that follow at equal steps of rows become one (the query
-    heads of all KV groups, say). Sender and receiver list the same blocks, so they join the same."""
+    """Merge transfers of blocks of one shape at equal steps of rows (such as the query heads of all KV groups) into one
+    transfer each. Sender and receiver list the same blocks, so both merge the same."""
     joined: dict[tuple, Transfer] = {}
     done: list[Transfer] = []
     for new in transfers:

@@ -384,7 +384,7 @@ def test_the_same_node_is_asked_first() -> None:
         assert plan.sender_imbalance == 3.0  # two of six ranks send as much each
 
 
-def test_a_node_receives_a_block_once_and_its_ranks_relay_it() -> None:
+def test_a_node_receives_a_block_once_and_its_ranks_forward_it() -> None:
     """Two nodes of four, a stage each: every rank lacks half of the model, which comes once, a quarter to each rank."""
     shape = make_shape(num_layers=2, hidden_size=512, ffn_hidden_size=1024, head_dim=128, qkv_bias=False)
     mesh = Mesh(shape, tp=1, dp=4, stages=[range(1), range(1, 2)])
@@ -396,8 +396,8 @@ def test_a_node_receives_a_block_once_and_its_ranks_relay_it() -> None:
     assert plan.received_bytes == (half,) * 8 and plan.received_from_other_nodes == (half // 4,) * 8
     assert plan.sender_imbalance == 1.0
     for rank in range(8):
-        relayed = [t.relayed for sends, _ in plan.for_rank(rank).buckets for t in sends]
-        assert relayed == sorted(relayed) and any(relayed), "what is relayed has come before"
+        forwarded = [t.forwarded for sends, _ in plan.for_rank(rank).buckets for t in sends]
+        assert forwarded == sorted(forwarded) and any(forwarded), "blocks are received before they are forwarded"
 
 
 def test_all_stages_send_in_every_large_bucket() -> None:
