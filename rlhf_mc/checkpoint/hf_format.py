@@ -52,7 +52,6 @@ RUN_FILE = "run.json"
 STAGING = ".incomplete"
 """Folder inside the output directory for files that are not complete yet."""
 
-
 logger = logging.getLogger(__name__)
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
