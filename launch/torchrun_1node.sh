@@ -5,8 +5,8 @@
 #
 # NPROC=2 launch/torchrun_1node.sh configs/quickstart.yaml     two processes on a CPU
 #
-# PYTHON: the interpreter [.venv/bin/python beside this folder if there is one, or python3]. Ends with the program's exit
-# code: 0 only for a run that has finished.
+# PYTHON: the interpreter [.venv/bin/python beside this folder if there is one, or python3]. The exit code is the
+# program's: 0 only for a run that has finished.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -26,7 +26,8 @@ fi
 # shellcheck source=launch/env.sh
 source "$launch/env.sh"
 
-# SIGUSR1 would kill torchrun alone and leave the ranks behind; so it passes it on, and waits 30 s, as with SIGTERM.
-# -P: torch must not import this folder's modules in place of others.
+# --signals-to-handle: SIGUSR1 would kill torchrun but not its ranks. Handled, it is passed on to the ranks, and torchrun
+# waits 30 s for them, as after SIGTERM.
+# -P: keep this folder's modules from hiding others of the same name.
 exec "$PYTHON" -P "$launch/torchrun_1node.py" --standalone --nproc-per-node "$NPROC" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m rlhf_mc "$@"

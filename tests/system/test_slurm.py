@@ -144,7 +144,7 @@ def test_signalled_it_saves_is_queued_again_and_ends_with_the_same_weights(
     assert job.wait(500) == "COMPLETED 1", job.said()
     said = job.said()  # both attempts': --open-mode=append
     assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.index("resumed after step")
-    assert "the job is queued again" in said
+    assert "the job is requeued" in said
     assert sorted(path.name for path in (job.logs / job.id).iterdir()) == ["attempt_0", "attempt_1"]
     _, reference = uninterrupted
     expected, found = (load_file(folder / "run" / "hf" / "model.safetensors") for folder in (reference, tmp_path))
@@ -273,7 +273,7 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, s
     if how == "cancelled":
         job.slurm("scancel", job.id)
         assert job.wait(180) == "CANCELLED 0", job.said()
-        assert "not queued again" in job.said()
+        assert "not requeued" in job.said()
         return
     others = ["--partition=batch", f"--nodes={NODES}", "--exclusive", f"--output={tmp_path}/other", "--wrap=sleep 1"]
     job.slurm("sbatch", *others)
@@ -309,7 +309,7 @@ def test_a_crashed_run_is_started_again(stand_in: dict[str, str], tmp_path: Path
         assert "the run crashed after global_step_1, and the start was the newest" in job.said()
     else:
         assert job.wait(180) == "FAILED 0", job.said()
-        assert "the job is not queued again: this attempt has made no checkpoint (the newest is the st" in job.said()
+        assert "the job is not requeued: this attempt has written no checkpoint (the newest is the st" in job.said()
 
 
 def test_a_node_that_sees_something_else_is_named(stand_in: dict[str, str], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def slurm(tmp_path: Path) -> Path:
 
 
 def attempt(slurm: Path, number: int = 0, **settings: str) -> tuple[int, str, int]:
-    """One attempt of a job: its exit code, what it said, and how often it asked to be queued again."""
+    """One attempt of a job: its exit code, what it said, and how often it asked to be requeued."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     env |= {"PATH": f"{slurm}:{env['PATH']}", "PYTHON": str(slurm / "python"), "LOG_ROOT": str(slurm / "logs")}
     env |= {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node1"}
@@ -81,7 +81,7 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
     assert (code, asked) == (75, 3), said
     (slurm / "answers").write_text("\n")  # for ever
     code, said, asked = attempt(slurm, REFUSALS="9")
-    assert (code, asked) == (75, 5) and "Slurm does not queue the job again" in said
+    assert (code, asked) == (75, 5) and "Slurm does not requeue the job" in said
     (slurm / "answers").write_text("\nCOMPLETING\n")
     code, said, asked = attempt(slurm)
     assert (code, asked) == (75, 0) and "the job is being ended" in said
@@ -96,7 +96,7 @@ def test_where_no_checkpoint_comes_the_job_is_not_queued_again_for_ever(slurm: P
     assert [attempt(slurm, number)[2] for number in (2, 3)] == [1, 1]
     code, said, asked = attempt(slurm, 4)
     assert (code, asked) == (2, 0)
-    assert "two attempts in a row brought no checkpoint newer than global_step_10" in said
+    assert "two consecutive attempts wrote no checkpoint newer than global_step_10" in said
 
 
 @pytest.mark.parametrize("when", [{"IN_PREFLIGHT": "USR1"}, {"IN_PREFLIGHT": "TERM"}, {"AT_THE_START": "yes"}], ids=str)
@@ -124,13 +124,13 @@ def test_a_crashed_run_is_started_again_after_a_new_checkpoint_and_so_often(slur
     code, said, asked = attempt(slurm, 0, **crash, SAVES="1")
     assert (code, asked) == (1, 1)
     assert (
-        "the run crashed after global_step_1, and the start was the newest when it started: the job is queued" in said
+        "the run crashed after global_step_1, and the start was the newest when it started: the job is requeued" in said
     )
     code, said, asked = attempt(slurm, 1, **crash)
-    assert (code, asked) == (1, 0) and "not queued again: this attempt has made no checkpoint (the newest is gl" in said
+    assert (code, asked) == (1, 0) and "not requeued: this attempt has written no checkpoint (the newest is gl" in said
     assert attempt(slurm, 2, **crash, SAVES="2")[2] == 1
     code, said, asked = attempt(slurm, 3, **crash, SAVES="3")
-    assert (code, asked) == (1, 0) and "not queued again: it has been restarted 2 times after a crash" in said
+    assert (code, asked) == (1, 0) and "not requeued: it has been restarted 2 times after a crash" in said
 
 
 def test_checkpoints_that_another_run_has_moved_away_are_no_progress(slurm: Path) -> None:
@@ -138,7 +138,7 @@ def test_checkpoints_that_another_run_has_moved_away_are_no_progress(slurm: Path
     (slurm / "run" / "global_step_9" / "manifest.json").write_text('{"step": 9}')
     crash = {"ENDS_WITH": "1", "SAYS": "", "MAX_RESTARTS": "2", "BEGINS_ANEW": "yes"}
     code, said, asked = attempt(slurm, 0, **crash)
-    assert (code, asked) == (1, 0) and "this attempt has made no checkpoint (the newest is the start)" in said
+    assert (code, asked) == (1, 0) and "this attempt has written no checkpoint (the newest is the start)" in said
     assert attempt(slurm, 1, **{**crash, "BEGINS_ANEW": ""}, SAVES="1")[2] == 1
 
 
@@ -146,7 +146,7 @@ def test_checkpoints_that_another_run_has_moved_away_are_no_progress(slurm: Path
     ("settings", "expected", "why"),
     [
         ({"ENDS_WITH": "1", "SAYS": "1"}, 1, "MAX_RESTARTS is 0"),
-        ({"ENDS_WITH": "1", "SAYS": "2", "MAX_RESTARTS": "1"}, 2, "it would meet the same mistake again"),
+        ({"ENDS_WITH": "1", "SAYS": "2", "MAX_RESTARTS": "1"}, 2, "the same error would come again"),
         ({"ENDS_WITH": "1", "SAYS": "130", "MAX_RESTARTS": "1"}, 130, "it was interrupted"),
         ({"ENDS_WITH": "0", "SAYS": ""}, 1, "MAX_RESTARTS is 0"),
         ({"MAX_RESTARTS": "often"}, 2, "MAX_RESTARTS is often; it must be a number of restarts"),
@@ -162,7 +162,7 @@ def test_why_a_run_is_not_started_again(slurm: Path, settings: dict[str, str], e
 def test_a_job_that_is_being_ended_is_not_started_again(slurm: Path) -> None:
     (slurm / "answers").write_text("COMPLETING\n")
     code, said, asked = attempt(slurm, ENDS_WITH="1", SAYS="", MAX_RESTARTS="1", SAVES="1")
-    assert (code, asked) == (1, 0) and "not queued again: the job is being ended" in said
+    assert (code, asked) == (1, 0) and "not requeued: the job is being ended" in said
 
 
 def preflight(folder: Path, *arguments: str, node: str = "a") -> subprocess.CompletedProcess[str]:
