@@ -41,7 +41,7 @@ exit codes:
   {EXIT_REQUEUE:<3}  the run was asked to stop and has saved (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes it
   {EXIT_INTERRUPTED:<3}  the run was interrupted (a second Ctrl-C) and has saved nothing
 
-documentation: README.md (usage), docs/architecture.md, docs/metrics.md, docs/reliability.md (checkpoints, faults)"""
+documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md, docs/reliability.md"""
 
 Option = Literal["--help", "--version", "--print-config"]
 OPTIONS: dict[str, Option] = {
