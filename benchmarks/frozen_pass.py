@@ -25,7 +25,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
-from rlhf_mc.trainer.experience import log_prob_head, score_tokens
+from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
 
 WAYS = ("trainable", "frozen")

@@ -26,7 +26,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import log_probs
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.experience import log_prob_head
+from rlhf_mc.trainer.scoring import log_prob_head
 from rlhf_mc.trainer.setup import layouts_of
 
 PROMPT = 16

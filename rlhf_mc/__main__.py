@@ -58,7 +58,7 @@ def run(command: CommandLine) -> None:
 
     trainer = cfg.trainer
     status = RankStatus()
-    timer = PhaseTimer(None, status)  # for the names of the phases: an error carries that in which it came
+    timer = PhaseTimer(status=status)  # for the names of the phases: an error carries that in which it came
     with timer.phase("join"):
         init_process_group(trainer.dist_timeout_seconds)
     stop.read_job_end()

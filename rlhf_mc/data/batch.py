@@ -1,18 +1,16 @@
-"""The ragged batch that travels between the phases of a step: token vectors end to end, and offsets.
+"""The ragged batch that the phases of a step pass on: token vectors end to end, and lengths.
 
-Nothing is padded here. Every rank holds the same whole batch (token ids and one float per token:
-small beside any weight), so what is computed from it needs no further communication.
+Nothing is padded. Every rank holds the whole batch (token ids and one float per token: small compared with the
+weights), so that computing on it needs no communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,17 +18,17 @@ class Prompt:
     """One prompt, ready to generate from."""
 
     index: int
-    """Row of the dataset (over all its files, after filtering); names the row in messages and seeds its sampling."""
+    """Row of the dataset (over all its files, after filtering). It names the row in messages and seeds its sampling."""
     token_ids: list[int]
     """The prompt after the chat template."""
     text: str
     """The same as text, for logs."""
     data_source: str
-    """Which reward rule scores it, and under which name validation reports it."""
+    """The name by which the reward rule is chosen and validation reports accuracy."""
     ground_truth: Any
-    """What the reward function compares with."""
+    """The reward function's argument of this name."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """Passed through to the reward function."""
+    """The reward function's argument of this name."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,15 @@ class Generation:
     log_probs: list[float]
     """vLLM's log-prob of each sampled token at the sampling temperature."""
     finished: bool
-    """True: ended by itself; False: cut at max_response_length."""
+    """True: ended with an end token; False: truncated at max_response_length."""
 
 
 @dataclass(frozen=True)
 class RaggedBatch:
     """S sequences, each prompt + response, end to end in one vector of T tokens.
 
-    Per-token fields have one entry per *response* token, end to end: R in all. None until the phase
-    that computes them has run.
+    Per-token fields have one entry per *response* token, end to end: [R]. A field is None until the phase that
+    computes it has run.
     """
 
     tokens: torch.Tensor
@@ -62,9 +60,9 @@ class RaggedBatch:
     rollout_log_probs: torch.Tensor
     """[R] float32: vLLM's log-probs."""
     finished: torch.Tensor
-    """[S] bool: the response ended by itself."""
+    """[S] bool: the response ended with an end token."""
     scores: torch.Tensor | None = None
-    """[S] float32: what the reward function gave."""
+    """[S] float32: by the reward function or the reward model."""
     old_log_probs: torch.Tensor | None = None
     """[R] float32: the actor's log-probs before the update."""
     ref_log_probs: torch.Tensor | None = None
@@ -75,9 +73,6 @@ class RaggedBatch:
     """[R] float32, whitened."""
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
-    shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    """What has been worked out from tokens and lengths alone, by what it is. Batches of the same sequences in the same
-    order have one, whatever their per-token fields: copies of with_fields, and repeated calls of select."""
 
     @property
     def num_sequences(self) -> int:
@@ -88,16 +83,8 @@ class RaggedBatch:
         """[S] int64: prompt + response."""
         return self.prompt_lens + self.response_lens
 
-    def once(self, what: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, from tokens and lengths alone; worked out the first time that these sequences are asked
-        for it, and kept as long as the batch that they came in."""
-        if what not in self.shared:
-            self.shared[what] = make()
-        kept: T = self.shared[what]
-        return kept
-
     def responses(self) -> list[list[int]]:
-        """Each sequence's response tokens."""
+        """Return the response tokens of each sequence."""
         return [
             seq[prompt_len:].tolist()
             for seq, prompt_len in zip(
@@ -106,14 +93,14 @@ class RaggedBatch:
         ]
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
-        """A copy with per-token or per-sequence results filled in; lengths are checked."""
+        """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are checked."""
         for name, value in fields.items():
             want = self.num_sequences if name == "scores" else int(self.response_lens.sum())
             assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
-        return replace(self, **fields)  # type: ignore[arg-type]
+        return replace(self, **fields)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> RaggedBatch:
-        """The batch of these sequences, in this order."""
+        """Return the batch of these sequences, in this order."""
         idx = torch.as_tensor(indices, dtype=torch.int64)
         token_idx = ragged_indices(self.seq_lens, idx)
         response_idx = ragged_indices(self.response_lens, idx)
@@ -128,13 +115,12 @@ class RaggedBatch:
             response_lens=self.response_lens[idx],
             finished=self.finished[idx],
             scores=None if self.scores is None else self.scores[idx],
-            shared=self.once(("select", tuple(idx.tolist())), dict),
             **out,  # type: ignore[arg-type]
         )
 
 
 def ragged_indices(lens: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """Positions of the segments `which` [K], in that order, in a vector of segments of `lens` [S] end to end."""
+    """Return the positions of the segments `which` [K], in that order, in a vector of segments of `lens` [S]."""
     starts = torch.cumsum(lens, 0) - lens
     picked = lens[which]
     out_starts = torch.cumsum(picked, 0) - picked
@@ -143,7 +129,7 @@ def ragged_indices(lens: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
 
 
 def build_batch(prompts: Sequence[Prompt], generations: Sequence[Generation]) -> RaggedBatch:
-    """Joins prompt i and generation i into sequence i."""
+    """Return the batch whose sequence i is prompt i and generation i."""
     assert len(prompts) == len(generations)
     tokens = [t for p, g in zip(prompts, generations, strict=True) for t in (*p.token_ids, *g.token_ids)]
     return RaggedBatch(
@@ -156,7 +142,9 @@ def build_batch(prompts: Sequence[Prompt], generations: Sequence[Generation]) ->
 
 
 def pad_responses(values: torch.Tensor, response_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] ragged to ([S, max response] zero-padded, [S, max response] bool mask): the form algorithms/ works in."""
+    """Return ragged values [R] as (zero-padded [S, max response], bool mask [S, max response]), as algorithms/ expects.
+
+    response_lens: [S]."""
     width = int(response_lens.max())
     mask = torch.arange(width)[None, :] < response_lens[:, None]
     padded = torch.zeros(mask.shape, dtype=values.dtype)

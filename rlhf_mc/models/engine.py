@@ -21,7 +21,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
-from rlhf_mc.models.forward import MicroBatch, cut_micro_batch, run_stage, states_at
+from rlhf_mc.models.forward import MicroBatch, PackingCache, run_stage, states_at
 from rlhf_mc.models.freeze import enable_input_gradients
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
@@ -155,7 +155,12 @@ class ModelEngine:
 
     @torch.no_grad()
     def score(
-        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], head: Head, per_sequence: bool = False
+        self,
+        batch: RaggedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        head: Head,
+        per_sequence: bool = False,
+        packing: PackingCache | None = None,
     ) -> torch.Tensor:
         """One number per response token of the whole batch, of the state before it: [R] float32, on every rank; with
         per_sequence one per sequence, of the state of its last token: [S].
@@ -164,22 +169,28 @@ class ModelEngine:
         result = torch.zeros(batch.num_sequences if per_sequence else int(batch.response_lens.sum()))
 
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
-            if micro.is_filler:
+            if micro.is_dummy:
                 return
             scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each holds some columns
             if self.groups.coordinate.tp == 0:
                 result[micro.sequence_index if per_sequence else micro.response_index] = scored.float().cpu()
 
-        self._run(batch, self._filled_up(micro_batches), keep, forward_only=True, at_last_token=per_sequence)
+        self._run(batch, self._filled_up(micro_batches), keep, True, packing, at_last_token=per_sequence)
         # Every token was scored by one replica, on its last stage, and is kept by one of its ranks.
         return sum_over_ranks(result)
 
-    def train_step(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
+    def train_step(
+        self,
+        batch: RaggedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        loss: Loss,
+        packing: PackingCache | None = None,
+    ) -> dict[str, float]:
         """One optimizer step on the batch (a mini-batch), along the gradient that `backward` leaves. Returns the
         sums of the statistics, and grad_norm (before clipping), lr and "skipped": 0. Where loss, statistics or gradient
         are not finite on any rank, no rank steps: weights and optimizer state stay as they are, and {"skipped": 1} is
         all that is returned. Every rank must call it."""
-        stats = self.backward(batch, micro_batches, loss)
+        stats = self.backward(batch, micro_batches, loss, packing)
         with platform.megatron():
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
@@ -198,7 +209,13 @@ class ModelEngine:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
         self._optimizer.step_with_ready_grads()
 
-    def backward(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
+    def backward(
+        self,
+        batch: RaggedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        loss: Loss,
+        packing: PackingCache | None = None,
+    ) -> dict[str, float]:
         """Leaves in each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
         micro-batches of all replicas (with the distributed optimizer, in the part that this rank updates).
         Returns the sums of the statistics. Every rank must call it."""
@@ -212,14 +229,14 @@ class ModelEngine:
         scale = float(self.groups.mesh.dp * len(micro_batches))
 
         def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-            if micro.is_filler:
+            if micro.is_dummy:
                 return hidden.float().sum() * 0.0
             value, stats = loss(model, hidden, micro)
             for key, stat in stats.items():
                 totals[key] = totals.get(key, 0.0) + float(stat)
             return value * scale
 
-        self._run(batch, micro_batches, share, forward_only=False)
+        self._run(batch, micro_batches, share, False, packing)
         return self._sum_stats(totals)
 
     def _filled_up(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
@@ -242,6 +259,7 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         on_last_stage: Callable[[PackedGPT, torch.Tensor, MicroBatch], Any],
         forward_only: bool,
+        packing: PackingCache | None,
         at_last_token: bool = False,
     ) -> None:
         """Runs the micro-batches through this rank's stage by Megatron-Core's schedule; on the last stage
@@ -256,7 +274,7 @@ class ModelEngine:
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 last = self.chunks[-1]
-                states = states_at(last, hidden, micro.last if at_last_token else micro.predicting)
+                states = states_at(last, hidden, micro.last if at_last_token else micro.logit_positions)
                 value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
@@ -266,8 +284,10 @@ class ModelEngine:
         if pp > 1:
             extra["p2p_communicator"] = P2PCommunicator(self.groups.collection.pp, self.chunks[0].config)
 
+        cache = packing or PackingCache()
+
         def micros() -> Iterator[MicroBatch]:
-            return (cut_micro_batch(batch, list(m), multiple_of) for m in micro_batches)
+            return (cache.micro_batch(batch, list(m), multiple_of) for m in micro_batches)
 
         several = len(self.chunks) > 1
         with platform.megatron():

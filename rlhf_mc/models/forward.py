@@ -1,9 +1,10 @@
-"""One packed micro-batch: cut out of the ragged batch, run through a model's stage, heads applied to the
-states that predict response tokens."""
+"""Micro-batches and their pass through this pipeline stage: sequences of the ragged batch are packed, passes share the
+packed input, and the last stage's states are selected for a head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
+from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.attention import PackedSequences, pack
 from rlhf_mc.models.build import uses_transformer_engine
@@ -18,45 +20,87 @@ from rlhf_mc.models.build import uses_transformer_engine
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed end to end, T tokens of which R are response tokens."""
+    """Sequences packed end to end: T tokens, of which R are response tokens."""
 
     tokens: torch.Tensor
     """[1, T] int64, on the device."""
     packed: PackedSequences
-    """Where each sequence lies."""
-    predicting: torch.Tensor
-    """[R] int64, on the device: position whose final state predicts each response token."""
+    """The offsets of the sequences, padding included."""
+    logit_positions: torch.Tensor
+    """[R] int64, on the device: for each response token the position before it, whose final state predicts it."""
     targets: torch.Tensor
     """[R] int64, on the device: the response tokens."""
     response_index: torch.Tensor
-    """[R] int64: each response token's place in the whole batch's per-token vectors; empty for a filler."""
+    """[R] int64: index of each response token in the per-token vectors of the whole batch; empty for a dummy."""
     last: torch.Tensor
     """[S] int64, on the device: position of each sequence's last token."""
     sequence_index: torch.Tensor
-    """[S] int64: each sequence's place in the whole batch; empty for a filler."""
+    """[S] int64: index of each sequence in the whole batch; empty for a dummy."""
 
     @property
-    def is_filler(self) -> bool:
-        """True where a replica has run out of sequences but must take part in the collectives of the others."""
+    def is_dummy(self) -> bool:
+        """True for a replica that has no sequence left but must take part in the collectives of the others."""
         return len(self.response_index) == 0
 
 
-def cut_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
-    """These sequences of the batch, packed; passes that cut a batch alike (several models, several epochs) share what
-    the first of them has packed."""
-    what = ("micro-batch", tuple(indices), multiple_of)
-    return batch.once(what, lambda: _pack_micro_batch(batch, indices, multiple_of))
+Plan = list[list[list[int]]]
+"""[replica][micro-batch] -> indices of its sequences."""
 
 
-def _pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int) -> MicroBatch:
-    """Packs these sequences of the batch, shortest first (neighbours of equal length share one attention call).
-    An empty list gives a filler: the batch's first sequence, whose results count for nothing. Where their tokens are
-    no multiple of `multiple_of`, one more sequence of token 0, from which nothing is predicted, makes up for it."""
+@dataclass(frozen=True)
+class PlanKey:
+    """All that the plan of a batch depends on, beside the batch itself."""
+
+    num_replicas: int
+    limit: Limit
+    costs: tuple[float, ...]
+    """Of each sequence."""
+
+
+class PackingCache:
+    """The plans and the packed micro-batches of one batch. The step owns it; its passes share it: several models,
+    several epochs. It depends on tokens and lengths alone, so per-token fields may be added to the batch."""
+
+    def __init__(self) -> None:
+        self._tokens: torch.Tensor | None = None
+        self._plans: dict[PlanKey, Plan] = {}
+        self._micro_batches: dict[tuple[tuple[int, ...], int], MicroBatch] = {}
+        self._mini_batches: dict[tuple[int, ...], PackingCache] = {}
+
+    def plan(self, key: PlanKey, make: Callable[[], Plan]) -> Plan:
+        """Return the plan of the key. `make` computes it the first time."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        return self._plans[key]
+
+    def micro_batch(self, batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
+        """Return `pack_micro_batch` of the arguments, computed the first time. `batch` has the same tokens at each
+        call."""
+        if self._tokens is not batch.tokens:
+            assert self._tokens is None or torch.equal(self._tokens, batch.tokens), "the cache is of another batch"
+            self._tokens = batch.tokens
+        key = (tuple(indices), multiple_of)
+        if key not in self._micro_batches:
+            self._micro_batches[key] = pack_micro_batch(batch, indices, multiple_of)
+        return self._micro_batches[key]
+
+    def of_mini_batch(self, indices: Sequence[int]) -> PackingCache:
+        """Return the cache of the mini-batch of these sequences, in this order."""
+        return self._mini_batches.setdefault(tuple(indices), PackingCache())
+
+
+def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
+    """Return these sequences of the batch, packed in order of length: neighbours of equal length share one attention
+    call. Without indices it is a dummy: the batch's first sequence, of which no result is used.
+
+    The number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no logit
+    position."""
     lens = batch.seq_lens
     which = torch.tensor(sorted(indices or [0], key=lambda i: (int(lens[i]), i)), dtype=torch.int64)
-    seq_lens, prompt_lens, response_lens = lens[which], batch.prompt_lens[which], batch.response_lens[which]
+    seq_lens = lens[which]
+    response_lens = batch.response_lens[which]
     tokens = batch.tokens[ragged_indices(lens, which)]
-    first_response = torch.cumsum(seq_lens, 0) - seq_lens + prompt_lens
+    first_response = torch.cumsum(seq_lens, 0) - seq_lens + batch.prompt_lens[which]
     response_starts = torch.cumsum(response_lens, 0) - response_lens
     position = torch.arange(int(response_lens.sum())) + torch.repeat_interleave(
         first_response - response_starts, response_lens
@@ -70,7 +114,7 @@ def _pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: i
     return MicroBatch(
         tokens=tokens[None].to(device),
         packed=pack(seq_lens.tolist(), device, uses_transformer_engine()),
-        predicting=(position - 1).to(device),
+        logit_positions=(position - 1).to(device),
         targets=tokens[position].to(device),
         response_index=response_index if indices else response_index[:0],
         last=(ends - 1).to(device),
@@ -79,7 +123,7 @@ def _pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: i
 
 
 def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """This pipeline stage's output for the micro-batch: [T, 1, hidden], or this rank's part of T with sequence
+    """Return this pipeline stage's output for the micro-batch: [T, 1, hidden], or this rank's part of T with sequence
     parallelism."""
     out: torch.Tensor = model(
         input_ids=micro_batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=micro_batch.packed
@@ -88,8 +132,8 @@ def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def states_at(model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[N, 1, hidden] at positions [N] of the last stage's [T, 1, hidden] (of this rank's part of T with sequence
-    parallelism). Every tensor-parallel rank must call it; what they hand back as gradient must be the same on all."""
+    """Return the states [N, 1, hidden] at positions [N] of the last stage's output [T, 1, hidden] (this rank's part of
+    T with sequence parallelism). Every tensor-parallel rank must call it, and pass back the same gradient."""
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=model.pg_collection.tp

@@ -1,7 +1,7 @@
-"""Where a step's metrics go: metrics.jsonl, TensorBoard events, the console. What they mean is not decided here.
+"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, the progress line on the console.
 
-metrics.jsonl is the run's record: where it cannot be written, the run ends. All else is a view: where it cannot be
-written, the run continues without. One rank (0) builds Sinks; the others log nothing.
+metrics.jsonl is the run's record: the run ends if it cannot be written. All else is a view: the run continues without
+a view that cannot be written. Rank 0 writes; the other ranks have a NullSink.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -21,20 +20,41 @@ from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.progress import Progress
+from rlhf_mc.runtime.console import say
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 
 class Sink(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    """A destination of metrics."""
 
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write all metrics of one step. Call it once per step (step 0: validation before the first step). Raise
+        UserError if the record cannot be written."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class NullSink:
+    """The sink of the ranks that do not log."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def build_sinks(rank: int, config: TrainerConfig, total_steps: int, after_step: int | None, run_id: str) -> Sink:
+    """Return the Sinks of rank 0, or the NullSink of another rank; arguments as of Sinks."""
+    return Sinks(config, total_steps, after_step, run_id=run_id) if rank == 0 else NullSink()
 
 
 class Sinks:
-    """All of trainer.logger. Files lie in trainer.default_local_dir. A run that resumes after a step keeps what they
-    say up to it, and drops what they say of later steps."""
+    """All sinks of trainer.logger. Files are in trainer.default_local_dir. A run that resumes after a step keeps the
+    rows up to that step and drops those of later steps."""
 
     def __init__(
         self,
@@ -44,9 +64,10 @@ class Sinks:
         stream: TextIO | None = None,
         run_id: str | None = None,
     ) -> None:
-        """after_step: where the run resumes, null: it begins. `stream`: where the progress line goes, null: standard
-        output. run_id: what every row of metrics.jsonl names as its run. Raises UserError where a file cannot be
-        written."""
+        """Open the sinks. Raise UserError if metrics.jsonl cannot be written.
+
+        after_step: the step that the run resumes after, None for a new run. stream: of the progress line, by default
+        standard output. run_id: the run that every row of metrics.jsonl names."""
         directory = Path(config.default_local_dir)
         self._record: list[Sink] = []
         self._views: dict[str, Sink] = {}
@@ -61,8 +82,7 @@ class Sinks:
         view(name, lambda: self._views.update({name: build()}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of one step; call it once a step (step 0: validation before the first step). Raises
-        UserError where the record cannot be written; a view that cannot be written is given up."""
+        """Write all metrics of one step, see Sink. A view that cannot be written is dropped."""
         for sink in self._record:
             sink.log(step, metrics)
         for name, sink in list(self._views.items()):
@@ -70,7 +90,6 @@ class Sinks:
                 del self._views[name]
 
     def close(self) -> None:
-        """Flush and close everything."""
         for sink in self._record:
             sink.close()
         for name, sink in self._views.items():
@@ -79,20 +98,19 @@ class Sinks:
 
 def view(what: str, write: Callable[[], object]) -> bool:
     """Write a view of the run: a picture, samples, TensorBoard's events, the progress line. Return whether it was
-    written. Whatever is wrong is a warning: a view never fails a run."""
+    written. Any error becomes a warning: a view never fails a run. what: the view's name in the warning."""
     try:
         write()
         return True
     except Exception as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
-        with suppress(OSError, ValueError):
-            print(f"rlhf_mc: warning: {what} cannot be written ({reason}); the run continues without", file=sys.stderr)
+        say(f"warning: {what} cannot be written ({reason}); the run continues without")
         return False
 
 
 class JsonlSink:
-    """One JSON object a line and step, `{"step": n, "run_id": id, key: value, ...}`, on the disk itself when `log`
-    returns: a checkpoint of the step counts on it."""
+    """One JSON object per line and step, `{"step": n, "run_id": id, key: value, ...}`. `log` returns once the line is
+    on disk, since the step's checkpoint relies on it."""
 
     def __init__(self, path: Path, after_step: int | None = None, run_id: str | None = None) -> None:
         self._path = path
@@ -121,14 +139,14 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path, after_step: int | None = None) -> None:
         self._directory = directory
-        # purge_step: from there on TensorBoard shows nothing of what the run does again.
+        # purge_step: TensorBoard hides earlier events of this and later steps, which the run repeats.
         self._writer = SummaryWriter(str(directory), purge_step=0 if after_step is None else after_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
-        for file in sorted(self._directory.glob("events.*"))[-1:]:  # named by when they were begun
+        for file in sorted(self._directory.glob("events.*"))[-1:]:  # names begin with the time of creation
             durable.sync(file)
 
     def close(self) -> None:
@@ -149,9 +167,10 @@ class ConsoleSink:
 
 
 def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:
-    """Raise UserError unless the rows of metrics.jsonl up to a checkpoint's step are exactly those that it counts on,
-    all of one run. logged: the first and last step of each uninterrupted piece, ascending. Rows before the first of
-    them are not compared: an earlier version of the program did not record which rows it had written."""
+    """Raise UserError unless metrics.jsonl has exactly the rows that a checkpoint recorded as logged, all of one run.
+
+    logged: the first and last step of each consecutive range, ascending. Rows before the first range are not compared:
+    an earlier version of the program did not record which rows it had written."""
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
         return
@@ -167,18 +186,18 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
     else:
         return
     raise UserError(
-        f"{path}: {fault}; the checkpoint of step {wanted[-1]} counts on rows {wanted[0]} to {wanted[-1]}. Restore the "
+        f"{path}: {fault}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to {wanted[-1]}. Restore the "
         "file, or begin at that checkpoint in another trainer.default_local_dir: trainer.resume_mode=resume_path"
     )
 
 
 def steps_logged(path: Path) -> list[int]:
-    """Return the steps of metrics.jsonl's rows, in their order."""
+    """Return the steps of the rows of metrics.jsonl, in file order."""
     return [row["step"] for _, row in _rows(path)]
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the complete lines that are a step's, each with what it says. A file that is not there has none."""
+    """Yield each complete line of a step with its parsed row. A missing file has none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -193,13 +212,13 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def keep_up_to(path: Path, step: int) -> None:
-    """Drop the rows of later steps, and a row that was cut short. The old file stays until the new one is whole."""
+    """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
     kept = [line for line, row in _rows(path) if row["step"] <= step]
     durable.replace(path, "".join(kept).encode())
 
 
 def _json_number(value: float) -> float | int | None:
-    """The value as strict JSON can hold it: null for NaN and the infinities."""
+    """Return the value as strict JSON can hold it: None (null) for NaN and the infinities."""
     if isinstance(value, int):
         return value
     number = float(value)
@@ -208,6 +227,7 @@ def _json_number(value: float) -> float | int | None:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
+    """Raise a UserError in place of an OSError inside."""
     try:
         yield
     except OSError as error:

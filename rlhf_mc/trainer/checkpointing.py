@@ -108,8 +108,8 @@ class Checkpoints:
             self.position.best_step = self.position.best_accuracy = None  # that one lies elsewhere
             self._begin(path)
         if "jsonl" in self._cfg.logger:
-            validates = self.position.step == 0 and self._cfg.val_before_train and bool(self._run.val_prompts)
-            self._logs_from = 0 if validates else self.position.step + 1
+            validates_first = self.position.step == 0 and self._run.schedule.is_validation_due(0)
+            self._logs_from = 0 if validates_first else self.position.step + 1
         skipped = self._run.skipped
         on_every_rank(lambda: skipped.resume_from(self.position.step, self._skipped), str(self._root))
         self._note()
@@ -256,15 +256,10 @@ class Checkpoints:
             "skipped_consecutive": dict(self._run.skipped.consecutive),
         }
 
-    def is_due(self, is_last: bool) -> bool:
-        """Whether trainer.save_freq asks for a checkpoint of the complete step. A rank may call it by itself."""
-        freq = self._cfg.save_freq
-        return freq > 0 and self._saved != self.position.step and (self.position.step % freq == 0 or is_last)
-
     def begin(self, wait: bool = False) -> None:
-        """Begins the checkpoint of the complete step, before any weight has changed since. With trainer.async_save it
-        is written while training goes on, unless `wait`. It counts once `advance` or `close` has committed it."""
-        self._commit()
+        """Begin the checkpoint of the complete step, before any weight has changed since. With trainer.async_save and
+        without `wait` it is written during the next steps. `commit` or `commit_if_written` completes it."""
+        self.commit()
         position = self.position
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
         if position.accuracy is not None and position.accuracy >= best:
@@ -286,10 +281,10 @@ class Checkpoints:
             return [*self._logged[:-1], [self._logged[-1][0], last]]
         return [*self._logged, [first, last]]
 
-    def advance(self, wait: bool = False) -> None:
-        """Commits the checkpoint under way if all ranks have written their part of it, or once they have."""
-        if self._in_flight is not None and (wait or self._in_flight.is_written()):
-            self._commit()
+    def commit_if_written(self) -> None:
+        """Commit the checkpoint in progress if all ranks have written their part of it. Every rank must call it."""
+        if self._in_flight is not None and self._in_flight.is_written():
+            self.commit()
 
     def save_now(self) -> None:
         """The checkpoint of the complete step is on the disk and counts when this returns. No weight may have changed
@@ -297,18 +292,15 @@ class Checkpoints:
         under_way = self._in_flight.step if self._in_flight is not None else None
         if self.position.step > 0 and self.position.step not in (self._saved, under_way):
             self.begin(wait=True)
-        self._commit()
-
-    def close(self) -> None:
-        """Commits what is under way."""
-        self._commit()
+        self.commit()
 
     def release(self) -> None:
         """Gives the directory free, however the run ended. A rank calls it by itself."""
         if dist.get_rank() == 0:
             self._lock.release()
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
+        """Wait for the checkpoint in progress, if any, and commit it. Every rank must call it."""
         if self._in_flight is None:
             return
         save, self._in_flight = self._in_flight, None

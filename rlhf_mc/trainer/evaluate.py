@@ -12,15 +12,9 @@ from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
-from rlhf_mc.trainer.experience import (
-    VALIDATION,
-    collect_scores,
-    generate,
-    repeat_prompts,
-    sampling_seeds,
-    submit_responses,
-)
 from rlhf_mc.trainer.run_directory import GENERATIONS
+from rlhf_mc.trainer.sampling import VALIDATION, generate, repeat_prompts, sampling_seeds
+from rlhf_mc.trainer.scoring import collect_scores, submit_responses
 
 
 def accuracy(row: dict[str, float]) -> float:

@@ -33,6 +33,7 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
     "adv":             UNCHANGED,
     "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
     "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),
+    "load_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
     "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
     "export":          ("params",                 "",                       "",        "",                   ""),
 }

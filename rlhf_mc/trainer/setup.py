@@ -20,6 +20,7 @@ from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
 from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimConfig, layouts
+from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
 from rlhf_mc.models.build import DTYPES, uses_transformer_engine
@@ -38,7 +39,9 @@ from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
+from rlhf_mc.trainer.micro_batching import micro_batch_limits
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
+from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.trainer.weight_sync import WeightSync
@@ -55,7 +58,10 @@ class Run:
     stop_token_ids: tuple[int, ...]
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
-    total_steps: int
+    schedule: StepSchedule
+    """The steps after which validation, export and checkpoint are due."""
+    limits: dict[str, Limit]
+    """By phase, the limit of a micro-batch."""
     inputs: Inputs
     """Size and content hash of every file that the run reads."""
     rewards: RewardManager
@@ -65,7 +71,7 @@ class Run:
     reward_model: ModelEngine | None
     """In place of `rewards` in training."""
     rollout: RolloutEngine
-    update: WeightSync
+    weight_sync: WeightSync
     """From the actor's parameters to vLLM's."""
     offload_schedule: OffloadSchedule
     """Who is on the device in which phase."""
@@ -104,7 +110,7 @@ def build_run(cfg: Config) -> Run:
             waits = cfg.trainer.critic_warmup if role == "actor" else 0
             models[role].make_trainable(start.optim, max(1, total_steps - waits), frozen)
         offload_schedule.add(role, models[role])
-    update, rollout = _rollout(cfg, models["actor"], rank)
+    weight_sync, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
     set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
@@ -115,7 +121,8 @@ def build_run(cfg: Config) -> Run:
         stop_token_ids=_stop_token_ids(cfg.model.path, tokenizer),
         train_prompts=train_prompts,
         val_prompts=val_prompts,
-        total_steps=total_steps,
+        schedule=StepSchedule(cfg.trainer, total_steps, bool(val_prompts)),
+        limits=micro_batch_limits(cfg),
         inputs=inputs,
         rewards=rewards,
         actor=models["actor"],
@@ -123,7 +130,7 @@ def build_run(cfg: Config) -> Run:
         reference=models.get("ref"),
         reward_model=models.get("reward_model"),
         rollout=rollout,
-        update=update,
+        weight_sync=weight_sync,
         offload_schedule=offload_schedule,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         log_prob_check=_log_prob_check(cfg, tokenizer),
@@ -267,7 +274,7 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
         per_node,
         share=cfg.reshard.share_weights,
     )
-    update = WeightSync(plan, rank, cfg.reshard.verify)
+    weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
     rollout = RolloutEngine(
         cfg.model.path,
         actor.shape,
@@ -278,9 +285,9 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
         dtype=cfg.actor.megatron.dtype,
         seed=cfg.trainer.seed,
         # The optimizer has given the actor's parameters their final place by now.
-        storage=aliased_views(update.plan, actor.params) if cfg.reshard.share_weights else {},
+        storage=aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {},
     )
-    return update, rollout
+    return weight_sync, rollout
 
 
 def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbCheck:

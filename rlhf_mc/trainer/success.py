@@ -22,8 +22,3 @@ def write(root: Path, run_id: str, step: int) -> None:
     """Write the mark in one piece, to the disk itself. `step` is the last one of the run. Rank 0 calls it, after every
     other file of the run is written."""
     durable.replace(root / NAME, (json.dumps({"run_id": run_id, "step": step}) + "\n").encode())
-
-
-def is_marked(root: Path) -> bool:
-    """Return whether the run in the directory says that it has finished."""
-    return (root / NAME).is_file()

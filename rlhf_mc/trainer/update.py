@@ -20,9 +20,9 @@ from rlhf_mc.config.schema import ActorConfig, CriticConfig
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine
-from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs_and_entropy, values
-from rlhf_mc.observability.metrics import Metrics
+from rlhf_mc.observability.metrics import MeanMetrics
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 from rlhf_mc.trainer.micro_batching import my_micro_batches
 
@@ -177,14 +177,18 @@ def update(
     limit: Limit,
     skipped: SkippedUpdates,
     step: int,
+    packing: PackingCache | None = None,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch. Returns each statistic's mean over those that were taken, and the share of
-    those that were skipped. Every rank must call it."""
-    metrics = Metrics()
+    """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that were taken, and the
+    share of steps that were skipped, under "{role}/{statistic}". Every rank must call it."""
+    metrics = MeanMetrics()
+    packing = packing or PackingCache()
     for indices in mini_batch_indices:
         mini = batch.select(indices)
-        stats = engine.train_step(mini, my_micro_batches(engine, mini, limit), objective(mini))
-        metrics.update(stats)
+        mini_packing = packing.of_mini_batch(indices)
+        micro_batches = my_micro_batches(engine, mini, limit, mini_packing)
+        stats = engine.train_step(mini, micro_batches, objective(mini), mini_packing)
+        metrics.add(stats)
         skipped.count(engine.name, step, mini, stats["skipped"] > 0, engine.params)
     engine.end_of_ppo_step()
     return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}

@@ -24,8 +24,8 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop, weight_sync
-from rlhf_mc.trainer.experience import collect_scores, submit_responses
+from rlhf_mc.trainer import loop, phases, step_report, weight_sync
+from rlhf_mc.trainer.scoring import collect_scores, submit_responses
 from rlhf_mc.trainer.setup import Run, build_run
 
 
@@ -57,14 +57,14 @@ def two_steps(
     steps: list[dict[str, float]] = []
     digests: list[str] = []
     with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
-        headlines = loop.headlines(run)
+        headlines = step_report.headlines(run)
         for step in (1, 2):
-            state = loop.begin_step(step, RankStatus())
+            state = step_report.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             steps.append(dict(state.metrics))
-        loop.sync_weights(run, PhaseTimer())
-        loop.export(run, state, Path(export_to))
+        phases.sync_weights(run, PhaseTimer())
+        phases.export(run, state, Path(export_to))
         dist.barrier()
         shared = same_memory(run)
         segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
@@ -103,7 +103,7 @@ def spoil_an_update(config_path: str, tp: int, rollout_tp: int, rank: int, name:
 
         weight_sync.verify = spoil_then_verify
         try:
-            loop.sync_weights(run, PhaseTimer())
+            phases.sync_weights(run, PhaseTimer())
         finally:
             weight_sync.verify = original
             run.rollout.close()
@@ -185,7 +185,7 @@ def step_with_a_reference_of_nan(config_path: str) -> None:
         assert run.reference is not None
         run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
         try:
-            loop.one_step(run, loop.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
+            loop.one_step(run, step_report.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
         finally:
             run.rollout.close()
             run.rewards.close()

@@ -13,7 +13,7 @@ from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop
+from rlhf_mc.trainer import phases, step_report
 
 
 def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
@@ -36,6 +36,6 @@ def sampled_and_scored(config_path: str, models: Sequence[str]) -> list[RaggedBa
     for model in models:
         overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]
         with a_run(config_path, overrides) as run:
-            state = loop.begin_step(1, RankStatus())
-            batches.append(loop.score(run, state, loop.rollout(run, state)[1]))
+            state = step_report.begin_step(1, RankStatus())
+            batches.append(phases.score(run, state, phases.rollout(run, state)[1]))
     return batches

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.trainer.experience import log_prob_head, score_tokens
+from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
 
 Product = tuple[str, tuple[torch.Size, ...]]

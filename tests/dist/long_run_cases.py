@@ -14,13 +14,13 @@ from cases import a_run
 
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import experience, loop
+from rlhf_mc.trainer import loop, phases, sampling, step_report
 
 
 @contextmanager
 def rollouts(recorded_in: Path | None, fed_from: Path | None) -> Iterator[None]:
     """Writes every step's generations to a file, or takes them from such a file instead of from the engine."""
-    generate = experience.generate
+    generate = sampling.generate
     fed = iter(pickle.loads(fed_from.read_bytes())) if fed_from else None
     drawn: list[Any] = []
 
@@ -28,13 +28,13 @@ def rollouts(recorded_in: Path | None, fed_from: Path | None) -> Iterator[None]:
         drawn.append(next(fed) if fed else generate(*args))
         return drawn[-1]
 
-    experience.generate = instead
+    sampling.generate = instead
     try:
         yield
         if recorded_in and dist.get_rank() == 0:
             recorded_in.write_bytes(pickle.dumps(drawn))
     finally:
-        experience.generate = generate
+        sampling.generate = generate
 
 
 def some_steps(
@@ -45,10 +45,10 @@ def some_steps(
     paths = [Path(path) if path else None for path in (recorded_in, fed_from)]
     with a_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
-            state = loop.begin_step(step, RankStatus())
+            state = step_report.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             assert isinstance(batch.scores, torch.Tensor)
             scores.append(float(batch.scores.mean()))
-        loop.export(run, state, Path(export_to))
+        phases.export(run, state, Path(export_to))
         dist.barrier()
     return scores

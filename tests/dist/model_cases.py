@@ -31,7 +31,7 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.groups import Groups, build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.experience import log_prob_head, score_sequences, score_tokens, value_head
+from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 from rlhf_mc.trainer.setup import layouts_of
 from rlhf_mc.trainer.update import SkippedUpdates, actor_objective, critic_objective, mini_batches, update
 

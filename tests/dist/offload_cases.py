@@ -22,7 +22,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE
 from rlhf_mc.platform import SideStream
 from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.trainer import loop, offload_schedule, setup
-from rlhf_mc.trainer.experience import log_prob_head, score_tokens
+from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 
 ALL_AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 

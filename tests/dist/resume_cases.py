@@ -44,7 +44,7 @@ def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any
     seen: dict[str, Any] = {"steps": []}
     with a_run(config_path, overrides) as run, _watching(run, seen, look_at):
         loop.fit(run)
-        seen["marked"] = success.is_marked(Path(run.config.trainer.default_local_dir))
+        seen["marked"] = (Path(run.config.trainer.default_local_dir) / success.NAME).is_file()
         seen["last"] = blocks(run)
     return seen
 
@@ -62,7 +62,7 @@ def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
 
     def note_resumed(self: Checkpoints) -> Position:
         position = resume(self)
-        seen["marked_at_start"] = success.is_marked(self._root)
+        seen["marked_at_start"] = (self._root / success.NAME).is_file()
         if position.step == look_at:
             seen["then"] = blocks(run)
         return position
@@ -115,7 +115,7 @@ def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> 
             at = Path(root) / "global_step_3" / name
             with mock.patch.object(directory, "read_file", functools.partial(refused, at=at)):
                 checkpoints = Checkpoints(run)
-                with run.offload_schedule.phase(PhaseTimer(), "save_checkpoint"):  # what it reads to is on the device
+                with run.offload_schedule.phase(PhaseTimer(), "load_checkpoint"):
                     steps.append(checkpoints.resume().step)
                 checkpoints.release()
     return steps
@@ -136,7 +136,7 @@ def save_where_the_disk_refuses(config_path: str, root: str, limit: int) -> list
             try:
                 with run.offload_schedule.phase(PhaseTimer(), "save_checkpoint"):
                     checkpoints.begin(wait=wait)
-                checkpoints.close()
+                checkpoints.commit()
                 out.append("saved")
             except UserError as error:
                 out.append(str(error))

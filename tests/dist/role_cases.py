@@ -16,7 +16,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.topology.groups import Groups, build_role_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.experience import log_prob_head, score_sequences, score_tokens, value_head
+from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 
 BUDGET = 40
 """Tokens of a micro-batch: several for each replica."""

@@ -30,7 +30,7 @@ from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import logprob_check, loop
+from rlhf_mc.trainer import logprob_check, loop, phases, step_report
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def disagree(config_path: str, from_step: int) -> list[str]:
         logprob_check.logger.addHandler(handler)
         try:
             for step in (1, 2):
-                state = loop.begin_step(step, RankStatus())
+                state = step_report.begin_step(step, RankStatus())
                 loop.one_step(run, state, StopRequests(run.config.trainer))
         except UserError:
             run.rollout.close()
@@ -149,12 +149,12 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
     prompt_tokens = []
     with a_run(config_path, []) as run:
         for step in (1, 2):
-            state = loop.begin_step(step, RankStatus())
+            state = step_report.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             prompt_tokens.append(int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum()))
             steps.append(dict(state.metrics))
-        loop.validate(run, state)
+        phases.validate(run, state)
         samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
         dist.barrier()
         return {"digests": digests, "steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}

@@ -15,7 +15,7 @@ from typing import Any
 import megatron.core.tensor_parallel.mappings as mappings
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from rlhf_mc.trainer import experience, loop
+from rlhf_mc.trainer import advantages, loop
 
 FIRST_STEP = 2
 _step = 0
@@ -59,7 +59,7 @@ def prepare(where: str) -> None:
         mappings._reduce = getting_stuck(mappings._reduce, freeze)
     else:
         assert where == "in code of its own"
-        experience.compute_advantages = getting_stuck(experience.compute_advantages, loop_forever)
+        advantages.advantages_and_returns = getting_stuck(advantages.advantages_and_returns, loop_forever)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from rlhf_mc.data.balance import (
     num_micro_batches_needed,
     plan_micro_batches,
 )
-from rlhf_mc.trainer.experience import balance_metrics
+from rlhf_mc.trainer.step_report import balance_metrics
 
 BUDGET = 100
 no_deadline = settings(deadline=None)  # the machine may be busy

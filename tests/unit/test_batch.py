@@ -87,21 +87,3 @@ def test_pad_responses_and_back() -> None:
     assert padded.tolist() == [[-0.5, 0.0, 0.0], [-1.0, -1.5, -2.0], [-2.5, -3.0, 0.0]]
     assert mask.tolist() == [[True, False, False], [True, True, True], [True, True, False]]
     assert torch.equal(padded[mask], batch.rollout_log_probs)  # the way back to ragged
-
-
-def test_once_caches_per_selection_of_sequences() -> None:
-    batch = make_batch()
-    calls = []
-
-    def make() -> int:
-        calls.append(1)
-        return len(calls)
-
-    filled = batch.with_fields(values=torch.zeros(6))
-    assert batch.once("plan", make) == filled.once("plan", make) == 1
-    assert filled.select([2, 0]).once("plan", make) == 2, "other sequences"
-    newer = filled.with_fields(values=torch.ones(6))
-    assert newer.select([2, 0]).once("plan", make) == 2, "the same, with other values"
-    assert newer.select([2, 0]).values is not None and newer.select([2, 0]).values.tolist() == [1, 1, 1]
-    assert newer.select([0, 2]).once("plan", make) == 3, "another order"
-    assert make_batch().once("plan", make) == 4, "another batch"

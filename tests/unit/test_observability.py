@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.observability.metrics import Metrics, PhaseTimer, summarize, summarize_lengths
+from rlhf_mc.observability.metrics import MeanMetrics, PhaseTimer, summarize, summarize_lengths
 from rlhf_mc.observability.plots import plot_run, read_metrics
 from rlhf_mc.observability.progress import Progress, format_seconds, validation_accuracies
 from rlhf_mc.observability.sinks import Sinks, view
@@ -38,29 +38,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_metrics_reduce_each_key_in_its_own_way() -> None:
-    metrics = Metrics()
-    metrics.add("loss", 1.0, weight=3)
-    metrics.add("loss", torch.tensor(5.0), weight=1)
-    for value in (2.0, 7.0, 4.0):
-        metrics.add("sum", value, "sum")
-        metrics.add("max", value, "max")
-        metrics.add("min", value, "min")
-        metrics.update({"last": value}, "last")
-    assert metrics.result() == {"loss": 2.0, "sum": 13.0, "max": 7.0, "min": 2.0, "last": 4.0}
-
-
-def test_one_key_has_one_reduction() -> None:
-    metrics = Metrics()
-    metrics.add("loss", 1.0)
-    with pytest.raises(AssertionError, match="loss"):
-        metrics.add("loss", 1.0, "max")
-
-
-def test_mean_of_no_weight_is_nan() -> None:
-    metrics = Metrics()
-    metrics.add("loss", 1.0, weight=0)
-    assert math.isnan(metrics.result()["loss"])
+def test_metrics_are_means_over_the_values_of_each_key() -> None:
+    metrics = MeanMetrics()
+    metrics.add({"loss": 1.0, "skipped": 0.0})
+    metrics.add({"skipped": 1.0})
+    metrics.add({"loss": 5.0, "skipped": 0.0, "late": 2.0})
+    assert metrics.result() == {"loss": 3.0, "skipped": 1 / 3, "late": 2.0}
+    assert list(metrics.result()) == ["loss", "skipped", "late"]
 
 
 def test_summarize() -> None:

@@ -15,7 +15,7 @@ from rlhf_mc.runtime.rank_status import RankStatus, describe_error, heartbeat_of
 
 def test_phase_timer_updates_the_status_and_keeps_the_failed_phase() -> None:
     status = RankStatus()
-    timer = PhaseTimer(None, status)
+    timer = PhaseTimer(status=status)
     with timer.phase("step"), timer.phase("gen"):
         assert status.phases[-1] == "gen"
     assert (status.phases, status.moves) == (["start"], 4)

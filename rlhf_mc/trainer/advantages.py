@@ -1,0 +1,71 @@
+"""The advantage phase on the ragged batch: padded, through algorithms/, and back. Every rank holds the whole batch and
+computes the same numbers without communication.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rlhf_mc.algorithms.advantages import ADVANTAGE_ESTIMATORS, token_rewards
+from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
+from rlhf_mc.algorithms.masked import masked_sum, masked_whiten
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import AlgorithmConfig
+from rlhf_mc.data.batch import RaggedBatch, pad_responses
+from rlhf_mc.observability.metrics import summarize
+
+
+def advantages_and_returns(
+    batch: RaggedBatch, algorithm: AlgorithmConfig, kl_coef: float
+) -> tuple[RaggedBatch, dict[str, float], float]:
+    """Compute token rewards with the KL penalty, then advantages (whitened over the whole batch) and returns.
+
+    Return the batch with both, metrics, and the KL that the controller sees, in nats (0 without a KL term)."""
+    assert batch.scores is not None and batch.values is not None and batch.old_log_probs is not None
+    padded_values, mask = pad_responses(batch.values, batch.response_lens)
+    kl: torch.Tensor | None = None
+    sequence_kl = 0.0
+    if algorithm.use_kl_in_reward:
+        assert batch.ref_log_probs is not None
+        token_kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
+        kl, _ = pad_responses(token_kl, batch.response_lens)
+        sequence_kl = mean_sequence_kl(kl, mask)
+    rewards = token_rewards(batch.scores, kl, kl_coef, mask)
+    estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+    advantages, returns = estimator(rewards, padded_values, mask, algorithm.gamma, algorithm.lam)
+    whitened = masked_whiten(advantages, mask)[mask]
+    metrics = {
+        **summarize("critic/score", batch.scores),
+        **summarize("critic/rewards", masked_sum(rewards, mask, dim=1)),
+        **summarize("critic/advantages", whitened),
+        **summarize("critic/returns", returns[mask]),
+        **summarize("critic/values", batch.values),
+        "critic/vf_explained_var": _explained_variance(batch.values, returns[mask]),
+    }
+    batch = batch.with_fields(advantages=whitened, returns=returns[mask])
+    if algorithm.use_kl_in_reward:
+        metrics["actor/reward_kl_penalty"] = sequence_kl
+        metrics["actor/reward_kl_penalty_coeff"] = kl_coef
+    return batch, metrics, sequence_kl
+
+
+def check_kl(kl: float, batch: RaggedBatch, step: int) -> None:
+    """Raise UserError if the KL is not finite: an adaptive coefficient would stay non-finite. All ranks raise, since
+    they have the same batch."""
+    if math.isfinite(kl):
+        return
+    assert batch.old_log_probs is not None and batch.ref_log_probs is not None
+    old, ref = (int((~x.isfinite()).sum()) for x in (batch.old_log_probs, batch.ref_log_probs))
+    raise UserError(
+        f"algorithm.kl_ctrl.type adaptive: the KL of step {step} is {kl}; of {len(batch.old_log_probs)} tokens the "
+        f"actor's log-probs are not finite for {old} and the reference's for {ref}"
+    )
+
+
+def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return 1 - Var(actual - predicted) / Var(actual); 0 if all actual values are the same."""
+    variance = actual.double().var(correction=0)
+    residual = (actual - predicted).double().var(correction=0)
+    return float(1.0 - residual / variance) if variance > 0 else 0.0

@@ -1,0 +1,203 @@
+"""The phases of a run: each function runs on every rank, within its row of the offload schedule, and is timed under its
+name. A phase takes the step's batch and returns it with more fields. Their order is in loop.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.checkpoint.hf_format import export_hf
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
+from rlhf_mc.data.prompts import prompt_indices
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.sinks import view
+from rlhf_mc.rewards.manager import PendingScores
+from rlhf_mc.rollout.vllm_engine import Sampling
+from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
+from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.setup import Run, layouts_of
+from rlhf_mc.trainer.step_report import StepState
+from rlhf_mc.trainer.update import actor_objective, critic_objective, mini_batches, update
+
+
+def load_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints) -> Position:
+    """Resume from the checkpoint of trainer.resume_mode, if there is one. Return the position of the run."""
+    with run.offload_schedule.phase(state.timer, "load_checkpoint"):
+        return checkpoints.resume()
+
+
+def sync_weights(run: Run, timer: PhaseTimer) -> None:
+    """Write the actor's weights into vLLM's parameters. Each rank receives only the blocks that it lacks."""
+    with run.offload_schedule.phase(timer, "update_weights"):
+        run.weight_sync.run(run.actor.params, run.rollout.params)
+        run.rollout.weights_updated()
+
+
+def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
+    """Generate rollout.n responses to each prompt of this step with the current weights. Return the prompt of each
+    response, and the batch."""
+    cfg = run.config
+    indices = prompt_indices(
+        len(run.train_prompts), cfg.data.train_batch_size, state.step - 1, cfg.trainer.seed, cfg.data.shuffle
+    )
+    drawn = [run.train_prompts[i] for i in indices]
+    sync_weights(run, state.timer)
+    with run.offload_schedule.phase(state.timer, "gen"):
+        seeds = sampling.sampling_seeds(cfg.trainer.seed, sampling.TRAINING, state.step, drawn, cfg.rollout.n)
+        prompts = sampling.repeat_prompts(drawn, cfg.rollout.n)
+        parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
+        generations = sampling.generate(run.rollout, prompts, seeds, parameters)
+    return prompts, build_batch(prompts, generations)
+
+
+def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores | None:
+    """Submit the responses to the reward workers, which score them during the next phase. Return None with a reward
+    model, which scores in `collect_rewards`."""
+    if run.reward_model is not None:
+        return None
+    with run.offload_schedule.phase(state.timer, "reward"):
+        return scoring.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
+
+
+def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Compute old log-probs (actor), reference log-probs and values (critic)."""
+    log_probs = scoring.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
+    with run.offload_schedule.phase(state.timer, "old_log_prob"):
+        found = scoring.score_tokens(run.actor, batch, log_probs, run.limits["old_log_prob"], state.packing)
+        batch = batch.with_fields(old_log_probs=found)
+    if run.reference is not None:
+        with run.offload_schedule.phase(state.timer, "ref"):
+            found = scoring.score_tokens(run.reference, batch, log_probs, run.limits["ref"], state.packing)
+            batch = batch.with_fields(ref_log_probs=found)
+    with run.offload_schedule.phase(state.timer, "values"):
+        found = scoring.score_tokens(run.critic, batch, scoring.value_head, run.limits["values"], state.packing)
+        return batch.with_fields(values=found)
+
+
+def collect_rewards(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores | None) -> RaggedBatch:
+    """Fill in each response's score: wait for the reward workers, or run the reward model."""
+    if pending is None:
+        return score_by_reward_model(run, state, batch)
+    state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
+    with run.offload_schedule.phase(state.timer, "reward"):
+        rows = scoring.collect_scores(pending, batch.num_sequences)
+    return batch.with_fields(scores=torch.tensor([row["score"] for row in rows], dtype=torch.float32))
+
+
+def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Fill in the reward model's score of each response. Raise UserError if a score is not finite."""
+    assert run.reward_model is not None
+    with run.offload_schedule.phase(state.timer, "reward_model"):
+        scores = scoring.score_sequences(run.reward_model, batch, run.limits["reward_model"], state.packing)
+    if not scores.isfinite().all():  # the same on every rank
+        path = run.config.reward_model.model_path
+        raise UserError(f"reward_model.model_path: {path}: a score is not finite in step {state.step}")
+    return batch.with_fields(scores=scores)
+
+
+def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Compute token rewards, advantages and returns, then update the KL controller."""
+    algorithm = run.config.algorithm
+    with run.offload_schedule.phase(state.timer, "adv"):
+        batch, metrics, kl = advantages.advantages_and_returns(batch, algorithm, run.kl_controller.value)
+        if algorithm.use_kl_in_reward:
+            if algorithm.kl_ctrl.type == "adaptive":
+                advantages.check_kl(kl, batch, state.step)
+            run.kl_controller.update(kl, batch.num_sequences)
+        state.metrics.update(metrics)
+    return batch
+
+
+def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Update the critic: PPO epochs over mini-batches."""
+    cfg = run.config
+    critic = cfg.critic
+    with run.offload_schedule.phase(state.timer, "update_critic"):
+        minis = mini_batches(
+            cfg.data.train_batch_size,
+            cfg.rollout.n,
+            critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size,
+            critic.ppo_epochs or cfg.actor.ppo_epochs,
+            critic.shuffle,
+            (cfg.trainer.seed, state.step),
+        )
+        objective = lambda mini: critic_objective(mini, critic)  # noqa: E731
+        limit = run.limits["update_critic"]
+        metrics = update(run.critic, batch, minis, objective, limit, run.skipped, state.step, state.packing)
+        state.metrics.update(metrics)
+
+
+def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Update the actor: PPO epochs over mini-batches. Do nothing during trainer.critic_warmup."""
+    cfg = run.config
+    actor = cfg.actor
+    if state.step <= cfg.trainer.critic_warmup:
+        return
+    with run.offload_schedule.phase(state.timer, "update_actor"):
+        minis = mini_batches(
+            cfg.data.train_batch_size,
+            cfg.rollout.n,
+            actor.ppo_mini_batch_size,
+            actor.ppo_epochs,
+            actor.shuffle,
+            (cfg.trainer.seed, state.step),
+        )
+        vocab_size = run.actor.shape.vocab_size
+        objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature)  # noqa: E731
+        limit = run.limits["update_actor"]
+        metrics = update(run.actor, batch, minis, objective, limit, run.skipped, state.step, state.packing)
+        state.metrics.update(metrics)
+
+
+def validate(run: Run, state: StepState) -> float:
+    """Validate with the current weights. Return the mean accuracy."""
+    cfg = run.config
+    sync_weights(run, state.timer)
+    with run.offload_schedule.phase(state.timer, "testing"):
+        metrics, accuracy, texts = evaluate.evaluate(
+            run.rollout,
+            run.val_prompts,
+            run.rewards,
+            run.tokenizer,
+            cfg.rollout.val_kwargs,
+            cfg.data.max_response_length,
+            run.stop_token_ids,
+            cfg.trainer.seed,
+        )
+    state.metrics.update(metrics)
+    directory = Path(cfg.trainer.default_local_dir)
+    limit = cfg.trainer.log_val_generations
+    if run.groups.rank == 0:
+        view("generations/", lambda: evaluate.write_generations(directory, state.step, texts, limit))
+    return accuracy
+
+
+def save_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints, wait: bool = False) -> None:
+    """Save the last complete step. With trainer.async_save and without `wait` the files are written in the
+    background."""
+    with run.offload_schedule.phase(state.timer, "save_checkpoint"):
+        if wait:
+            checkpoints.save_now()
+        else:
+            checkpoints.begin()
+
+
+def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:
+    """Write the actor as a Hugging Face checkpoint. run_id: the run that the checkpoint names, None for none."""
+    with run.offload_schedule.phase(state.timer, "export"):
+        export_hf(
+            run.actor.params,
+            layouts_of(run.actor),
+            run.actor.shape,
+            directory,
+            run.groups.rank,
+            dist.group.WORLD,
+            run.config.actor.megatron.dtype,
+            run.config.model.path,
+            about=None if run_id is None else {"run_id": run_id, "step": state.step},
+        )

@@ -1,0 +1,36 @@
+"""The responses of a step or a validation: seeds of the sampler, prompts repeated for several responses, generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf_mc.data.batch import Generation, Prompt
+from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
+
+TRAINING = 0
+VALIDATION = 1
+"""Streams of sampling seeds: validation never shares random numbers with training."""
+
+
+def sampling_seeds(seed: int, stream: int, step: int, prompts: Sequence[Prompt], n: int) -> list[int]:
+    """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of (seed, stream, step,
+    prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it."""
+    return [
+        int(np.random.SeedSequence((seed, stream, step, prompt.index, k)).generate_state(1, np.uint64)[0] >> 1)
+        for prompt in prompts
+        for k in range(n)
+    ]
+
+
+def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+    """Return each prompt n times, one after the other."""
+    return [prompt for prompt in prompts for _ in range(n)]
+
+
+def generate(
+    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+) -> list[Generation]:
+    """Return one response per prompt, on every rank."""
+    return engine.generate([p.token_ids for p in prompts], seeds, sampling)

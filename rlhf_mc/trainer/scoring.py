@@ -1,0 +1,71 @@
+"""Scores of responses: by the reward workers of all ranks, or by forward passes of a model. No weight changes here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.data.balance import Limit
+from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.models.engine import Head, ModelEngine
+from rlhf_mc.models.forward import MicroBatch, PackingCache
+from rlhf_mc.models.heads import log_probs, values
+from rlhf_mc.rewards.manager import PendingScores, RewardManager
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.trainer.micro_batching import my_micro_batches
+
+
+def submit_responses(
+    rewards: RewardManager,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    responses: Sequence[list[int]],
+) -> PendingScores:
+    """Submit this rank's share of the responses to its reward workers. Responses are assigned to ranks round-robin."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
+    return rewards.submit(prompts[rank::world], texts)
+
+
+def collect_scores(pending: PendingScores, num_rows: int) -> list[dict[str, float]]:
+    """Return the scores of all num_rows responses on every rank: "score" and what else the reward function returns.
+    Raise UserError on all ranks if the reward function fails on any. Every rank must call it."""
+    mine = on_every_rank(pending.result)
+    world = dist.get_world_size()
+    out: list[dict[str, float]] = [{}] * num_rows
+    for r, part in enumerate(gather_objects(mine)):
+        out[r::world] = part
+    return out
+
+
+def log_prob_head(vocab_size: int, temperature: float) -> Head:
+    """Return the head of `score_tokens` that gives the log-prob of each response token."""
+
+    def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        return log_probs(model, states, micro.targets, vocab_size, temperature)
+
+    return head
+
+
+def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Return the value of each state: the head of `score_tokens` for a critic."""
+    return values(model, states)
+
+
+def score_tokens(
+    engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit, packing: PackingCache | None = None
+) -> torch.Tensor:
+    """Return the head's number for every response token of the batch: [R] float32, on every rank."""
+    return engine.score(batch, my_micro_batches(engine, batch, limit, packing), head, packing=packing)
+
+
+def score_sequences(
+    engine: ModelEngine, batch: RaggedBatch, limit: Limit, packing: PackingCache | None = None
+) -> torch.Tensor:
+    """Return a reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
+    micro_batches = my_micro_batches(engine, batch, limit, packing)
+    return engine.score(batch, micro_batches, value_head, per_sequence=True, packing=packing)

@@ -1,0 +1,130 @@
+"""The state of a step while its phases run, and what is logged and said of it. docs/metrics.md lists the keys."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf_mc import platform
+from rlhf_mc.config.schema import layouts
+from rlhf_mc.data.balance import Cost, assign_to_replicas
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.prompts import steps_per_epoch
+from rlhf_mc.models.build import uses_transformer_engine
+from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths
+from rlhf_mc.observability.sinks import Sink
+from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.topology.consensus import on_every_rank
+from rlhf_mc.trainer.logprob_check import Difference
+from rlhf_mc.trainer.setup import Run
+
+
+@dataclass
+class StepState:
+    """The state of one step that its phases share."""
+
+    step: int
+    """1 for the first; 0 before it."""
+    timer: PhaseTimer
+    metrics: dict[str, float] = field(default_factory=dict)
+    packing: PackingCache = field(default_factory=PackingCache)
+    """Packed inputs of this step's batch."""
+
+
+def begin_step(step: int, status: RankStatus) -> StepState:
+    """Return the state of a new step, whose timer keeps `status` up to date."""
+    status.step = step
+    return StepState(step, PhaseTimer(platform.synchronize, status))
+
+
+def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Add the metrics of the step as a whole: lengths, balance, throughput, memory."""
+    data = run.config.data
+    state.metrics.update(rollout_metrics(batch, data.max_prompt_length, data.max_response_length))
+    seq_lens = batch.seq_lens.tolist()
+    state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
+    if run.config.actor.use_kl_loss:
+        state.metrics["actor/kl_coef"] = run.config.actor.kl_loss_coef
+    seconds = state.timer.result()["timing_s/step"]
+    tokens = int(batch.seq_lens.sum())
+    state.metrics.update(
+        {
+            "training/global_step": state.step,
+            "training/epoch": (state.step - 1) // steps_per_epoch(len(run.train_prompts), data.train_batch_size),
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds / run.groups.mesh.world,
+            "perf/peak_memory_gb": platform.peak_memory_gb(),
+            **run.weight_sync.metrics,
+            **run.offload_schedule.metrics(),
+        }
+    )
+
+
+def rollout_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """Return the lengths, and the differences between vLLM's and the trainer's log-probs of the sampled tokens."""
+    assert batch.old_log_probs is not None
+    probs_diff = (batch.old_log_probs.exp() - batch.rollout_log_probs.exp()).abs().double()
+    difference = Difference.of(batch)
+    return {
+        **summarize_lengths("response_length", batch.response_lens, max_response_length),
+        **summarize_lengths("prompt_length", batch.prompt_lens, max_prompt_length),
+        "training/rollout_probs_diff_max": float(probs_diff.max()),
+        "training/rollout_probs_diff_mean": float(probs_diff.mean()),
+        "training/rollout_probs_diff_std": float(probs_diff.std(correction=0)),
+        "training/rollout_logprobs_diff_mean": difference.mean,
+        "training/rollout_logprobs_diff_p99": difference.p99,
+        "training/rollout_logprobs_diff_max": difference.max,
+    }
+
+
+def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> dict[str, float]:
+    """Return the tokens per data-parallel replica, assigned round-robin and by cost (balance.py), and the share of the
+    replicas' time that they spend waiting for the one with the highest cost."""
+    round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
+    parts = assign_to_replicas(seq_lens, num_replicas, cost)
+    balanced = [sum(seq_lens[i] for i in part) for part in parts]
+    costs = [sum(cost(seq_lens[i]) for i in part) for part in parts]
+    return {
+        "global_seqlen/min": min(round_robin),
+        "global_seqlen/max": max(round_robin),
+        "global_seqlen/mean": sum(round_robin) / num_replicas,
+        "global_seqlen/minmax_diff": max(round_robin) - min(round_robin),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
+        "global_seqlen/idle_share": 1.0 - sum(costs) / (num_replicas * max(costs)),
+    }
+
+
+def log(sinks: Sink, state: StepState) -> None:
+    """Log the step's metrics and times. Every rank must call it."""
+    on_every_rank(lambda: sinks.log(state.step, {**state.metrics, **state.timer.result()}))
+
+
+def headlines(run: Run) -> list[str]:
+    """Return the lines that are said when a run begins: its size, and the layouts, one line for all models of the same
+    layout."""
+    world = run.groups.mesh.world
+    rollout_tp = run.config.rollout.tensor_model_parallel_size
+    layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
+    models: dict[str, list[str]] = {}
+    for engine in (run.actor, run.critic, run.reference, run.reward_model):
+        if engine is not None:
+            megatron = layouts(run.config)[engine.name]
+            sequence = ", sequence parallel" if megatron.sequence_parallel else ""
+            layout = f"{engine.groups.mesh}{sequence}; {layers} layers, {megatron.dtype}"
+            models.setdefault(layout, []).append(engine.name)
+    return [
+        f"{world} ranks on {platform.device().type}, {world // rollout_tp} vLLM engines of TP {rollout_tp}; "
+        f"{len(run.train_prompts)} prompts, {run.schedule.total_steps} steps at most",
+        *(f"{', '.join(names)}: {layout}" for layout, names in models.items()),
+    ]
+
+
+def say_on_console(run: Run, line: str) -> None:
+    """Print one line to standard output on rank 0, if trainer.logger has "console"."""
+    if "console" in run.config.trainer.logger:
+        say(line, sys.stdout, rank_0_only=True)
