@@ -34,6 +34,12 @@ TERMS: tuple[tuple[str, str], ...] = (
     (r"so many\b|in a row", "N consecutive, N"),
     (r"empt(y|ies) the memory", "resize the storage to 0; the views stay"),
     (r"strangers?\b|crowds?\b", "unauthenticated connection"),
+    (r"time-outs?\b", "timeout"),
+    (r"cut short", "truncated"),
+    (r"(no|any|some)body\b", "no rank, another process"),
+    (r"st(an|oo)d(s|ing)? still|signs? of life", "frozen, blocked; heartbeat, touch of the lock"),
+    (r"count(s|ed)? on\b", "rely on"),
+    (r"in silence|without a word|for ever\b|mend(s|ed|ing)?\b|befell", "silently, forever, fix, happen"),
 )
 """Pattern (case-insensitive, at a word's start) -> the standard terms to use instead."""
 
