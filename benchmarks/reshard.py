@@ -1,15 +1,15 @@
-"""The weight update side by side with what else could be done, on real processes and a real vLLM model.
+"""The weight update compared with two baselines, on real processes and a real vLLM model.
 
 python benchmarks/reshard.py [--world 2 4] [--hidden 768] [--layers 12] [--repeats 5]
 
-For each layout, per rank: bytes received against the lower bound (computed here by interval arithmetic, not by the
+For each layout, per rank: received bytes against the lower bound (computed here by interval arithmetic, not by the
 planner), and seconds of (ours) the update, (a) gathering each full tensor over pipeline and tensor parallel groups and
-calling vLLM's load_weights, and (b) one memcpy of the bytes that the update receives and copies. They take turns; a
-figure is the median over the repeats of the slowest rank. "apart": with sharing switched off. Peak extra memory is the
-process's high-water mark over an update, above what it held before, with what the node's shared vector takes.
+calling vLLM's load_weights, and (b) one memcpy of the bytes that the update receives and copies. The three alternate; a
+figure is the median over the repeats of the slowest rank. "not shared": share_weights is false. Peak extra memory is
+the rise of the process's high-water mark during an update, plus the shared-memory outbox.
 
-The bounds: no rank can receive less than what it needs and lacks; no update can be faster than a memcpy of what it
-moves, on one machine where a message is a copy.
+The bounds: a rank receives at least what it needs and lacks; an update takes at least one memcpy of the bytes that it
+moves, on one machine, where a message is a copy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LAYOUTS = {
         (1, 4, 2, True),
     ],
 }
-"""World -> (training TP, PP, rollout TP, whether memory is shared); data-parallel size is what remains."""
+"""World size -> (training TP, PP, rollout TP, share_weights)."""
 DTYPE = torch.bfloat16
 BUCKET_MB = 64
 COLUMNS = (
@@ -70,13 +70,13 @@ COLUMNS = (
     "(a) / ours",
     "(b) memcpy, s",
     "ours / (b)",
-    "peak extra, buckets: node memory, sockets",
+    "peak extra, buckets: shared memory, sockets",
     "verify, s",
 )
 
 
 def model_config(hidden: int, layers: int) -> dict[str, Any]:
-    """A qwen2 that every layout above can split."""
+    """Return the config.json of a qwen2 that every layout above can split."""
     return {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
@@ -96,8 +96,8 @@ def model_config(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: int) -> int:
-    """Bytes that the rank's rollout needs and its training shard lacks. Every tensor is cut along one dimension or
-    none, so a shard is an interval of fractions: tensor parallel rank r of n holds [r/n, (r+1)/n)."""
+    """Return the bytes that the rank's rollout shard needs and its training shard lacks. Every tensor is split along at
+    most one dimension, so a shard is an interval of fractions: tensor parallel rank r of n holds [r/n, (r+1)/n)."""
     at = mesh.coordinate(rank)
     layers = mesh.stage_layers(shape.num_layers, at.pp)
     group = next(g for g in groups if rank in g)
@@ -107,7 +107,8 @@ def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: in
         for length in size:
             numel *= length
         is_split = "norm" not in name
-        part, parts = group.index(rank), len(group)
+        part = group.index(rank)
+        parts = len(group)
         if "k_proj" in name or "v_proj" in name:
             parts = min(parts, shape.num_kv_heads)
             part = group.index(rank) * parts // len(group)
@@ -124,20 +125,21 @@ def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: in
 
 
 class Gatherer:
-    """What trainers do that keep no plan: every rank assembles every full tensor and vLLM cuts it again."""
+    """The baseline without a plan: every rank gathers every full tensor, and vLLM splits it."""
 
     def __init__(
         self, shape: ModelShape, mesh: Mesh, layouts: list[Layout], params: dict[str, torch.Tensor], model: Any
     ) -> None:
         self.sizes = logical_shapes(shape)
-        self.mesh, self.layouts, self.params, self.model = mesh, layouts, params, model
+        self.mesh = mesh
+        self.layouts = layouts
+        self.params = params
+        self.model = model
         self.rank = dist.get_rank()
         self.tp_ranks = self._group_of(lambda c: (c.dp, c.pp))
         self.pp_ranks = self._group_of(lambda c: (c.dp, c.tp))
-        self.tp_group, self.pp_group = (
-            self._new_groups(lambda c: (c.dp, c.pp)),
-            self._new_groups(lambda c: (c.dp, c.tp)),
-        )
+        self.tp_group = self._new_groups(lambda c: (c.dp, c.pp))
+        self.pp_group = self._new_groups(lambda c: (c.dp, c.tp))
 
     def _group_of(self, key: Callable[[Any], Any]) -> list[int]:
         mine = key(self.mesh.coordinate(self.rank))
@@ -152,7 +154,7 @@ class Gatherer:
         return found
 
     def update(self) -> None:
-        """Fills vLLM's parameters."""
+        """Fill vLLM's parameters."""
         self.model.load_weights(self._full_tensors())
 
     def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,8 +187,8 @@ class Gatherer:
 
 
 def high_water_mark(action: Callable[[], Any]) -> int:
-    """Bytes by which the process's resident memory rose above where it stood, at its highest, during the action."""
-    ctypes.CDLL(None).malloc_trim(0)  # else the allocator gives what it kept of the last update
+    """Return the bytes by which the peak of the process's resident memory rises during the action."""
+    ctypes.CDLL(None).malloc_trim(0)  # or the allocator reuses free memory of the last update
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     action()
@@ -199,7 +201,7 @@ def _status(key: str) -> int:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds until the slowest rank is done."""
+    """Return the seconds until the slowest rank is done."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -209,18 +211,19 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def largest(value: float) -> float:
-    """Over all ranks."""
+    """Return the maximum over all ranks."""
     found = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, share: bool, repeats: int) -> list[str]:
-    """One line of the table."""
+    """Return the cells of one line of the table."""
     from rlhf_mc.reshard.verify import verify
     from rlhf_mc.rollout.vllm_engine import RolloutEngine
 
-    rank, world = dist.get_rank(), mesh.world
+    rank = dist.get_rank()
+    world = mesh.world
     groups = rollout_groups(mesh, rollout_tp)
     cfg = RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=8, max_num_batched_tokens=64)
     engine = RolloutEngine(directory, shape, cfg, groups, rank, max_model_len=64, dtype="bfloat16", seed=0)
@@ -228,7 +231,7 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
     rollout = rollout_layouts(shape, groups)
     plan = make_plan(training, rollout, DTYPE.itemsize, BUCKET_MB << 20, share=share)
     part = plan.for_rank(rank)
-    # As in training: equal on replicas, and the norms, which tensor parallelism does not split, on all its ranks.
+    # As in training: equal on data-parallel replicas; norms are equal on all tensor-parallel ranks too.
     torch.manual_seed(mesh.coordinate(rank).tp + mesh.tp * mesh.coordinate(rank).pp)
     params = {
         name: torch.ones(size, dtype=DTYPE) if "norm" in name else torch.randn(size).to(DTYPE)
@@ -262,7 +265,7 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
     ratio = f"{sum(plan.received_bytes) / sum(bound):.3f}" if sum(bound) else f"{sum(plan.received_bytes)} of 0"
     engine.close()
     return [
-        f"{world}: {mesh.tp} x {mesh.pp} x {mesh.dp} → {rollout_tp}{'' if share else ', apart'}",
+        f"{world}: {mesh.tp} x {mesh.pp} x {mesh.dp} → {rollout_tp}{'' if share else ', not shared'}",
         f"{max(plan.received_bytes) / 1e6:.1f}",
         ratio if is_minimal else f"{ratio} NOT MINIMAL",
         f"{max(plan.copied_bytes) / 1e6:.1f}",

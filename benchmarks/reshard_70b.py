@@ -1,11 +1,11 @@
-"""The weight update of a 70B model, from real plans of its real shapes: bytes per rank beside HybridFlow's table
-(arXiv 2409.19256, table 2), what crosses nodes, how even the senders are, and how long planning takes.
+"""The weight update of a 70B model, from the plans of its real shapes: bytes per rank beside HybridFlow's table
+(arXiv 2409.19256, table 2), bytes between nodes, balance of the senders, and planning time.
 
 python benchmarks/reshard_70b.py [--ranks 64 512]
 
 That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p d), M/(t p) and 0.
-Here "held twice" is the redundancy, and "peak" a rank's weights while it generates: the rollout's and those held twice.
-No weights and no processes: the plans are those that a run of that size would execute. Volumes are in GB per rank.
+Here "redundant copy" is the redundancy, and "peak" a rank's weights during generation: the rollout weights and the
+redundant copy. No weights and no processes: the plans are those of a run of that size. Volumes are in GB per rank.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ LLAMA3_70B = {
 }
 LAYOUTS = [(8, 1, 4), (8, 4, 8), (8, 1, 8), (4, 2, 2)]
 """(t, p, t_g): training tensor and pipeline parallel, rollout tensor parallel."""
-BF16, GB, NODE = 2, 1e9, 8
+BF16 = 2
+GB = 1e9
+NODE = 8
 BUCKET = 256 << 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout on so many ranks; GB."""
+    """One layout on a number of ranks; volumes in GB."""
 
     ranks: int
     t: int
@@ -50,17 +52,17 @@ class Row:
     received: list[float]
     across_nodes: list[float]
     shared: list[float]
-    twice: list[float]
-    """Held by training and by rollout in memory of their own."""
+    redundant: list[float]
+    """Weights that both training and rollout hold, in separate memory."""
     rollout: float
     """A rank's rollout weights."""
     imbalance: float
     seconds: float
-    """For one rank: layouts, the plan, and its own part of it."""
+    """Time of one rank for layouts, the plan, and the rank's part of it."""
 
 
 def measure(shape: ModelShape, ranks: int, t: int, p: int, t_g: int) -> Row:
-    """Plans one update as a rank would."""
+    """Plan one update as a rank would."""
     begin = time.perf_counter()
     mesh = Mesh(ranks, t, p)
     training = training_layouts(shape, mesh)
@@ -99,18 +101,18 @@ COLUMNS = (
     "HybridFlow-V (tp-1)/tp·M",
     "HybridFlow (tp-t_g)/(t_g·tp)·M",
     "received",
-    "of it across nodes",
+    "of which across nodes",
     "rollout weights (M/t_g)",
-    "of them training's memory",
-    "held twice",
+    "of which aliased",
+    "redundant copy",
     "peak",
-    "busiest sender / mean",
+    "sent, max / mean",
     "planning, s",
 )
 
 
 def cells(row: Row, model: float) -> list[str]:
-    """One line of the table; model: M in GB."""
+    """Return the cells of one line of the table; model: M in GB."""
     both = row.t * row.p
 
     def spread(values: list[float]) -> str:
@@ -126,8 +128,8 @@ def cells(row: Row, model: float) -> list[str]:
         spread(row.across_nodes),
         f"{row.rollout:.2f} ({model / row.t_g:.2f})",
         spread(row.shared),
-        spread(row.twice),
-        f"{row.rollout + max(row.twice):.2f}",
+        spread(row.redundant),
+        f"{row.rollout + max(row.redundant):.2f}",
         f"{row.imbalance:.3f}",
         f"{row.seconds:.2f}",
     ]

@@ -1,10 +1,10 @@
-"""Planning the weight update of mixture-of-experts models on many ranks: time, memory, transfers, and the bytes that
-ranks receive against the least they can, which is computed here by interval arithmetic and not by the planner.
+"""Planning the weight update of mixture-of-experts models on many ranks: time, memory, transfers, and received bytes
+against their lower bound, which is computed here by interval arithmetic and not by the planner.
 
 python benchmarks/reshard_moe.py [--models 30B 235B] [--ranks 64 512]
 
-No weights and no processes beside one for each plan, so that its memory is its own: the plans are those that a run of
-that size would execute. Sizes are those of Qwen3-30B-A3B and Qwen3-235B-A22B, in bfloat16.
+No weights are involved: the plans are those of a run of that size. Each plan is made in a process of its own, whose
+memory is measured. Sizes are those of Qwen3-30B-A3B and Qwen3-235B-A22B, in bfloat16.
 """
 
 from __future__ import annotations
@@ -60,18 +60,21 @@ LAYOUTS = {
     ("235B", 512): [(4, 4, 8, 8), (4, 4, 8, 4), (4, 8, 8, 16), (8, 4, 8, 8), (8, 8, 8, 16)],
 }
 """(model, ranks) -> (t, p, e, t_g): training tensor, pipeline and expert parallel, rollout tensor parallel."""
-BF16, GB, MB, NODE = 2, 1e9, 1e6, 8
+BF16 = 2
+GB = 1e9
+MB = 1e6
+NODE = 8
 BUCKET = 256 << 20
 
 
 def mesh_of(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
-    """Return the mesh; where stages cannot be equal, the last one has fewer layers."""
+    """Return the mesh. If stages cannot be equal, the last one has fewer layers."""
     last = shape.num_layers - (p - 1) * -(-shape.num_layers // p)
     return Mesh(ranks, t, p, ep, last_stage_layers=last if shape.num_layers % p else None)
 
 
 class Bound:
-    """The least that ranks can receive: what their rollout shard needs and their training shard lacks."""
+    """The lower bound of received elements: what a rollout shard needs and the training shard lacks."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, rollout_tp: int) -> None:
         self.shape = shape
@@ -85,7 +88,9 @@ class Bound:
         return [BF16 * self._missing(rank, place[rank]) for rank in range(self.mesh.world)]
 
     def _missing(self, rank: int, g: int) -> int:
-        shape, mesh, at = self.shape, self.mesh, self.mesh.coordinate(rank)
+        shape = self.shape
+        mesh = self.mesh
+        at = mesh.coordinate(rank)
         here = len(mesh.stage_layers(shape.num_layers, at.pp))
         elsewhere = shape.num_layers - here
         wanted = self._layer(g, None)
@@ -96,8 +101,10 @@ class Bound:
         return total + (vocab - self._vocab(g, at.tp) if last else vocab + shape.hidden_size)
 
     def _count_layer(self, g: int, t: int | None) -> int:
-        """Return how many elements of a layer rollout rank g needs; with t, how many of them training shard t has."""
-        shape, tp = self.shape, self.mesh.tp
+        """Return the number of elements of a layer that rollout rank g needs; with t, of those that training shard t
+        has."""
+        shape = self.shape
+        tp = self.mesh.tp
         norms = 2 * shape.hidden_size + 2 * shape.head_dim
         router = shape.num_experts * shape.hidden_size
         wide = shape.num_heads * shape.head_dim
@@ -108,10 +115,11 @@ class Bound:
         return norms + router + shape.hidden_size * (o_proj + rows + self._qkv(g, t))
 
     def _qkv(self, g: int, t: int | None) -> int:
-        """Return the number of rows of q, k and v. In training they lie [q of a group; its k; its v], group by group,
-        and are cut evenly."""
+        """Return the number of rows of q, k and v. In training, rows are interleaved ([q of a group; its k; its v] for
+        each group) and split evenly."""
         shape = self.shape
-        per_group, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+        per_group = shape.num_heads // shape.num_kv_heads
+        size = shape.head_dim
         heads = range(*_part(g, self.g, shape.num_heads))
         kv_heads = sorted({head // per_group for head in heads})
         starts = [head // per_group * (per_group + 2) + head % per_group for head in heads]
@@ -133,20 +141,23 @@ def _part(index: int, count: int, size: int) -> tuple[int, int]:
 
 
 def _common(wanted: tuple[int, int], held: tuple[int, int] | None) -> int:
-    (a, b), (c, d) = wanted, held or wanted
+    a, b = wanted
+    c, d = held or wanted
     return max(0, min(b, d) - max(a, c))
 
 
 def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[str, Any]:
-    """Plan one update as a rank would. To be called once in a process: memory is the process's peak."""
+    """Plan one update as a rank would. Must be called once per process: memory is the process's peak."""
     shape = ModelShape.from_hf_config(MODELS[model])
     before = _peak()
-    begin, cpu = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
+    begin_cpu = time.process_time()
     mesh = mesh_of(shape, ranks, t, p, ep)
     groups = rollout_groups(mesh, t_g)
     plan = make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups), BF16, BUCKET, NODE, share=True)
     part = plan.for_rank(ranks // 2)
-    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    seconds = time.perf_counter() - begin
+    cpu = time.process_time() - begin_cpu
     memory = _peak() - before
     bound = Bound(shape, mesh, t_g).received()
     return {
@@ -163,7 +174,7 @@ def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[s
 
 
 def _peak() -> float:
-    """Return the most memory that this process has had, in MB."""
+    """Return the peak resident memory of this process, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
 
 
@@ -174,7 +185,7 @@ COLUMNS = (
     "received, GB: mean (max)",
     "lower bound, mean",
     "each rank receives its bound",
-    "busiest sender / mean",
+    "sent, max / mean",
     "transfers of a rank",
     "planning, s (CPU)",
     "planning, MB",

@@ -66,4 +66,4 @@ def _summary(plan: Plan) -> str:
         f"weight update, per rank: {megabytes(plan.shared_bytes)} shared with training, "
         f"{megabytes(plan.copied_bytes)} copied, {megabytes(plan.received_bytes)} received"
     )
-    return f"{line}; busiest sender {plan.sender_imbalance:.2f} x the mean" if any(plan.sent_bytes) else line
+    return f"{line}; largest sender {plan.sender_imbalance:.2f} x the mean" if any(plan.sent_bytes) else line
