@@ -1,4 +1,4 @@
-"""The pages: their links lead somewhere, the settings and metrics that they name exist, and the messages that
+"""The pages: their links lead somewhere, the files, settings and metrics that they name exist, and the messages that
 docs/debugging.md quotes are those of the source."""
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
                 continue
             pattern = re.escape(found[1]).replace(r"\*", ".+")
             assert any(re.match(rf"{pattern}(\.|$)", key) for key in known), quoted
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ("log.md", "gpu.md")], ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Compare paths in backticks, from the repository's root or within rlhf_mc; <name> and * are any text."""
+    for path in re.findall(r"`([\w./*<>-]+/[\w.*<>-]+\.(?:py|md|yaml|sh|toml))`", page.read_text()):
+        pattern = re.sub(r"<\w+>", "*", path)
+        assert any([*ROOT.glob(pattern), *(ROOT / "rlhf_mc").glob(pattern)]), path
 
 
 def test_metrics_that_pages_name_are_explained() -> None:
