@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.checkpoint.blocks import Role, blocks_of, num_bytes
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_bytes
 from rlhf_mc.checkpoint.training_state import Save
-from rlhf_mc.checkpoint.writer import HostBuffers
+from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.topology.consensus import gather_objects
@@ -35,7 +35,7 @@ from rlhf_mc.topology.rendezvous import init_process_group
 from rlhf_mc.trainer.setup import layouts_of
 
 
-def make_roles(hidden: int, layers: int, dtype: str) -> list[Role]:
+def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
     """Actor and critic of about 12 x layers x hidden^2 parameters each, their optimizers as after a step."""
     config = {
         "model_type": "qwen2",
@@ -59,7 +59,7 @@ def make_roles(hidden: int, layers: int, dtype: str) -> list[Role]:
             param.normal_()
         engine.make_trainable(OptimConfig(), total_steps=10)
         engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
-        roles.append(Role(engine, layouts_of(engine)))
+        roles.append(TrainedModel(engine, layouts_of(engine)))
     return roles
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(roles: list[Role], root: Path, rounds: int) -> None:
+def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
     """Both ways in turn, a round after the other; the first is a warm-up, told apart."""
     size = num_bytes(block for role in roles for block in blocks_of(role))
     buffers = HostBuffers()

@@ -80,7 +80,8 @@ def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: i
     quiet()
     import torch.distributed as dist
 
-    from rlhf_mc.checkpoint.hf_format import export_hf, read_shape
+    from rlhf_mc.checkpoint.hf_export import export_hf
+    from rlhf_mc.checkpoint.hf_format import read_shape
     from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
     from rlhf_mc.models.build import build_model
     from rlhf_mc.reshard.placement import training_layouts
@@ -116,10 +117,11 @@ def training_checkpoint_to_hf(
     import torch.distributed as dist
 
     from rlhf_mc.checkpoint import directory
-    from rlhf_mc.checkpoint.blocks import Block
-    from rlhf_mc.checkpoint.hf_format import export_read, read_shape
+    from rlhf_mc.checkpoint.hf_export import export_read
+    from rlhf_mc.checkpoint.hf_format import read_shape
+    from rlhf_mc.checkpoint.training_blocks import Block
     from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
-    from rlhf_mc.checkpoint.writer import read_tensors
+    from rlhf_mc.checkpoint.training_tensors import read_tensors
     from rlhf_mc.reshard.layout import logical_shapes
     from rlhf_mc.topology.groups import world_of_a_tool
 

@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the checkpoint as a whole; a program reads its own and older ones."""
 _NAME = re.compile(r"global_step_(\d+)")
-QUARANTINED = ".aside"
+QUARANTINED = ".quarantined"
 """Suffix of a quarantined directory's name, followed by a number."""
 _BLOCK_BYTES = 1 << 20
 _AGAIN_SECONDS = 1.0
@@ -43,7 +43,7 @@ class CorruptCheckpoint(UserError):
 
 
 @dataclass(frozen=True)
-class File:
+class FileDigest:
     """What the manifest says of a file."""
 
     num_bytes: int
@@ -57,7 +57,7 @@ class Manifest:
     step: int
     run_id: str | None
     """The run that wrote it; None: its version had no ids."""
-    files: dict[str, File]
+    files: dict[str, FileDigest]
 
 
 def final_path(root: Path, step: int) -> Path:
@@ -73,12 +73,12 @@ def staging_path(root: Path, step: int) -> Path:
 def steps_with_checkpoint(root: Path) -> list[int]:
     """Return the steps whose directory has a manifest of that step, ascending. Whether its files are intact has not
     been looked at."""
-    return sorted(step for path, step in _named(root) if _why_not_counted(path, step) is None)
+    return sorted(step for path, step in _named(root) if _why_ignored(path, step) is None)
 
 
-def not_counted(root: Path) -> list[str]:
+def ignored(root: Path) -> list[str]:
     """Return one line for each directory that is named like a checkpoint and is not one, or is one of another step."""
-    reasons = ((path, _why_not_counted(path, step)) for path, step in sorted(_named(root)))
+    reasons = ((path, _why_ignored(path, step)) for path, step in sorted(_named(root)))
     return [f"{path} {reason}; it does not count, and is left as it is" for path, reason in reasons if reason]
 
 
@@ -88,7 +88,7 @@ def _named(root: Path) -> Iterator[tuple[Path, int]]:
     return ((path, int(match[1])) for path, match in found if match)
 
 
-def _why_not_counted(path: Path, step: int) -> str | None:
+def _why_ignored(path: Path, step: int) -> str | None:
     if not (path / MANIFEST).is_file():
         return f"has no {MANIFEST}"
     try:
@@ -112,29 +112,29 @@ def begin(root: Path, step: int) -> Path:
     return path
 
 
-def write_json(path: Path, content: Any) -> File:
+def write_json(path: Path, content: Any) -> FileDigest:
     """Writes the file, to the disk itself."""
     data = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
     return write_bytes(path, data)
 
 
-def write_bytes(path: Path, data: bytes) -> File:
+def write_bytes(path: Path, data: bytes) -> FileDigest:
     """Writes the file, to the disk itself."""
     durable.write(path, data)
-    return File(len(data), hashlib.sha256(data).hexdigest())
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
-def summed(path: Path) -> File:
+def digest_file(path: Path) -> FileDigest:
     """Size and checksum of a file. hashlib lets other threads run meanwhile."""
     digest, count = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             count += len(block)
-    return File(count, digest.hexdigest())
+    return FileDigest(count, digest.hexdigest())
 
 
-def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None = None) -> None:
+def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str | None = None) -> None:
     """Make the written directory count as a checkpoint of the run `run_id`. One rank calls it, once every file is on
     the disk."""
     path = staging_path(root, step)
@@ -147,7 +147,7 @@ def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None 
             )
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
     body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
-    write_json(path / MANIFEST, {**body, "sha256": _sum_of(body)})
+    write_json(path / MANIFEST, {**body, "sha256": _checksum(body)})
     durable.sync(path)
     if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
         quarantine_step(root, step)
@@ -155,7 +155,7 @@ def commit(root: Path, step: int, files: Mapping[str, File], run_id: str | None 
     durable.sync(root)
 
 
-def _sum_of(body: Mapping[str, Any]) -> str:
+def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -211,19 +211,19 @@ def read_manifest(path: Path) -> Manifest:
     """Return a checkpoint's manifest. UserError where there is none, or one of a newer program; CorruptCheckpoint
     where it is not what was written."""
     try:
-        if not again(path.is_dir):
+        if not retry_once(path.is_dir):
             raise UserError(f"{path}: no such directory")
-        if not again((path / MANIFEST).is_file):
+        if not retry_once((path / MANIFEST).is_file):
             raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_what_else(path)}")
-        content = json.loads(again((path / MANIFEST).read_text))
+        content = json.loads(retry_once((path / MANIFEST).read_text))
         version, checksum = content["format"], content.pop("sha256")
         if isinstance(version, int) and version > FORMAT:
             raise UserError(
                 f"{path}: written by a newer version of the program (format {version}; this one reads up to {FORMAT})"
             )
-        if checksum != _sum_of(content):
+        if checksum != _checksum(content):
             raise ValueError("its checksum is wrong")
-        files = {name: File(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
+        files = {name: FileDigest(int(at["bytes"]), str(at["sha256"])) for name, at in content["files"].items()}
         if any(name != os.path.basename(name) for name in files):
             raise ValueError("a file outside the directory is named")
         return Manifest(int(content["step"]), content.get("run_id"), files)
@@ -235,7 +235,7 @@ def read_manifest(path: Path) -> Manifest:
         raise _unreadable(path / MANIFEST, error) from error
 
 
-def again(read: Callable[[], T]) -> T:
+def retry_once(read: Callable[[], T]) -> T:
     """What `read` returns, at the second attempt if the first finds no answer: a file server that is just being taken
     over has damaged nothing."""
     try:
@@ -262,20 +262,20 @@ def verify(path: Path) -> None:
     on_every_rank(lambda: _check(path, {name: files[name] for name in by_size[rank::world]}))
 
 
-def _check(directory: Path, files: Mapping[str, File]) -> None:
+def _check(directory: Path, files: Mapping[str, FileDigest]) -> None:
     for name, expected in files.items():
         _check_file(directory / name, expected)
 
 
-def _check_file(path: Path, expected: File) -> None:
+def _check_file(path: Path, expected: FileDigest) -> None:
     try:
-        found = again(path.stat)
+        found = retry_once(path.stat)
         if not stat.S_ISREG(found.st_mode):
             raise CorruptCheckpoint(f"{path}: damaged (not a file)")
         size = found.st_size
         if size != expected.num_bytes:
             raise CorruptCheckpoint(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
-        if again(lambda: summed(path)).sha256 != expected.sha256:
+        if retry_once(lambda: digest_file(path)).sha256 != expected.sha256:
             raise CorruptCheckpoint(f"{path}: damaged (its checksum is not that of what was written)")
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -289,7 +289,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 def read_file(path: Path) -> bytes:
     """Return a file's content. CorruptCheckpoint where it cannot be read, unless the fault is this process's."""
     try:
-        return again(path.read_bytes)
+        return retry_once(path.read_bytes)
     except OSError as error:
         raise _unreadable(path, error) from error
 

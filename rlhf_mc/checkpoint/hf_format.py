@@ -11,26 +11,22 @@ import json
 import logging
 import math
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
-from rlhf_mc.checkpoint.tying import are_equal
 from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes, whole_layout
+from rlhf_mc.reshard.layout import Layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import Local, point_to_point
-from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
+from rlhf_mc.reshard.transport import Local
+from rlhf_mc.topology.consensus import on_every_rank
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTIZATION = "hf_quant_config.json"
@@ -47,10 +43,8 @@ ASSETS = (
     "chat_template.json",
 )
 """Files that an exported checkpoint takes unchanged from the one that training began with."""
-RUN_FILE = "run.json"
-"""Says of which run a directory is: an export (with the step), or trainer.default_local_dir."""
-STAGING = ".incomplete"
-"""Folder inside the output directory for files that are not complete yet."""
+COMPARED_BYTES = 16 << 20
+"""Bytes of each of two tensors that are compared at a time."""
 
 logger = logging.getLogger(__name__)
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -123,7 +117,7 @@ class HFReader:
             return False
         slices = self.slices(names)
         with self.reading():
-            if are_equal(*slices.values()):
+            if _are_equal(*slices.values()):
                 return False
         logger.warning(
             "%s: lm_head.weight differs from model.embed_tokens.weight; the two are not tied, whatever "
@@ -249,6 +243,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _are_equal(first: Any, second: Any) -> bool:
+    """Return whether two slices of safetensors files have the same shape and values, as transformers and vLLM compare
+    them, but with a few rows of both in memory at a time."""
+    shape = first.get_shape()
+    if shape != second.get_shape() or not shape:
+        return False
+    step = max(1, COMPARED_BYTES // max(1, 4 * math.prod(shape[1:])))
+    parts = (slice(start, start + step) for start in range(0, shape[0], step))
+    return all(torch.equal(first[part].float(), second[part].float()) for part in parts)
+
+
 def _by_type(types: Mapping[str, str]) -> str:
     """Return which tensors have which of safetensors' types: the rarest type first, and the names of each."""
     names: dict[str, list[str]] = {}
@@ -285,166 +290,3 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
         return f"{reader.directory}: {', '.join(of_param)} has values too large for {dtype}: {count}"
 
     check_finite({name: param for name, param in params.items() if name in filled}, describe)
-
-
-def export_hf(
-    params: Mapping[str, torch.Tensor],
-    layouts: Sequence[Layout],
-    shape: ModelShape,
-    out_dir: str | os.PathLike[str],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    dtype_name: str,
-    assets_dir: str | os.PathLike[str],
-    max_shard_bytes: int = 5_000_000_000,
-    bucket_bytes: int = 256 << 20,
-    about: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes the model that `layouts` (one per rank of the group) spread over the ranks; every rank must call it.
-
-    Shard i is gathered and written by rank i modulo their number, so that a rank holds one shard file's worth at
-    a time. `assets_dir` gives config and tokenizer; `about` (run and step) goes to run.json. Nothing of the final names
-    appears before all is written. UserError, the same on every rank, if some rank cannot write.
-    """
-    dtype: torch.dtype = getattr(torch, dtype_name)
-
-    def gather(names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-        targets = [hf_layout(shape, mine) if mine else EMPTY for mine in names]
-        plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
-        tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
-        execute(plan.for_rank(rank), params, tensors, point_to_point(group), wire_dtype=dtype)
-        return tensors
-
-    _export(
-        gather, shape, Path(out_dir), rank, len(layouts), group, dtype_name, Path(assets_dir), max_shard_bytes, about
-    )
-
-
-def export_read(
-    read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
-    shape: ModelShape,
-    out_dir: str | os.PathLike[str],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    dtype_name: str,
-    assets_dir: str | os.PathLike[str],
-    max_shard_bytes: int,
-    about: Mapping[str, Any],
-) -> None:
-    """Write a checkpoint as export_hf does, of tensors that lie in files. `read` returns the tensors of the names that
-    it is given. It is called on every rank of the group at the same time, with no names where a rank has no file to
-    write."""
-    world = dist.get_world_size(group)
-    mine: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]] = lambda names: read(names[rank])  # noqa: E731
-    _export(mine, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, about)
-
-
-def _export(
-    tensors_of: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]],
-    shape: ModelShape,
-    out: Path,
-    rank: int,
-    world: int,
-    group: dist.ProcessGroup | None,
-    dtype_name: str,
-    assets_dir: Path,
-    max_shard_bytes: int,
-    about: Mapping[str, Any] | None,
-) -> None:
-    """Write the files. tensors_of: a collective that takes, by rank, the names of the tensors that it writes next, and
-    returns this rank's tensors."""
-    shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
-    subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
-    on_rank_0(lambda: _begin(out, assets_dir), subject, group)
-    for start in range(0, len(shards), world):
-        names = shards[start : start + world]
-        tensors = tensors_of([*names, *[[]] * (world - len(names))])
-        save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, len(shards)), subject)
-        on_every_rank(save, subject, group)
-        tensors.clear()
-    on_rank_0(lambda: _finish(out, assets_dir, shards, shape, dtype_name, about), subject, group)
-
-
-def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Names of the tensors of each file, in the model's order; a tensor above the limit has a file of its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in logical_shapes(shape).items():
-        tensor_bytes = math.prod(size) * itemsize
-        if shards[-1] and filled + tensor_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += tensor_bytes
-    return shards
-
-
-def _shard_name(number: int, count: int) -> str:
-    return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _begin(out: Path, assets: Path) -> None:
-    _read_json(assets / "config.json")
-    shutil.rmtree(out / STAGING, ignore_errors=True)
-    (out / STAGING).mkdir(parents=True)
-
-
-def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
-    if not tensors:
-        return
-    file.touch()
-    mode = file.stat().st_mode  # the umask's; safetensors replaces the file by one that only its owner can read
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise UserError(f"{subject}: {first_line(error)}") from error
-    file.chmod(mode)
-
-
-def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str) -> dict[str, Any]:
-    """config.json of the export: that of the start, with what is true of the written tensors."""
-    # transformers 5 writes `dtype` and reads both; earlier ones know `torch_dtype` alone.
-    config = {key: value for key, value in config.items() if key != "dtype"}
-    config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
-    if shape.value_head:
-        names = config.get("architectures") or []
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return config
-
-
-def _finish(
-    out: Path,
-    assets: Path,
-    shards: list[list[str]],
-    shape: ModelShape,
-    dtype_name: str,
-    about: Mapping[str, Any] | None,
-) -> None:
-    """Adds what is not a shard, then gives all files their place: config.json, which makes it a checkpoint, last."""
-    staging = out / STAGING
-    files = [_shard_name(n, len(shards)) for n in range(len(shards))]
-    if len(shards) > 1:
-        sizes = logical_shapes(shape)
-        total = sum(math.prod(size) for size in sizes.values()) * getattr(torch, dtype_name).itemsize
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        files.append(INDEX)
-    for asset in ASSETS:
-        if (assets / asset).exists():
-            shutil.copyfile(assets / asset, staging / asset)
-            files.append(asset)
-    if about is not None:
-        _write_json(staging / RUN_FILE, about)
-        files.append(RUN_FILE)
-    _write_json(staging / "config.json", _exported_config(_read_json(assets / "config.json"), shape, dtype_name))
-    (out / "config.json").unlink(missing_ok=True)
-    for old in [out / WEIGHTS, out / INDEX, out / RUN_FILE, *out.glob("model-*-of-*.safetensors")]:
-        old.unlink(missing_ok=True)
-    for file in [*files, "config.json"]:
-        os.replace(staging / file, out / file)
-    staging.rmdir()
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import platform
+from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.finite import check_finite
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
-from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
@@ -134,7 +134,7 @@ def _check_common(path: Path) -> None:
 def _stored_tensors(directory: str | Path) -> dict[str, Any]:
     """Return by name what describes each tensor (type, global shape). UserError where there is no such checkpoint."""
     _check_is_checkpoint(directory)
-    check_metadata(Path(directory) / ".metadata")
+    read_metadata(Path(directory) / ".metadata")
     tensors: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(directory))
     return tensors
 

@@ -18,10 +18,10 @@ import yaml
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.blocks import Role, blocks_of
-from rlhf_mc.checkpoint.directory import CorruptCheckpoint, File
-from rlhf_mc.checkpoint.inputs import Inputs
-from rlhf_mc.checkpoint.writer import HostBuffers, Writing, read_tensors
+from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest
+from rlhf_mc.checkpoint.input_fingerprints import Inputs
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
+from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import parse_yaml
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
@@ -37,7 +37,7 @@ class Save:
         self,
         root: Path,
         step: int,
-        roles: Sequence[Role],
+        roles: Sequence[TrainedModel],
         loop: dict[str, Any],
         config: dict[str, Any],
         inputs: Inputs,
@@ -61,7 +61,7 @@ class Save:
         }
         self._config = config
         blocks = [block for role in roles for block in blocks_of(role)]
-        self._writing = Writing(blocks, directory.staging_path(root, step), buffers)
+        self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers)
         if buffers is None:
             self._writing.wait()
 
@@ -81,14 +81,14 @@ class Save:
             on_rank_0(lambda: directory.discard(self._root, self.step), self._subject)
             raise
 
-    def _commit(self, files: dict[str, File]) -> None:
+    def _commit(self, files: dict[str, FileDigest]) -> None:
         path = directory.staging_path(self._root, self.step)
         files[STATE] = directory.write_json(path / STATE, self._state)
         files[CONFIG] = directory.write_bytes(path / CONFIG, yaml.safe_dump(self._config, sort_keys=False).encode())
         directory.commit(self._root, self.step, files, self._run_id)
 
 
-def load(path: Path, roles: Sequence[Role]) -> dict[str, Any]:
+def load(path: Path, roles: Sequence[TrainedModel]) -> dict[str, Any]:
     """Fills models, optimizers and schedules from a checkpoint that `directory.verify` found whole. Returns the loop's
     state. UserError where it is of other models. Every rank must call it."""
     state = on_every_rank(lambda: directory.read_json(path / STATE))
@@ -132,7 +132,7 @@ def stored_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _models(roles: Sequence[Role]) -> dict[str, Any]:
+def _models(roles: Sequence[TrainedModel]) -> dict[str, Any]:
     return {
         role.engine.name: {
             "shape": asdict(role.engine.shape),
@@ -172,7 +172,7 @@ def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape
             )
 
 
-def _check_same_model(path: Path, role: Role, stored: dict[str, Any]) -> None:
+def _check_same_model(path: Path, role: TrainedModel, stored: dict[str, Any]) -> None:
     name = role.engine.name
     if name not in stored:
         raise UserError(f"{path}: holds no {name}; it is a checkpoint of {', '.join(stored)}")

@@ -109,7 +109,7 @@ RANGES = {
     "trainer.target_val_acc": Range(-1e6, 1e6),
     "trainer.critic_warmup": Range(0, 1_000_000_000),
     "trainer.seed": Range(0, 2**32 - 1),  # numpy takes 32 bits, which vLLM seeds too
-    "trainer.max_skipped_updates_consecutive": _COUNT,
+    "trainer.max_consecutive_skipped_updates": _COUNT,
     "trainer.max_rollout_logprob_diff": _POSITIVE,
     "trainer.dist_timeout_seconds": Range(1, _SECONDS),
     "trainer.heartbeat_timeout_seconds": Range(1, _SECONDS),

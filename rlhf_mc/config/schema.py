@@ -303,7 +303,7 @@ class TrainerConfig:
     """PPO steps at the start in which the critic learns and the actor stays as it is."""
     seed: int = 1
     """Seed of everything random, below 2^32."""
-    max_skipped_updates_consecutive: int = 3
+    max_consecutive_skipped_updates: int = 3
     """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
     max_rollout_logprob_diff: float | None = None
     """Bound of the mean of |log-prob by the trainer - log-prob by vLLM| over the sampled tokens; ten times as much

@@ -15,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.blocks import Role
-from rlhf_mc.checkpoint.inputs import check_unchanged, paths
+from rlhf_mc.checkpoint.input_fingerprints import check_unchanged, paths
+from rlhf_mc.checkpoint.training_blocks import TrainedModel
 from rlhf_mc.checkpoint.training_state import Save, load, reading_state, stored_config, stored_origin
-from rlhf_mc.checkpoint.writer import HostBuffers
+from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
@@ -48,6 +48,7 @@ _OF_NO_EFFECT = {
     )
 }
 """Settings whose change does not change what is computed."""
+_SKIPPED = "consecutive_skipped_updates"
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Checkpoints:
         self._run = run
         self._cfg = run.config.trainer
         self._root = Path(self._cfg.default_local_dir)
-        self._roles = [Role(engine, layouts_of(engine)) for engine in (run.actor, run.critic)]
+        self._roles = [TrainedModel(engine, layouts_of(engine)) for engine in (run.actor, run.critic)]
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._in_flight: Save | None = None
         self._saved: int | None = None
@@ -187,7 +188,7 @@ class Checkpoints:
         return Path(given)
 
     def _list(self) -> list[int]:
-        for line in directory.not_counted(self._root):
+        for line in directory.ignored(self._root):
             self._say(f"WARNING: {line}")
         return directory.steps_with_checkpoint(self._root)
 
@@ -228,7 +229,8 @@ class Checkpoints:
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
             self._logged = loop.get("logged", [])  # an earlier version counted on none
-            self._skipped = dict(loop["skipped_consecutive"])
+            # An earlier version named the counts otherwise.
+            self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
             self.run_id = run_id or ""
         self._say(f"resumed after step {self.position.step} from {path}")
         self._say_what_changed(config)
@@ -253,7 +255,7 @@ class Checkpoints:
         """The small state as it is now: what a later phase changes of it is not of the step that is complete."""
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
-            "skipped_consecutive": dict(self._run.skipped.consecutive),
+            _SKIPPED: dict(self._run.skipped.consecutive),
         }
 
     def begin(self, wait: bool = False) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.checkpoint.hf_format import export_hf
+from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.prompts import prompt_indices

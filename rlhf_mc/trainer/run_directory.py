@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.hf_format import RUN_FILE
+from rlhf_mc.checkpoint.hf_export import RUN_FILE
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.sinks import METRICS_FILE, TENSORBOARD_DIR
 from rlhf_mc.runtime.run_lock import Owner

@@ -15,7 +15,7 @@ from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLCon
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
-from rlhf_mc.checkpoint.inputs import Inputs, read_inputs
+from rlhf_mc.checkpoint.input_fingerprints import Inputs, read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
@@ -134,7 +134,7 @@ def build_run(cfg: Config) -> Run:
         offload_schedule=offload_schedule,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         log_prob_check=_log_prob_check(cfg, tokenizer),
-        skipped=SkippedUpdates(cfg.trainer.max_skipped_updates_consecutive, Path(cfg.trainer.default_local_dir)),
+        skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
     )
 
 

@@ -122,7 +122,7 @@ class SkippedUpdates:
         if self.consecutive[name] >= self.limit:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} updates in a row "
-                f"(trainer.max_skipped_updates_consecutive), the last in step {step}; their samples are in {path}; "
+                f"(trainer.max_consecutive_skipped_updates), the last in step {step}; their samples are in {path}; "
                 f"{_what_is_not_finite(name, mini, params)}"
             )
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cases import a_run
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.blocks import Role, blocks_of
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.trainer import checkpointing, loop, success
@@ -31,7 +31,9 @@ Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 
 def blocks(run: Run) -> Blocks:
     """All that a checkpoint would hold of this rank, whoever writes it."""
-    found = [block for engine in (run.actor, run.critic) for block in blocks_of(Role(engine, layouts_of(engine)))]
+    found = [
+        block for engine in (run.actor, run.critic) for block in blocks_of(TrainedModel(engine, layouts_of(engine)))
+    ]
     return [
         (block.key, block.global_shape, block.box, block.data.detach().contiguous().view(torch.uint8).numpy().copy())
         for block in found

@@ -166,10 +166,11 @@ def begun_by_job(number: int) -> Callable[[Path], None]:
 
 
 def of_an_earlier_version(path: Path) -> None:
-    """One that recorded neither the run's id nor its inputs, nor the rows of metrics.jsonl."""
+    """Make it a checkpoint without the run's id, its inputs and the rows of metrics.jsonl, and with a former key."""
 
     def change(state: dict[str, Any]) -> None:
         del state["inputs"], state["run_id"], state["loop"]["logged"]
+        state["loop"]["skipped_in_a_row"] = state["loop"].pop("consecutive_skipped_updates")
 
     with_state(change)(path)
     path.with_name("run.json").unlink()
@@ -263,8 +264,8 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     assert json.loads((tmp_path / "begun by job 8" / "run.json").read_text())["slurm_job"] == "7"
     assert sorted(p.name for p in (tmp_path / "two cut").glob("global*")) == [
         "global_step_1",
-        "global_step_2.aside1",
-        "global_step_3.aside1",
+        "global_step_2.quarantined1",
+        "global_step_3.quarantined1",
     ]
     assert directory.steps_with_checkpoint(branch) == [1]
     assert not samples.exists()

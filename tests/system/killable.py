@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlhf_mc.checkpoint import directory, writer
+from rlhf_mc.checkpoint import directory, training_tensors
 from rlhf_mc.observability.metrics import PhaseTimer
 
 _pipe = os.open(os.environ["EVENTS"], os.O_WRONLY)
@@ -39,7 +39,7 @@ def main() -> None:
             yield
 
     PhaseTimer.phase = phase  # type: ignore[method-assign]
-    writer.Writing._write = telling(writer.Writing._write, "writing")  # type: ignore[method-assign]
+    training_tensors.TensorWriter._write = telling(training_tensors.TensorWriter._write, "writing")  # type: ignore[method-assign]
     directory.commit = telling(directory.commit, "commit")
     directory.remove = telling(directory.remove, "remove")
     directory.verify = telling(directory.verify, "verify")

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from rlhf_mc.checkpoint import directory, writer
-from rlhf_mc.checkpoint.blocks import Block
-from rlhf_mc.checkpoint.unpickling import check_metadata
+from rlhf_mc.checkpoint import directory, training_tensors
+from rlhf_mc.checkpoint.dcp_metadata import read_metadata
+from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.runtime import run_lock
 
@@ -72,7 +72,7 @@ def test_corruption_is_detected(tmp_path: Path, change: str) -> None:
         (path / directory.MANIFEST).write_text(json.dumps(manifest))
     else:
         body = {"format": 1, "step": 1, "run_id": None, "files": {"../a": manifest["files"]["a"]}}
-        (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._sum_of(body)}))
+        (path / directory.MANIFEST).write_text(json.dumps({**body, "sha256": directory._checksum(body)}))
     with pytest.raises(
         directory.CorruptCheckpoint, match="b" if not change.startswith("manifest") else directory.MANIFEST
     ):
@@ -82,15 +82,15 @@ def test_corruption_is_detected(tmp_path: Path, change: str) -> None:
 def test_transient_read_error_is_not_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_checkpoint(tmp_path, 1)
     failed = []
-    summed = directory.summed
+    digest_file = directory.digest_file
 
-    def fail_first(file: Path) -> directory.File:
+    def fail_first(file: Path) -> directory.FileDigest:
         if len(failed) < limit:
             failed.append(file)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return summed(file)
+        return digest_file(file)
 
-    monkeypatch.setattr(directory, "summed", fail_first)
+    monkeypatch.setattr(directory, "digest_file", fail_first)
     monkeypatch.setattr(directory, "_AGAIN_SECONDS", 0.01)
     limit = 1
     directory.verify(path)
@@ -155,7 +155,7 @@ def test_reading_metadata_executes_no_code(tmp_path: Path, kind: str, monkeypatc
     monkeypatch.chdir(tmp_path)
     intact = pickle.dumps(Metadata(state_dict_metadata={"a": torch.Size([1])}))
     (tmp_path / "m").write_bytes(intact)
-    check_metadata(tmp_path / "m")
+    read_metadata(tmp_path / "m")
     content = {
         "malicious": pickle.dumps(Metadata(state_dict_metadata={"a": MaliciousPickle()})),
         "truncated": intact[:-9],
@@ -163,7 +163,7 @@ def test_reading_metadata_executes_no_code(tmp_path: Path, kind: str, monkeypatc
     }
     (tmp_path / "m").write_bytes(content[kind])
     with pytest.raises(UserError, match="not the description of a checkpoint's tensors"):
-        check_metadata(tmp_path / "m")
+        read_metadata(tmp_path / "m")
     assert not (tmp_path / "executed").exists()
 
 
@@ -189,12 +189,12 @@ def blocks_over(data: torch.Tensor) -> list[Block]:
 def test_gpu_tensors_are_written_without_buffers(tmp_path: Path) -> None:
     data = torch.arange(12.0).view(2, 6)
     OnDevice.collector_was_on.clear()
-    writing = writer.Writing(blocks_over(data.as_subclass(OnDevice)), tmp_path, None)
+    writing = training_tensors.TensorWriter(blocks_over(data.as_subclass(OnDevice)), tmp_path, None)
     files = writing.finish()
     assert files["__0_0.distcp"].num_bytes >= data.nbytes
     assert OnDevice.collector_was_on == [True, True]
     back = torch.zeros(2, 6)
-    writer.read_tensors(blocks_over(back), tmp_path)
+    training_tensors.read_tensors(blocks_over(back), tmp_path)
     assert (back == data).all()
 
 
@@ -207,7 +207,7 @@ def test_every_file_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monkey
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
-    files = writer.Writing(blocks_over(torch.ones(2, 6)), tmp_path, None).finish()
+    files = training_tensors.TensorWriter(blocks_over(torch.ones(2, 6)), tmp_path, None).finish()
     assert len(files) == 4
     assert synced.items() >= {name: file.num_bytes for name, file in files.items()}.items()
 
@@ -215,7 +215,7 @@ def test_every_file_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll with short collectives, so that a disk slower than the collective timeout does not abort the run."""
     polls = []
-    write_bucket = writer._write_bucket
+    write_bucket = training_tensors._write_bucket
 
     def slowly(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.5)
@@ -225,10 +225,10 @@ def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytes
         polls.append(value)
         return [value]
 
-    monkeypatch.setattr(writer, "_write_bucket", slowly)
-    monkeypatch.setattr(writer, "_ASK_SECONDS", 0.05)
-    writing = writer.Writing(blocks_over(torch.ones(2, 6)), tmp_path, writer.HostBuffers())
-    monkeypatch.setattr(writer, "gather_objects", counted)
+    monkeypatch.setattr(training_tensors, "_write_bucket", slowly)
+    monkeypatch.setattr(training_tensors, "_ASK_SECONDS", 0.05)
+    writing = training_tensors.TensorWriter(blocks_over(torch.ones(2, 6)), tmp_path, training_tensors.HostBuffers())
+    monkeypatch.setattr(training_tensors, "gather_objects", counted)
     writing.wait()
     assert polls.count(False) >= 3 and polls[-1] is True and writing.is_done()
 

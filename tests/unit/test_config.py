@@ -598,7 +598,7 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
             ),
             ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
         ),
-        (("trainer.max_skipped_updates_consecutive=0",), ("max_skipped_updates_consecutive is 0", "at least 1")),
+        (("trainer.max_consecutive_skipped_updates=0",), ("max_consecutive_skipped_updates is 0", "at least 1")),
         (("trainer.preemption_grace_seconds=59",), ("preemption_grace_seconds is 59", "at least 60")),
         (
             ("critic.model_path=''",),

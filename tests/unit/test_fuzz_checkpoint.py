@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from rlhf_mc.checkpoint import directory
+from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.training_state import CONFIG, STATE, reading_state, stored_config, stored_origin
-from rlhf_mc.checkpoint.unpickling import check_metadata
 from rlhf_mc.config.errors import UserError
 
 STEP = 3
@@ -57,7 +57,7 @@ def intact() -> dict[str, bytes]:
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), [])
     state = {
         "step": STEP,
-        "loop": {"position": {"step": STEP, "accuracy": 0.5}, "kl_controller": {}, "skipped_consecutive": {}},
+        "loop": {"position": {"step": STEP, "accuracy": 0.5}, "kl_controller": {}, "consecutive_skipped_updates": {}},
         "models": {"actor": {"shape": {"num_layers": 2}, "dtype": "float32", "progress": {}}},
         "versions": {},
         "inputs": {},
@@ -89,7 +89,7 @@ def read(path: Path) -> None:
         state["loop"], state["models"]
         stored_origin(path)
     stored_config(path)
-    check_metadata(path / METADATA)
+    read_metadata(path / METADATA)
 
 
 def test_intact_checkpoint_can_be_read(root: Path, intact: dict[str, bytes]) -> None:

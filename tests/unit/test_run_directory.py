@@ -169,8 +169,8 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     lines = run_directory.drop_later(tmp_path, 2)
     assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
     assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
-    assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.aside1"}
-    assert "hf" not in names(tmp_path) and "hf.aside1" in names(tmp_path)
+    assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.quarantined1"}
+    assert "hf" not in names(tmp_path) and "hf.quarantined1" in names(tmp_path)
     assert run_directory.drop_later(tmp_path, 2) == []
 
 
@@ -228,7 +228,7 @@ def test_directory_not_named_by_its_step_does_not_count(tmp_path: Path) -> None:
         os.rename(tmp_path / f"{name}.tmp", tmp_path / name)
     (tmp_path / "global_step_5").mkdir()
     assert directory.steps_with_checkpoint(tmp_path) == [2]
-    lines = directory.not_counted(tmp_path)
+    lines = directory.ignored(tmp_path)
     assert [line.partition("global_step_")[2].partition(";")[0] for line in lines] == [
         "007 is a checkpoint of step 2",
         "5 has no manifest.json",

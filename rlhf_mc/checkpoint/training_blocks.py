@@ -19,7 +19,7 @@ from rlhf_mc.topology.consensus import gather_objects
 
 
 @dataclass(frozen=True)
-class Role:
+class TrainedModel:
     """A model that is trained: it is saved with its optimizer."""
 
     engine: ModelEngine
@@ -41,7 +41,7 @@ class Block:
     """Whether this rank writes it. Of all ranks that hold the block exactly one does."""
 
 
-def blocks_of(role: Role) -> list[Block]:
+def blocks_of(role: TrainedModel) -> list[Block]:
     """This rank's blocks of the role. Every rank must call it."""
     rank = dist.get_rank()
     parts = role.engine.optimizer_parts()

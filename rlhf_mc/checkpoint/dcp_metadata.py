@@ -41,7 +41,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no tensor")
 
 
-def check_metadata(path: Path) -> Any:
+def read_metadata(path: Path) -> Any:
     """What the file says (torch's Metadata). UserError where it cannot be read, is damaged, or would run anything."""
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()

@@ -27,9 +27,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import durable, platform
-from rlhf_mc.checkpoint.blocks import Block
-from rlhf_mc.checkpoint.directory import CorruptCheckpoint, File, summed, write_bytes
-from rlhf_mc.checkpoint.unpickling import check_metadata
+from rlhf_mc.checkpoint.dcp_metadata import read_metadata
+from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest, digest_file, write_bytes
+from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
@@ -65,7 +65,7 @@ class HostBuffers:
         return list(kept.values())
 
 
-class Writing:
+class TensorWriter:
     """The tensors of one checkpoint on their way to the disk."""
 
     def __init__(self, blocks: Sequence[Block], directory: Path, buffers: HostBuffers | None) -> None:
@@ -78,7 +78,7 @@ class Writing:
         with platform.megatron():
             strategy.async_save(_sharded(mine, data), str(directory))
         self._writer, self._plan = strategy.writer, strategy.plan
-        self._files: dict[str, File] = {}
+        self._files: dict[str, FileDigest] = {}
         self._results: list[Any] = []
         self._error: UserError | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
@@ -94,7 +94,7 @@ class Writing:
         while not all(gather_objects(self.is_done(_ASK_SECONDS))):
             pass
 
-    def finish(self) -> dict[str, File]:
+    def finish(self) -> dict[str, FileDigest]:
         """Waits for all ranks, and completes what dist_checkpointing calls a checkpoint. Returns this rank's files.
         UserError, on every rank, where one could not write. Every rank must call it."""
         self.wait()
@@ -120,7 +120,7 @@ class Writing:
                 if isinstance(written, Exception):
                     raise written
                 self._results += written
-                self._files[name] = summed(Path(file))
+                self._files[name] = digest_file(Path(file))
         except Exception as error:  # whatever it is, the rank's own thread must hear of it
             self._error = UserError(f"{self._directory}: cannot be written: {_reason(error)}")
 
@@ -135,7 +135,7 @@ class Writing:
         for name in (METADATA, BACKEND):
             # torch syncs the one before it has left Python's buffer, and Megatron-Core never does the other.
             durable.sync(self._directory / name)
-            self._files[name] = summed(self._directory / name)
+            self._files[name] = digest_file(self._directory / name)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -165,7 +165,7 @@ def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
 
 
 def _check_holds(directory: Path, blocks: Sequence[Block]) -> None:
-    stored = check_metadata(directory / METADATA).state_dict_metadata
+    stored = read_metadata(directory / METADATA).state_dict_metadata
     missing = next((block.key for block in blocks if block.key not in stored), None)
     if missing is not None:
         raise UserError(f"{directory}: holds no {missing}; the run that wrote it trained other parts of the models")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from rlhf_mc.checkpoint import inputs
+from rlhf_mc.checkpoint import input_fingerprints
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 
@@ -28,8 +28,8 @@ def world() -> Iterator[None]:
 @pytest.fixture
 def small_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat files of 100 kB as large, and hash 8 blocks of them."""
-    monkeypatch.setattr(inputs, "WHOLE_BYTES", 100_000)
-    monkeypatch.setattr(inputs, "NUM_BLOCKS", 8)
+    monkeypatch.setattr(input_fingerprints, "WHOLE_BYTES", 100_000)
+    monkeypatch.setattr(input_fingerprints, "NUM_BLOCKS", 8)
 
 
 def write_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None) -> None:
@@ -101,44 +101,44 @@ def test_changed_input_is_rejected_or_warned_about(
     tmp_path: Path, change: Callable[[Path], None], setting: str
 ) -> None:
     cfg = workspace(tmp_path)
-    before = inputs.read_inputs(cfg)
-    assert inputs.check_unchanged(before, inputs.read_inputs(cfg), False, "a checkpoint") == []
+    before = input_fingerprints.read_inputs(cfg)
+    assert input_fingerprints.check_unchanged(before, input_fingerprints.read_inputs(cfg), False, "a checkpoint") == []
     change(tmp_path)
-    now = inputs.read_inputs(cfg)
+    now = input_fingerprints.read_inputs(cfg)
     with pytest.raises(
         UserError, match=rf"^a checkpoint: {setting} has changed .*resume_changed_inputs=allow"
     ) as error:
-        inputs.check_unchanged(before, now, False, "a checkpoint")
+        input_fingerprints.check_unchanged(before, now, False, "a checkpoint")
     assert "\n" not in str(error.value)
-    (line,) = inputs.check_unchanged(before, now, True, "a checkpoint")
+    (line,) = input_fingerprints.check_unchanged(before, now, True, "a checkpoint")
     assert line.startswith(f"{setting} has changed since the checkpoint")
 
 
 def test_changed_reward_function_is_warned_about(tmp_path: Path) -> None:
     cfg = workspace(tmp_path)
-    before = inputs.read_inputs(cfg)
+    before = input_fingerprints.read_inputs(cfg)
     edit_file("reward.py")(tmp_path)
-    (line,) = inputs.check_unchanged(before, inputs.read_inputs(cfg), False, "a checkpoint")
+    (line,) = input_fingerprints.check_unchanged(before, input_fingerprints.read_inputs(cfg), False, "a checkpoint")
     assert line.startswith("custom_reward_function.path has changed")
 
 
 @pytest.mark.usefixtures("small_thresholds")
 def test_moved_files_are_unchanged(tmp_path: Path) -> None:
-    before = inputs.read_inputs(workspace(tmp_path / "here"))
+    before = input_fingerprints.read_inputs(workspace(tmp_path / "here"))
     there = workspace(tmp_path / "there")
     shutil.rmtree(tmp_path / "here")
-    assert json.loads(json.dumps(before)) == inputs.read_inputs(there)
+    assert json.loads(json.dumps(before)) == input_fingerprints.read_inputs(there)
 
 
 @pytest.mark.usefixtures("small_thresholds")
 def test_large_weights_are_hashed_by_sampled_blocks(tmp_path: Path) -> None:
     """Check the known gap, the price of a fast start: a change between the sampled blocks goes unnoticed."""
     cfg = workspace(tmp_path)
-    before = inputs.read_inputs(cfg)
+    before = input_fingerprints.read_inputs(cfg)
     assert "sampled_sha256" in before["model.path"]["model.safetensors"]
     change: Any = lambda tensors: tensors["embed"][2].fill_(1.0)  # noqa: E731
     rewrite_weights(change)(tmp_path)
-    assert inputs.read_inputs(cfg) == before
+    assert input_fingerprints.read_inputs(cfg) == before
     assert load_file(tmp_path / "model" / "model.safetensors")["embed"].any()
 
 
@@ -151,13 +151,15 @@ def test_megatron_checkpoint_replaces_the_weights_as_an_input(tmp_path: Path) ->
         (mcore / name).write_text(name)
     torch.save(torch.randn(100_000), mcore / "__0_0.distcp")
     cfg.model.dist_checkpointing_path = str(mcore)
-    before = inputs.read_inputs(cfg)
+    before = input_fingerprints.read_inputs(cfg)
     assert sorted(before["model.path"]) == ["config.json"]
     rewrite_weights(scale)(tmp_path)  # not read
     (mcore / ".metadata").write_text("of the same model, converted again")
-    assert inputs.read_inputs(cfg) == before
+    assert input_fingerprints.read_inputs(cfg) == before
     torch.save(torch.load(mcore / "__0_0.distcp") * 1.5, mcore / "__0_0.distcp")
-    assert list(inputs.differences(before, inputs.read_inputs(cfg))) == ["model.dist_checkpointing_path"]
+    assert list(input_fingerprints.differences(before, input_fingerprints.read_inputs(cfg))) == [
+        "model.dist_checkpointing_path"
+    ]
 
 
 def test_sharded_weights_and_a_checkpoint_without_hashes(tmp_path: Path) -> None:
@@ -167,9 +169,9 @@ def test_sharded_weights_and_a_checkpoint_without_hashes(tmp_path: Path) -> None
     save_file({"b": torch.ones(3)}, model / "model-00002-of-00002.safetensors")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert len(inputs.read_inputs(cfg)["model.path"]) == 4
-    (line,) = inputs.check_unchanged(None, inputs.read_inputs(cfg), False, "a checkpoint")
+    assert len(input_fingerprints.read_inputs(cfg)["model.path"]) == 4
+    (line,) = input_fingerprints.check_unchanged(None, input_fingerprints.read_inputs(cfg), False, "a checkpoint")
     assert "does not record" in line
     (model / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.path: .*00002-of-00002\.safetensors cannot be read"):
-        inputs.read_inputs(cfg)
+        input_fingerprints.read_inputs(cfg)

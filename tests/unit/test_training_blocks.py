@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from rlhf_mc.checkpoint.blocks import _runs
+from rlhf_mc.checkpoint.training_blocks import _runs
 from rlhf_mc.reshard.layout import Shard
 
 FUSED = (Shard("q", ((4, 7), (0, 5)), "qkv", (0, 0)), Shard("k", ((0, 2), (0, 5)), "qkv", (3, 0)))

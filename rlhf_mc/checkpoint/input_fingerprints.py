@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhf_mc.checkpoint.directory import summed
+from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import Config
@@ -138,7 +138,7 @@ def _hashed(file: _File) -> dict[str, Any]:
         size = file.path.stat().st_size
         if file.is_weights and size > WHOLE_BYTES:
             return {"bytes": size, "sampled_sha256": _sampled(file.path, size)}
-        whole = summed(file.path)
+        whole = digest_file(file.path)
         return {"bytes": whole.num_bytes, "sha256": whole.sha256}
     except (OSError, ValueError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error

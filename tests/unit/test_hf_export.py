@@ -1,0 +1,166 @@
+"""Export of Hugging Face checkpoints: after an import to a simulated TP 2 x PP 2, bit for bit; files and failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from hf_checkpoints import CONFIGS, all_tensors, assert_same_bits, import_all, merged, save_model, tp2_pp2
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint import hf_export
+from rlhf_mc.checkpoint.hf_export import export_hf
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.errors import UserError
+
+
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip_is_bit_identical(tmp_path: Path, name: str, dtype_name: str) -> None:
+    dtype = getattr(torch, dtype_name)
+    start = save_model(tmp_path / "start", name, dtype)
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    reader.check(shape)
+    layouts = tp2_pp2(shape)
+    ranks = import_all(reader, layouts, dtype=dtype)
+    assert (ranks[1]["embedding.word_embeddings.weight"][447 - 224 :] == 7).all(), "padding was touched"
+    params, layout = merged(ranks, layouts)
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, dtype_name, start)
+    assert_same_bits(all_tensors(tmp_path / "end"), all_tensors(start))
+    with safe_open(tmp_path / "end" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    before, after = (AutoModelForCausalLM.from_pretrained(d) for d in (start, tmp_path / "end"))
+    tokens = torch.arange(12)[None]
+    assert after.dtype == dtype and torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+def test_a_rank_reads_its_own_blocks_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the file is sliced: as many elements as the rank's parameters have, padding left out."""
+    reader = HFReader(save_model(tmp_path / "start"))
+    shape = ModelShape.from_hf_config(reader.config)
+    read: list[int] = []
+
+    class Counting:
+        def __init__(self, found) -> None:
+            self.found, self.get_shape = found, found.get_shape
+
+        def __getitem__(self, index):
+            block = self.found[index]
+            read.append(block.numel())
+            return block
+
+    original = HFReader.slices
+    monkeypatch.setattr(
+        HFReader, "slices", lambda self, names: {n: Counting(f) for n, f in original(self, names).items()}
+    )
+    total = sum(t.numel() for t in all_tensors(tmp_path / "start").values())
+    for layout in tp2_pp2(shape):
+        read.clear()
+        import_all(reader, [layout])
+        held = sum(math.prod(b - a for a, b in piece.box) for piece in layout.shards)
+        assert sum(read) == held < 0.5 * total
+
+
+def test_an_export_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = save_model(tmp_path / "start")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    alive: list[weakref.ref] = []
+    largest = 0
+
+    def save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
+        nonlocal largest
+        assert all(ref() is None for ref in alive), "an earlier file's tensors are still held"
+        alive.extend(weakref.ref(t) for t in tensors.values())
+        largest = max(largest, sum(t.nbytes for t in tensors.values()))
+
+    monkeypatch.setattr(hf_export, "_save", save)
+    monkeypatch.setattr(hf_export, "_finish", lambda *args: None)
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start, 120_000)
+    assert len(alive) == len(all_tensors(start)) and 0 < largest <= 120_000
+
+
+def test_sharded_files_both_ways(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", max_shard_size="100KB")
+    assert not (start / "model.safetensors").exists()
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    reader.check(shape)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    end = tmp_path / "end"
+    for max_shard_bytes in (50_000, 120_000):  # a second export replaces the first, whose files are more
+        export_hf(params, [layout], shape, end, 0, None, "float32", start, max_shard_bytes)
+    files = sorted(end.glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
+    assert all(f.stat().st_size < 125_000 for f in files)
+    index = json.loads((end / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in all_tensors(start).values())
+    assert_same_bits(all_tensors(end), all_tensors(start))
+    HFReader(end).check(shape)
+    assert AutoModelForCausalLM.from_pretrained(end).lm_head.weight.shape == (447, 64)
+
+
+def test_export_casts_and_takes_the_tokenizer_along(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    (start / "tokenizer.json").write_text("{}")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "bfloat16", start)
+    assert_same_bits(all_tensors(tmp_path / "end"), {n: t.bfloat16() for n, t in all_tensors(start).items()})
+    config = json.loads((tmp_path / "end" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and config["tie_word_embeddings"] is True
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "end").dtype == torch.bfloat16
+    assert {f.name for f in (tmp_path / "end").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> None:
+    start = save_model(tmp_path / "start", "qwen2-tied")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config, value_head=True)
+    reader.check(shape)
+    assert "score.weight" not in reader.names
+    ranks = import_all(reader, tp2_pp2(shape), skip={"score.weight"})
+    assert all((r["output_layer.weight"] == 7).all() and r["output_layer.weight"].shape == (1, 64) for r in ranks[2:])
+    assert "output_layer.weight" not in ranks[0]
+    params, layout = merged(ranks, tp2_pp2(shape))
+    export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "end")
+    assert again.num_labels == 1 and (again.score.weight == 7).all()
+    assert torch.equal(again.model.norm.weight, all_tensors(start)["model.norm.weight"])
+    reader = HFReader(tmp_path / "end")
+    reader.check(shape)
+    assert "score.weight" in reader.names
+    with pytest.raises(UserError, match=r"score\.weight is missing"):
+        import_all(HFReader(start), tp2_pp2(shape))
+
+
+def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch) -> None:
+    start = save_model(tmp_path / "start")
+    reader = HFReader(start)
+    shape = ModelShape.from_hf_config(reader.config)
+    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    end = tmp_path / "end"
+    export_hf(params, [layout], shape, end, 0, None, "float32", start)
+
+    def disk_full(*_, **__) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rlhf_mc.checkpoint.hf_export.save_file", disk_full)
+    with pytest.raises(UserError, match=r"failed on rank 0: .*No space left on device"):
+        export_hf(params, [layout], shape, end, 0, None, "bfloat16", start)
+    HFReader(end).check(shape)
+    assert_same_bits(all_tensors(end), all_tensors(start))
