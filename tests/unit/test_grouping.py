@@ -8,8 +8,7 @@ import itertools
 import random
 
 import pytest
-import test_reshard
-from test_reshard import check_movement, expected_vllm, make_shape
+from simulated_ranks import SimulatedMesh, check_movement, expected_vllm, make_shape
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.grouping import _assignment, choose_rollout_groups
@@ -111,7 +110,7 @@ def test_tp_2_to_rollout_tp_3_on_six_ranks() -> None:
 def test_plan_from_tp_2_to_rollout_tp_3_is_exact() -> None:
     """Check that each element arrives where it belongs, and that no rank receives what it already holds."""
     shape = make_shape(num_layers=2, num_heads=6, num_kv_heads=6, ffn_hidden_size=12, vocab_size=190)
-    training = test_reshard.Mesh(shape, tp=2, dp=3, stages=[range(2)])
+    training = SimulatedMesh(shape, tp=2, dp=3, stages=[range(2)])
     groups = choose_rollout_groups(shape, Mesh(world=6, tp=2, pp=1), 3)
     rollout_rank = {rank: n for group in groups for n, rank in enumerate(group)}
     target = rollout_layouts(shape, groups)

@@ -1,26 +1,24 @@
-"""The families of models: what config.json says, and where each engine holds every tensor, dense or of an expert.
+"""Layouts of every model family, dense and with experts, and plans of experts.
 
-What the engines hold is computed here from whole tensors by chunk, view, cat and stack, independently of layout.py.
+The tensors that the engines should hold are computed from unsharded tensors by chunk, view, cat and stack,
+independently of layout.py.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from families import shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reshard import check_movement, empty, numbered, padded_chunk
-from transformers import GemmaConfig, GemmaForCausalLM
+from simulated_ranks import check_movement, empty, numbered, padded_chunk
 
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.build import scale_embeddings
 from rlhf_mc.models.checks import check_layout
-from rlhf_mc.models.norms import ZeroCenteredRMSNorm
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
@@ -32,36 +30,10 @@ from rlhf_mc.reshard.layout import (
     vllm_layout,
 )
 from rlhf_mc.reshard.plan import Plan, make_plan
-from rlhf_mc.rollout.experts import fused_moe
-
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 6,
-    "intermediate_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 3,
-    "vocab_size": 70,
-    "max_position_embeddings": 64,
-}
-EXTRA: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 12},
-    "qwen2": {"hidden_size": 12},
-    "mistral": {"sliding_window": None},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
-}
-
-
-def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    return {"model_type": family, **SIZES, **EXTRA.get(family, {}), **changes}
-
-
-def shape_of(family: str, **changes: Any) -> ModelShape:
-    return ModelShape.from_hf_config(config_of(family, **changes))
 
 
 def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
-    """Megatron's name in the layer -> the layer's norms, which every rank has whole."""
+    """Return Megatron's name in the layer -> the layer's norms, which are replicated on every rank."""
     hf = f"model.layers.{i}."
     out = {
         "input_layernorm.weight": full[hf + "input_layernorm.weight"],
@@ -74,7 +46,7 @@ def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
 
 
 def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) -> dict[str, torch.Tensor]:
-    """What the Megatron rank of the only pipeline stage holds; `e` of `ep` is its place among the experts' ranks."""
+    """Return the tensors of a Megatron-Core rank without pipeline parallelism. e of ep: its expert-parallel rank."""
     full = numbered(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, tp)
@@ -103,7 +75,7 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
 
 
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]:
-    """What the vLLM rank holds: all experts of a layer in one tensor, each of them split."""
+    """Return the tensors of a vLLM rank. All experts of a layer are stacked, and each is split."""
     full = numbered(shape)
     out = {}
     rows = padded_vocab_size(shape.vocab_size, 1)
@@ -130,7 +102,7 @@ def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]
 
 
 def fill(layout: Layout, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """The local tensors as the layout describes them."""
+    """Return the local tensors that the layout describes."""
     full = numbered(shape)
     out = empty(layout)
     for shard in layout.shards:
@@ -147,7 +119,7 @@ def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
         assert torch.equal(got[name], want), name
 
 
-def whole(shape: ModelShape, t: int, tp: int, **experts: int) -> Layout:
+def unpipelined(shape: ModelShape, t: int, tp: int, **experts: int) -> Layout:
     return mcore_layout(shape, t, tp, range(shape.num_layers), True, True, **experts)
 
 
@@ -156,7 +128,7 @@ def whole(shape: ModelShape, t: int, tp: int, **experts: int) -> Layout:
 def test_layouts_of_every_family(family: str, tp: int) -> None:
     shape = shape_of(family)
     for t in range(tp):
-        assert_same(fill(whole(shape, t, tp), shape), expected_mcore(shape, t, tp))
+        assert_same(fill(unpipelined(shape, t, tp), shape), expected_mcore(shape, t, tp))
         assert_same(fill(vllm_layout(shape, t, tp), shape), expected_vllm(shape, t, tp))
 
 
@@ -179,17 +151,17 @@ def expert_shapes(draw: st.DrawFn) -> ModelShape:
 
 @settings(max_examples=30, deadline=None)
 @given(expert_shapes(), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
-def test_experts_lie_where_their_ranks_are(shape: ModelShape, tp: int, ep: int) -> None:
+def test_layouts_of_expert_parallel_ranks(shape: ModelShape, tp: int, ep: int) -> None:
     for e in range(ep):
         for t in range(tp):
-            layout = whole(shape, t, tp, ep_rank=e, ep_size=ep)
+            layout = unpipelined(shape, t, tp, ep_rank=e, ep_size=ep)
             assert_same(fill(layout, shape), expected_mcore(shape, t, tp, e, ep))
 
 
-def test_experts_may_have_a_tensor_parallelism_of_their_own() -> None:
+def test_expert_tensor_parallelism() -> None:
     shape = shape_of("qwen3_moe")
     for t in range(2):
-        got = fill(whole(shape, t, 2, etp_rank=0, etp_size=1), shape)
+        got = fill(unpipelined(shape, t, 2, etp_rank=0, etp_size=1), shape)
         unsplit = expected_mcore(shape, 0, 1)
         split = expected_mcore(shape, t, 2)
         assert_same(got, {name: (unsplit if ".experts." in name else split)[name] for name in split})
@@ -197,34 +169,34 @@ def test_experts_may_have_a_tensor_parallelism_of_their_own() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_experts_move_between_all_layouts(data: st.DataObject) -> None:
-    """From every expert parallelism to every rollout, into a file and out of it: exact, and no byte too many."""
+def test_plans_of_experts_are_exact_and_minimal(data: st.DataObject) -> None:
+    """Plan from every expert parallelism to every rollout layout, to a file and from a file."""
     shape = data.draw(expert_shapes())
     tp, ep, dp = data.draw(st.sampled_from([(1, 1, 2), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]))
-    places = [(t, tp, e, ep) for _ in range(dp) for e in range(ep) for t in range(tp)]
-    source = [whole(shape, t, tp, ep_rank=e, ep_size=ep) for t, tp, e, ep in places]
-    have = [expected_mcore(shape, *place) for place in places]
+    coordinates = [(t, tp, e, ep) for _ in range(dp) for e in range(ep) for t in range(tp)]
+    source = [unpipelined(shape, t, tp, ep_rank=e, ep_size=ep) for t, tp, e, ep in coordinates]
+    have = [expected_mcore(shape, *at) for at in coordinates]
     rollout = data.draw(st.sampled_from([1, 2]))
-    ranks = data.draw(st.permutations([r % rollout for r in range(len(places))]))
+    ranks = data.draw(st.permutations([r % rollout for r in range(len(coordinates))]))
     target = [vllm_layout(shape, r, rollout) for r in ranks]
     bucket = data.draw(st.sampled_from([100, 1000, 1 << 20]))
     nodes = data.draw(st.sampled_from([1, 2, 8]))
     want = [expected_vllm(shape, r, rollout) for r in ranks]
     check_movement(make_plan(source, target, 8, bucket, nodes), have, want, target, bucket)
-    file = [hf_layout(shape)] + [EMPTY] * (len(places) - 1)
-    content = [numbered(shape)] + [{}] * (len(places) - 1)
+    file = [hf_layout(shape)] + [EMPTY] * (len(coordinates) - 1)
+    content = [numbered(shape)] + [{}] * (len(coordinates) - 1)
     check_movement(make_plan(source, file, 8, bucket), have, content, file, bucket)
     check_movement(make_plan(file, source, 8, bucket), content, have, source, bucket)
 
 
 def plan_of_experts(num_experts: int, bucket: int) -> Plan:
-    """Return the plan of four ranks, TP 2 and EP 2, to engines of four; nodes of two ranks."""
+    """Return the plan of four ranks from TP 2 and EP 2 to rollout TP 4; nodes have two ranks."""
     shape = shape_of("qwen3_moe", num_experts=num_experts, num_key_value_heads=4, moe_intermediate_size=64)
-    source = [whole(shape, t, 2, ep_rank=e, ep_size=2) for e in range(2) for t in range(2)]
+    source = [unpipelined(shape, t, 2, ep_rank=e, ep_size=2) for e in range(2) for t in range(2)]
     return make_plan(source, [vllm_layout(shape, r, 4) for r in range(4)], 4, bucket, 2)
 
 
-def test_planning_does_not_grow_with_the_number_of_experts() -> None:
+def test_plan_size_is_independent_of_the_number_of_experts() -> None:
     def size(plan: Plan) -> tuple[int, ...]:
         transfers = sum(len(sends) + len(receives) for sends, receives in plan.for_rank(1).buckets)
         moves = sum(len(pattern.moves) + len(pattern.copies) for pattern in plan.patterns)
@@ -237,7 +209,7 @@ def test_planning_does_not_grow_with_the_number_of_experts() -> None:
 
 
 def test_stacked_experts_fit_into_buckets() -> None:
-    """Buckets are filled with as many experts as fit; an expert larger than a bucket comes in parts."""
+    """Check that buckets have several experts if they fit, and that an expert larger than a bucket is split."""
     expert = 2 * 16 * 6 * 4  # bytes of a rank's gate and up
     roomy = plan_of_experts(16, 4 * expert)
     narrow = plan_of_experts(16, expert // 4)
@@ -249,7 +221,7 @@ def test_stacked_experts_fit_into_buckets() -> None:
 
 
 def test_norms_of_transformer_engine_layers() -> None:
-    """Where the layers have experts, the norm before the router is not joined with a linear layer."""
+    """Check that the norm before a router is not fused with a linear layer."""
 
     def norm_names(family: str) -> set[str]:
         layout = mcore_layout(shape_of(family), 0, 1, range(1), True, True, fused_norms=True)
@@ -263,7 +235,7 @@ def test_norms_of_transformer_engine_layers() -> None:
     assert norm_names("qwen3_moe") == {qkv, "pre_mlp_layernorm.weight", final} | heads
 
 
-def test_names_in_the_checkpoint() -> None:
+def test_names_in_hugging_face_checkpoints() -> None:
     names = logical_shapes(shape_of("qwen3_moe"))
     assert names["model.layers.1.mlp.experts.3.up_proj.weight"] == (4, 6)
     assert names["model.layers.1.mlp.experts.0.down_proj.weight"] == (6, 4)
@@ -309,7 +281,7 @@ def test_names_in_the_checkpoint() -> None:
         ),
     ],
 )
-def test_experts_that_cannot_be_spread(check: Any, sizes: dict, changes: dict, message: str) -> None:
+def test_invalid_expert_parallel_sizes_are_rejected(check: Any, sizes: dict, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(shape_of("qwen3_moe", **changes), **sizes)
 
@@ -321,63 +293,14 @@ def test_experts_that_cannot_be_spread(check: Any, sizes: dict, changes: dict, m
         (check_vllm, 3, r"num_key_value_heads is 2.*\(model\.layers\.0\.self_attn\.k_proj\.weight \[6, 6\]\)"),
     ],
 )
-def test_a_refused_split_names_a_tensor(check: Any, tp: int, message: str) -> None:
+def test_error_of_an_invalid_size_names_a_tensor(check: Any, tp: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(shape_of("qwen3"), tp)
 
 
-def test_a_dense_model_has_no_experts_to_spread() -> None:
+def test_expert_parallelism_of_a_dense_model_is_rejected() -> None:
     with pytest.raises(UserError, match=r"expert_model_parallel_size 2 \(Megatron\): a qwen3 model has no experts"):
         check_mcore(shape_of("qwen3"), 1, ep_size=2)
-
-
-def test_what_a_family_computes_otherwise() -> None:
-    gemma = shape_of("gemma")
-    assert gemma.zero_centered_norms and gemma.scaled_embeddings and gemma.activation == "gelu_pytorch_tanh"
-    assert gemma.tie_embeddings and not gemma.qkv_bias
-    assert shape_of("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
-    assert shape_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh") == gemma
-    # Published configurations of gemma do not say that the head is the embedding, or how wide a head is.
-    sparse = {key: value for key, value in config_of("gemma").items() if key != "head_dim"}
-    assert ModelShape.from_hf_config(sparse).head_dim == 256
-    qwen3 = shape_of("qwen3")
-    assert qwen3.qk_norm and qwen3.head_dim == 3 and not qwen3.qkv_bias and qwen3.activation == "silu"
-    moe = shape_of("qwen3_moe")
-    assert (moe.num_experts, moe.experts_per_token, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (4, 2, 4, True)
-    newer = config_of("qwen3_moe", num_local_experts=4)
-    del newer["num_experts"]
-    assert ModelShape.from_hf_config(newer) == moe
-    assert shape_of("mistral").is_dense and not shape_of("mistral").qkv_bias
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("mistral", {"sliding_window": 4096}, 'sliding_window is 4096.*"sliding_window": null'),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true"),
-        ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'; only 'gelu_pytorch_tanh' or 'gelu'"),
-        ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; only \[\] is supported"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 is supported"),
-        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than num_experts, which is 4"),
-        ("qwen3_moe", {"num_experts": None}, "num_local_experts is missing"),
-        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
-    ],
-)
-def test_configs_that_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        shape_of(family, **changes)
-
-
-def test_a_window_counts_where_the_family_has_it_switched_on() -> None:
-    """As in transformers and vLLM: qwen's switch is off by default, mistral has a window by default."""
-    assert shape_of("qwen3", sliding_window=16) == shape_of("qwen3")
-    config = config_of("mistral")
-    del config["sliding_window"]
-    with pytest.raises(UserError, match="sliding_window is 4096"):
-        ModelShape.from_hf_config(config)
-    config["sliding_window"] = None
-    assert ModelShape.from_hf_config(config).family == "mistral"
 
 
 @pytest.mark.parametrize(
@@ -392,69 +315,9 @@ def test_a_window_counts_where_the_family_has_it_switched_on() -> None:
         ({"num_experts_per_tok": 1}, {}, "num_experts_per_tok is 1 and norm_topk_prob is true"),
     ],
 )
-def test_what_megatron_cannot_train_is_refused(changes: dict[str, Any], megatron: dict[str, int], message: str) -> None:
+def test_layouts_unsupported_by_megatron_are_rejected(
+    changes: dict[str, Any], megatron: dict[str, int], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         check_layout(shape_of("qwen3_moe", **changes), MegatronConfig(**megatron))
     check_layout(shape_of("qwen3_moe"), MegatronConfig(expert_model_parallel_size=2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gemmas_norm_and_embeddings_round_as_transformers_does(dtype: torch.dtype) -> None:
-    """sqrt(96) is 9.798, or 9.8125 in bfloat16."""
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
-    theirs = GemmaForCausalLM(GemmaConfig(vocab_size=50, hidden_size=96, intermediate_size=8, **sizes)).to(dtype).model
-    torch.nn.init.normal_(theirs.norm.weight)
-    tokens = torch.arange(50)
-    embedding = torch.nn.Embedding.from_pretrained(theirs.embed_tokens.weight.detach())
-    scale_embeddings(SimpleNamespace(embedding=embedding), 96)
-    states = embedding(tokens)
-    assert states.dtype == dtype and torch.equal(states, theirs.embed_tokens(tokens))
-    norm = ZeroCenteredRMSNorm(SimpleNamespace(sequence_parallel=False), 96, eps=theirs.norm.eps).to(dtype)
-    norm.load_state_dict(theirs.norm.state_dict())
-    assert torch.equal(norm(states), theirs.norm(states))
-
-
-@pytest.mark.parametrize("skip_weighted", [False, True])
-def test_experts_on_plain_weights(skip_weighted: bool) -> None:
-    """Each token through every expert, those not chosen with weight 0. One expert is chosen by no token."""
-    torch.manual_seed(0)
-    tokens = 9
-    experts = 5
-    hidden = 6
-    ffn = 4
-    x = torch.randn(tokens, hidden)
-    w13 = torch.randn(experts, 2 * ffn, hidden)
-    w2 = torch.randn(experts, hidden, ffn)
-    weights, ids = torch.rand(tokens, experts - 1).topk(2)
-    gate, up = torch.einsum("th,efh->tef", x, w13).chunk(2, dim=-1)
-    of_each = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, w2)
-    used = torch.ones_like(weights) if skip_weighted else weights
-    wanted = torch.einsum("teh,te->th", of_each, torch.zeros(tokens, experts).scatter(1, ids, used))
-    out = torch.full_like(x, torch.nan)
-    fused_moe(out, x, w13, w2, None, None, weights, ids.int(), "silu", "vec", skip_weighted)
-    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_the_cost_of_a_sequence_is_that_of_its_products() -> None:
-    """Counted term by term: 2 FLOPs for each weight and token, and for each pair of a query and a key it sees."""
-    shape = ModelShape.from_hf_config(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "hidden_size": 96,
-            "intermediate_size": 160,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "vocab_size": 10,
-            "max_position_embeddings": 4096,
-        }
-    )
-
-    def flops(n: int) -> float:
-        per_token = 2 * (96 * 96 + 2 * 96 * 32 + 96 * 96 + 3 * 96 * 160)
-        pairs = n * n / 2  # a query sees half of the keys on average
-        return n * per_token + 2 * (2 * pairs * 6 * 16)  # scores, and weighted values
-
-    for n in (1, 100, 4000):
-        assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(flops(n) / flops(10))

@@ -1,0 +1,34 @@
+"""A small config.json of every model family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_mc.architectures.spec import ModelShape
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 6,
+    "intermediate_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 3,
+    "vocab_size": 70,
+    "max_position_embeddings": 64,
+}
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 12},
+    "qwen2": {"hidden_size": 12},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "norm_topk_prob": True},
+}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **EXTRA.get(family, {}), **changes}
+
+
+def shape_of(family: str, **changes: Any) -> ModelShape:
+    return ModelShape.from_hf_config(config_of(family, **changes))

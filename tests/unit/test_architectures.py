@@ -1,0 +1,184 @@
+"""Specifications of architectures: names in the tables, shapes from config.json, stored shapes."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import config_of, shape_of
+
+from rlhf_mc.architectures.parameters import PARAMS
+from rlhf_mc.architectures.spec import FAMILIES, Activation, ModelShape, Traits
+from rlhf_mc.checkpoint.training_state import check_shape
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.models.build import ACTIVATIONS
+
+
+def test_every_name_in_the_tables_exists() -> None:
+    traits = {field.name for field in fields(Traits)}
+    assert all(traits >= set(family.config_traits) for family in FAMILIES.values())
+    shape = shape_of("qwen2")
+    assert all(isinstance(getattr(shape, p.only_if), bool) for p in PARAMS if p.only_if)
+
+
+def test_every_activation_has_a_function() -> None:
+    assert set(ACTIVATIONS) == set(typing.get_args(Activation))
+    assert all(set(family.activations.values()) <= set(ACTIVATIONS) for family in FAMILIES.values())
+
+
+def test_shapes_of_earlier_checkpoints_are_read() -> None:
+    """Check the stored field names, traits included."""
+    stored = {
+        "family": "llama",
+        "num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 4,
+        "vocab_size": 10,
+        "tie_embeddings": False,
+        "qkv_bias": True,
+        "norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 32,
+        "rope_scaling": None,
+        "o_bias": True,
+        "mlp_bias": False,
+        "qk_norm": False,
+        "zero_centered_norms": False,
+        "scaled_embeddings": False,
+        "activation": "silu",
+        "num_experts": 0,
+        "experts_per_token": 0,
+        "expert_ffn_hidden_size": 0,
+        "norm_topk_prob": False,
+        "value_head": False,
+    }
+    shape = ModelShape(**stored)
+    assert asdict(shape) == stored
+    check_shape(Path("ckpt"), "actor", {"actor": {"shape": stored}}, shape)
+    other = stored | {"family": "qwen2", "o_bias": False}
+    with pytest.raises(UserError, match="the actor's family is qwen2 there and llama here"):
+        check_shape(Path("ckpt"), "actor", {"actor": {"shape": other}}, shape)
+    older = {key: value for key, value in stored.items() if key != "qk_norm"}  # from before the trait was known
+    check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, shape)
+    with pytest.raises(UserError, match="the actor's qk_norm is False there and True here"):
+        check_shape(Path("ckpt"), "actor", {"actor": {"shape": older}}, replace(shape, qk_norm=True))
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+
+def test_shape_from_config() -> None:
+    shape = ModelShape.from_hf_config(CONFIG | {"rope_theta": 5e5})
+    assert (shape.num_kv_heads, shape.head_dim, shape.rope_theta, shape.rope_scaling) == (2, 32, 5e5, None)
+    assert shape.qkv_bias and not shape.o_bias and not shape.tie_embeddings
+    newer = {"rope_parameters": {"rope_theta": 7e5, "rope_type": "linear", "factor": 8.0}, "attention_bias": True}
+    shape = ModelShape.from_hf_config(CONFIG | newer | {"model_type": "llama"})
+    assert shape.rope_theta == 7e5 and shape.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    assert shape.qkv_bias and shape.o_bias and not shape.mlp_bias
+    assert ModelShape.from_hf_config(CONFIG | {"rope_parameters": {"rope_type": "default"}}).rope_theta == 1e4
+    hash(shape)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; known are llama, qwen2"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads 3 is not a multiple"),
+    ],
+)
+def test_unsupported_configs_are_rejected(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelShape.from_hf_config(CONFIG | changes)
+
+
+def test_traits_of_families() -> None:
+    gemma = shape_of("gemma")
+    assert gemma.zero_centered_norms and gemma.scaled_embeddings and gemma.activation == "gelu_pytorch_tanh"
+    assert gemma.tie_embeddings and not gemma.qkv_bias
+    assert shape_of("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
+    assert shape_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh") == gemma
+    # Published configurations of gemma have no tie_word_embeddings and no head_dim.
+    sparse = {key: value for key, value in config_of("gemma").items() if key != "head_dim"}
+    assert ModelShape.from_hf_config(sparse).head_dim == 256
+    qwen3 = shape_of("qwen3")
+    assert qwen3.qk_norm and qwen3.head_dim == 3 and not qwen3.qkv_bias and qwen3.activation == "silu"
+    moe = shape_of("qwen3_moe")
+    assert (moe.num_experts, moe.experts_per_token, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (4, 2, 4, True)
+    newer = config_of("qwen3_moe", num_local_experts=4)
+    del newer["num_experts"]
+    assert ModelShape.from_hf_config(newer) == moe
+    assert shape_of("mistral").is_dense and not shape_of("mistral").qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 4096}, 'sliding_window is 4096.*"sliding_window": null'),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window is true"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'; only 'gelu_pytorch_tanh' or 'gelu'"),
+        ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; only \[\] is supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 is supported"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, more than num_experts, which is 4"),
+        ("qwen3_moe", {"num_experts": None}, "num_local_experts is missing"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    ],
+)
+def test_unsupported_configs_of_families_are_rejected(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        shape_of(family, **changes)
+
+
+def test_defaults_of_sliding_windows() -> None:
+    """Check the defaults of transformers and vLLM: qwen has no window, mistral has one."""
+    assert shape_of("qwen3", sliding_window=16) == shape_of("qwen3")
+    config = config_of("mistral")
+    del config["sliding_window"]
+    with pytest.raises(UserError, match="sliding_window is 4096"):
+        ModelShape.from_hf_config(config)
+    config["sliding_window"] = None
+    assert ModelShape.from_hf_config(config).family == "mistral"
+
+
+def test_sequence_cost_is_proportional_to_flops() -> None:
+    """Count 2 FLOPs per weight and token, and per visible pair of query and key."""
+    shape = ModelShape.from_hf_config(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_size": 96,
+            "intermediate_size": 160,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "vocab_size": 10,
+            "max_position_embeddings": 4096,
+        }
+    )
+
+    def flops(n: int) -> float:
+        per_token = 2 * (96 * 96 + 2 * 96 * 32 + 96 * 96 + 3 * 96 * 160)
+        pairs = n * n / 2  # a query attends to half of the keys on average
+        return n * per_token + 2 * (2 * pairs * 6 * 16)  # scores, and weighted values
+
+    for n in (1, 100, 4000):
+        assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(flops(n) / flops(10))
