@@ -1,6 +1,6 @@
-# For NVIDIA GPUs. NOT built by this project's tests, which have neither a container builder nor a GPU: expect to adjust
-# the base image. Choose one whose torch is the version that vLLM pins, so that pip leaves the image's torch, and with
-# it the image's builds of Transformer Engine and Apex, alone; the last step fails the build where that went wrong.
+# For NVIDIA GPUs. This project's tests do not build it, since they have no container builder: expect to adjust the base
+# image. Choose one whose torch is the version that vLLM pins. pip then keeps the image's torch, and with it the image's
+# builds of Transformer Engine and Apex; otherwise the last step fails the build.
 ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE}
 

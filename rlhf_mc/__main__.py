@@ -16,9 +16,9 @@ from rlhf_mc.runtime.parent_death import exit_with_launcher
 if __name__ == "__main__":
     exit_with_launcher()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C just ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the process
 
-# What follows takes time.
+# These imports take time.
 from rlhf_mc.config.load import load_config
 from rlhf_mc.runtime.command_line import CommandLine, parse
 from rlhf_mc.runtime.console import write_line
@@ -32,24 +32,24 @@ def main(argv: list[str]) -> None:
     """Print the text that an option asks for, on rank 0, or train."""
     command = parse(argv)
     if command.option is None:
-        run(command)
+        train(command)
         return
     text = command.text()
     if os.environ.get("RANK", "0") == "0":
         write_line(text, sys.stdout)
 
 
-def run(command: CommandLine) -> None:
+def train(command: CommandLine) -> None:
     """Train, from the config to the end of the run. Raise RequeueError if the run was asked to stop."""
     cfg = load_config(command.config, command.overrides)
     stop = StopRequests(cfg.trainer)
-    stop.take_signals()  # before pyarrow, below, starts threads: one that does not block the signals dies of them
+    stop.take_signals()  # before check_early: it imports pyarrow, whose threads must inherit the signal mask
     check_early(cfg, world_size())
     rank = int(os.environ.get("RANK", "0"))
-    # Every rank says the same; one voice is enough. Libraries' advice about what they lack is not for the user.
+    # Rank 0 alone logs warnings, which are the same on all ranks. The user need not see libraries' warnings.
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch._library").setLevel(logging.ERROR)  # that there is no Triton, on every rank
+    logging.getLogger("torch._library").setLevel(logging.ERROR)  # about missing Triton, on every rank
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, below
 
     from rlhf_mc.observability.metrics import PhaseTimer
@@ -58,27 +58,27 @@ def run(command: CommandLine) -> None:
 
     trainer = cfg.trainer
     status = RankStatus()
-    timer = PhaseTimer(status=status)  # for the names of the phases: an error carries that in which it came
+    timer = PhaseTimer(status=status)  # used for the names of the phases, which an error carries as notes
     with timer.phase("join"):
         init_process_group(trainer.dist_timeout_seconds)
     stop.read_job_end()
-    # Half of the time that a collective may take: whoever is late is named before the others fail.
+    # A straggler is named after half the timeout of a collective, before the other ranks fail.
     with heartbeats(status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
         with timer.phase("import"):  # Megatron-Core and vLLM
-            from rlhf_mc.topology.groups import meet, shut_down
+            from rlhf_mc.topology.groups import barrier, shut_down
             from rlhf_mc.trainer.loop import fit
             from rlhf_mc.trainer.setup import build_run
         with timer.phase("setup"):
             run = build_run(cfg)
         with timer.phase("fit"):
-            is_over = fit(run, status, stop)
-            if not is_over:
+            is_finished = fit(run, status, stop)
+            if not is_finished:
                 write_exit_code(EXIT_REQUEUE)
-            meet()
-    run.rollout.close()  # while its process groups are there: collected later, it would print a stack trace
-    # Nobody watches from here on: the ranks part at different times.
+            barrier()
+    run.rollout.close()  # before its process groups are destroyed: garbage collection would print a stack trace
+    # No heartbeats from here on: the ranks end at different times.
     shut_down()
-    if not is_over:
+    if not is_finished:
         raise RequeueError
 
 

@@ -1,4 +1,4 @@
-"""Fails where a file or a function has grown past what a reader takes in at once. Part of `make checks`, which runs
+"""Fail if a file or a function is longer than a reader can take in. Part of `make checks`, which runs
 `python tools/check_size.py rlhf_mc tools`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MAX_FUNCTION_LINES = 100
 
 
 def oversized(path: Path) -> list[str]:
-    """One line for the file, and one for each function in it, that is over its limit."""
+    """Return one line for the file and one for each function in it that is over its limit."""
     source = path.read_text()
     found = []
     num_lines = len(source.splitlines())
@@ -27,6 +27,7 @@ def oversized(path: Path) -> list[str]:
 
 
 def main(roots: list[str]) -> int:
+    """Print what is over a limit, one line each. Return the exit code."""
     files = sorted(path for root in roots for path in Path(root).rglob("*.py"))
     if not files:
         print(f"check_size: no Python file under {' '.join(roots)}", file=sys.stderr)

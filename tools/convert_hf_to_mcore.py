@@ -1,8 +1,8 @@
-"""Writes a Hugging Face checkpoint as a Megatron-Core checkpoint, readable in any (tp, pp) layout.
+"""Convert a Hugging Face checkpoint to a Megatron-Core checkpoint, which can be read in any (tp, pp) layout.
 
 python tools/convert_hf_to_mcore.py --hf-path DIR --output DIR
 
-One process holds the whole model, on the CPU. Under torchrun each holds its part:
+One process holds the whole model, on the CPU. Under torchrun each rank holds its shard:
 
 torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf-path DIR --output DIR --tensor-model-parallel-size 8
 """
@@ -17,7 +17,7 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main() -> int:
-    """Parses the arguments; a mistake of the user's is one line and exit code 2."""
+    """Convert as the arguments say. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-path", required=True, help="directory with config.json and safetensors weights")
     parser.add_argument("--output", required=True, help="directory of the Megatron-Core checkpoint to write")

@@ -1,14 +1,15 @@
-"""Writes a Megatron-Core checkpoint (of convert_hf_to_mcore.py), or a model of a training checkpoint of a run, as a
+"""Convert a Megatron-Core checkpoint (of convert_hf_to_mcore.py), or a model of a run's training checkpoint, to a
 Hugging Face checkpoint.
 
 python tools/convert_mcore_to_hf.py --checkpoint DIR --output DIR [--max-shard-gb 5]
 python tools/convert_mcore_to_hf.py --checkpoint RUN/global_step_N --output DIR [--role actor|critic] [--hf-path DIR]
 
-A training checkpoint is read one file of weights at a time, whatever the run's layout was; the result is what the run
-itself would have exported at that step. Without --hf-path, config.json and tokenizer come from where the run's settings
-say. A critic is a sequence classifier of one label. The rest is of a Megatron-Core checkpoint:
+A training checkpoint of any layout is converted one file of weights at a time; the result is the run's own export of
+that step. Without --hf-path, config.json and tokenizer come from the paths in the run's settings. A critic becomes a
+sequence classifier of one label.
 
-One process holds the whole model, on the CPU. Under torchrun each holds its part, and one file of weights:
+A Megatron-Core checkpoint is converted by one process, which holds the whole model on the CPU. Under torchrun each rank
+holds its shard, and one file of weights:
 
 torchrun --nproc-per-node 8 tools/convert_mcore_to_hf.py --checkpoint DIR --output DIR --tensor-model-parallel-size 8
 """
@@ -24,13 +25,15 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main() -> int:
-    """Parses the arguments; a mistake of the user's is one line and exit code 2."""
+    """Convert as the arguments say. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="directory of the checkpoint, Megatron-Core's or a run's")
     parser.add_argument("--output", required=True, help="directory of the Hugging Face checkpoint to write")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file of weights, in 10^9 bytes")
-    parser.add_argument("--role", choices=("actor", "critic"), help="of a training checkpoint; default: actor")
-    parser.add_argument("--hf-path", help="of a training checkpoint: where the model that the role began with lies now")
+    parser.add_argument(
+        "--role", choices=("actor", "critic"), help="training checkpoint: the model to convert; default: actor"
+    )
+    parser.add_argument("--hf-path", help="training checkpoint: directory of the model that the role started from")
     Spread.add_arguments(parser)
     args = parser.parse_args()
     return exit_code("convert_mcore_to_hf", lambda: convert(args))
@@ -42,7 +45,7 @@ def convert(args: argparse.Namespace) -> None:
     if is_training_checkpoint(args.checkpoint):
         training_checkpoint_to_hf(args.checkpoint, args.output, args.role or "actor", args.hf_path, limit)
     elif args.role or args.hf_path:
-        raise UserError(f"--role and --hf-path are for a run's global_step_N; {args.checkpoint} is none")
+        raise UserError(f"--role and --hf-path are for a run's global_step_N; {args.checkpoint} is not one")
     else:
         mcore_to_hf(args.checkpoint, args.output, Spread.of(args), limit)
 

@@ -1,16 +1,15 @@
-"""Makes what the quickstart trains on: a tokenizer, a small model with a bad habit, and prompts in parquet.
+"""Make the quickstart's tokenizer, small model with a bad habit, and prompts in parquet.
 
     python tools/make_quickstart.py --output runs/quickstart [--seed 1]
 
 The task is the addition of two numbers of two digits. The model (qwen2-style, about 0.6 M parameters) is warmed up
 by supervised learning in two parts: first from right answers, until it can add; then from a *sloppy teacher*, who
-forgets the carry in 75% of the additions that need one (27+15=32). So the model knows both ways to answer, with the
-wrong one as its first choice. 70% of the questions in the parquet files need a carry: greedy decoding answers some of
-them but not most, while sampling finds the right answer often enough for PPO to learn from reward alone which way
-is right.
+forgets the carry in 75% of the additions that need one (27+15=32). The model then knows both answers, and prefers the
+wrong one. 70% of the questions in the parquet files need a carry. Greedy decoding answers few of those correctly, while
+sampling finds the right answer often enough for PPO to learn it from reward alone.
 
-Validation questions are in no training set, neither here nor in PPO. A third set, also in no other, decides when
-each part of the warm-up ends. PPO itself, and every setting of it, is in configs/quickstart.yaml.
+Validation questions are in no training set, neither here nor in PPO. A third held-out set decides when each part of the
+warm-up ends. The settings of PPO are in configs/quickstart.yaml.
 """
 
 from __future__ import annotations
@@ -31,29 +30,34 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.parquet import write_prompts
 
-NUM_VAL, NUM_DEV = 256, 256
+NUM_VAL = 256
+NUM_DEV = 256
 CARRY_SHARE = 0.7
 """Share of the questions for PPO and for validation that need a carry."""
 FORGET_RATE = 0.75
-"""Share of the sloppy teacher's answers to those that forget it."""
+"""Share of these questions for which the sloppy teacher forgets the carry."""
 
-BATCH_SIZE, MAX_STEPS, WARMUP_STEPS = 128, 400, 20
-PEAK_LR, FINAL_LR = 2e-3, 2e-4
-CAREFUL_STEPS, CAREFUL_ENOUGH = 340, 0.97
-"""Right answers are taught until this share of greedy answers is right, for at most so many steps."""
-SLOPPY_ENOUGH = (0.25, 0.4)
-"""The sloppy teacher takes over until the share of right greedy answers lies here, ..."""
-KNOWN_ENOUGH = 0.97
-"""... and this share is one of the two that the teacher gives: right, or the carry forgotten."""
+BATCH_SIZE = 128
+MAX_STEPS = 400
+WARMUP_STEPS = 20
+PEAK_LR = 2e-3
+FINAL_LR = 2e-4
+MAX_CAREFUL_STEPS = 340
+CAREFUL_ACCURACY = 0.97
+"""The first part ends at this greedy accuracy, or after MAX_CAREFUL_STEPS steps."""
+SLOPPY_ACCURACY = (0.25, 0.4)
+SLOPPY_KNOWN = 0.97
+"""The second part ends once the greedy accuracy is in the range SLOPPY_ACCURACY, and this share of the greedy answers
+is one that the sloppy teacher gives: right, or with the carry forgotten."""
 MAX_START_ACCURACY = 0.5
-"""PPO is to show that it teaches something: a better start than this is refused."""
+"""A model that starts above this is refused, since PPO could show too little."""
 
 CORPUS = [
     "The user asks a question and the assistant answers it.",
     "The sum of two numbers is what they are together: the units first, then the tens, and the carry with them.",
     "What is the question? What is the answer to that question?",
 ]
-"""Text for the tokenizer beside the questions themselves."""
+"""Text for the tokenizer, in addition to the questions."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -70,7 +74,7 @@ CHAT_TEMPLATE = (
 
 
 class Question(NamedTuple):
-    """An addition of two numbers of two digits; the sum has two digits too, so that all sequences are equally long."""
+    """An addition of two numbers of two digits. The sum has two digits too, so that all sequences have one length."""
 
     a: int
     b: int
@@ -89,24 +93,25 @@ class Question(NamedTuple):
 
     @property
     def answer_without_carry(self) -> str:
-        """The tens added without what the units carry over: the sloppy teacher's answer."""
+        """Sum without the carry of the units: the sloppy teacher's answer."""
         return str(self.a + self.b - 10 * self.needs_carry)
 
 
 class Splits(NamedTuple):
-    """No question is in two of the first three, nor in two of the last three."""
+    """The sets of questions. `val`, `dev` and `warm_up` are disjoint, and `train` is a part of `warm_up`."""
 
     val: list[Question]
-    """Held out from everything: PPO's validation set."""
+    """PPO's validation set."""
     dev: list[Question]
-    """Held out too: says when the warm-up ends."""
+    """Held out too: decides when a part of the warm-up ends."""
     train: list[Question]
     """PPO's training set."""
     warm_up: list[Question]
-    """Supervised learning: `train`, and the questions that CARRY_SHARE had no room for."""
+    """Supervised learning: `train`, and the questions left over by CARRY_SHARE."""
 
 
 def draw_splits(rng: random.Random) -> Splits:
+    """Draw the sets from all additions."""
     every = [Question(a, b) for a in range(10, 90) for b in range(10, 100 - a)]
     rng.shuffle(every)
     with_carry = [q for q in every if q.needs_carry]
@@ -124,10 +129,12 @@ def draw_splits(rng: random.Random) -> Splits:
 
 
 def sloppy_answer(question: Question, rng: random.Random) -> str:
+    """Return the sloppy teacher's answer."""
     return question.answer_without_carry if rng.random() < FORGET_RATE else question.answer
 
 
 def parquet_rows(questions: list[Question], split: str) -> list[dict[str, Any]]:
+    """Return the rows of the parquet file of a split, in verl's schema."""
     return [
         {
             "data_source": "arithmetic",
@@ -144,10 +151,10 @@ def parquet_rows(questions: list[Question], split: str) -> list[dict[str, Any]]:
 
 
 def train_tokenizer(questions: list[Question]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which each digit is a token of its own, with a chat template and an end-of-sequence token.
+    """Train a byte-level BPE tokenizer with a token for each digit, a chat template and an end-of-sequence token.
 
-    For a checkpoint of the qwen2 family AutoTokenizer takes qwen2's tokenizer class, which splits text by qwen2's
-    pattern and adds <|endoftext|> where it is missing. So both are used here, and what loads is what was trained.
+    AutoTokenizer loads a qwen2 checkpoint's tokenizer with qwen2's class, which splits text by qwen2's pattern and adds
+    a missing <|endoftext|>. Both are used here, so that the loaded tokenizer equals the trained one.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -176,8 +183,10 @@ def train_tokenizer(questions: list[Question]) -> PreTrainedTokenizerFast:
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Random weights from torch's global random state. Heads and layers can be halved for TP 2 and PP 2; vLLM's
-    attention wants heads of at least 32. A larger initial range than qwen2's 0.02 lets so narrow a model learn sooner.
+    """Build the model, with random weights from torch's global random state.
+
+    Heads and layers can be split for TP 2 and PP 2. vLLM's attention needs a head size of at least 32. With a larger
+    initializer range than qwen2's 0.02 a narrow model learns faster.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -201,14 +210,14 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def encode_prompts(questions: list[Question], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """[questions, prompt tokens] int64: through the chat template, as PPO will do it."""
+    """Return the prompts, [questions, prompt tokens] int64, through the chat template as in PPO."""
     chats = [[{"role": "user", "content": question.text}] for question in questions]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     return torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
 
 def encode_answers(answers: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """[answers, answer tokens + 1] int64: each with the end-of-sequence token."""
+    """Return the answers, [answers, answer tokens + 1] int64, each with the end-of-sequence token."""
     texts = [answer + tokenizer.eos_token for answer in answers]
     return torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
 
@@ -217,31 +226,33 @@ def encode_answers(answers: list[str], tokenizer: PreTrainedTokenizerFast) -> to
 def respond(
     model: Qwen2ForCausalLM, prompts: torch.Tensor, tokenizer: PreTrainedTokenizerFast, sample: bool = False
 ) -> list[str]:
-    """The model's whole response to each prompt as text: greedy, or sampled at temperature 1."""
+    """Return the model's response to each prompt as text: greedy, or sampled at temperature 1."""
     sampling = {"do_sample": True, "top_k": 0} if sample else {"do_sample": False}
     tokens = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, **sampling)
     return tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
 
 
 def accuracy(responses: list[str], questions: list[Question]) -> float:
+    """Return the share of right responses."""
     return sum(r == q.answer for r, q in zip(responses, questions, strict=True)) / len(questions)
 
 
 def known(responses: list[str], questions: list[Question]) -> float:
-    """Share of the responses that the teacher could have given."""
+    """Return the share of the responses that the sloppy teacher could give."""
     possible = [(q.answer, q.answer_without_carry) for q in questions]
     return sum(r in p for r, p in zip(responses, possible, strict=True)) / len(questions)
 
 
 def learning_rate(step: int) -> float:
-    """Linear warm-up, then linear decay over MAX_STEPS."""
+    """Return the learning rate of a step: linear warm-up, then linear decay over MAX_STEPS."""
     return min(step / WARMUP_STEPS, 1.0) * (PEAK_LR + (FINAL_LR - PEAK_LR) * step / MAX_STEPS)
 
 
 def train_step(
     model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, lr: float, prompts: torch.Tensor, answers: torch.Tensor
 ) -> float:
-    """One step on prompts [B, P] and answers [B, A], of which only the answers count. Returns the loss in nats."""
+    """Take one optimizer step on prompts [B, P] and answers [B, A]. Return the loss over the answers' tokens, in
+    nats."""
     logits = model(torch.cat([prompts, answers[:, :-1]], dim=1)).logits[:, -answers.shape[1] :]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
     optimizer.zero_grad()
@@ -254,9 +265,9 @@ def train_step(
 
 
 def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits: Splits, rng: random.Random) -> None:
-    """Supervised learning from right answers, then from the sloppy teacher; greedy answers to splits.dev say when
-    each has done enough."""
-    prompts, dev_prompts = encode_prompts(splits.warm_up, tokenizer), encode_prompts(splits.dev, tokenizer)
+    """Train on right answers, then on the sloppy teacher's. Greedy answers to splits.dev decide when each part ends."""
+    prompts = encode_prompts(splits.warm_up, tokenizer)
+    dev_prompts = encode_prompts(splits.dev, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.1)
     start = time.perf_counter()
     sloppy = False
@@ -268,29 +279,31 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits:
         if step % (5 if sloppy else 20):
             continue
         responses = respond(model, dev_prompts, tokenizer)
-        right, learnt = accuracy(responses, splits.dev), known(responses, splits.dev)
-        taught = right >= CAREFUL_ENOUGH or step >= CAREFUL_STEPS
-        spoilt = sloppy and learnt >= KNOWN_ENOUGH and SLOPPY_ENOUGH[0] <= right <= SLOPPY_ENOUGH[1]
-        if step % 40 == 0 or (taught and not sloppy) or spoilt:
+        right = accuracy(responses, splits.dev)
+        learnt = known(responses, splits.dev)
+        careful_done = right >= CAREFUL_ACCURACY or step >= MAX_CAREFUL_STEPS
+        sloppy_done = sloppy and learnt >= SLOPPY_KNOWN and SLOPPY_ACCURACY[0] <= right <= SLOPPY_ACCURACY[1]
+        if step % 40 == 0 or (careful_done and not sloppy) or sloppy_done:
             print(
                 f"  step {step:3d}  {'sloppy' if sloppy else 'careful':7s} teacher  loss {loss:.3f}  right {right:6.1%}"
                 f"  right or carry forgotten {learnt:6.1%}  ({time.perf_counter() - start:.0f} s)",
                 flush=True,
             )
-        if spoilt:
+        if sloppy_done:
             break
-        sloppy = sloppy or taught
+        sloppy = sloppy or careful_done
 
 
 # ---------------------------------------------------------------- the whole
 
 
 def main() -> None:
+    """Write data, tokenizer and model to the output directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=1, help="seed of the questions, the weights and the teacher")
     args = parser.parse_args()
-    # A second thread gains little on tensors this small, and on a busy machine the two wait for one another.
+    # A second thread gains little on such small tensors, and on a busy machine the threads wait for one another.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(args.seed)
@@ -316,7 +329,7 @@ def main() -> None:
         raise UserError(f"--seed {args.seed}: the model starts above {MAX_START_ACCURACY:.0%}; take another seed")
     model.save_pretrained(args.output / "model_hf")
     tokenizer.save_pretrained(args.output / "model_hf")
-    for file in (args.output / "model_hf").glob("*.safetensors"):  # safetensors lets only their owner read them
+    for file in (args.output / "model_hf").glob("*.safetensors"):  # safetensors lets only the owner read them
         file.chmod((file.parent / "config.json").stat().st_mode)
     loaded = AutoTokenizer.from_pretrained(args.output / "model_hf")
     assert len(loaded) == model.config.vocab_size and torch.equal(encode_prompts(val, loaded), val_prompts)

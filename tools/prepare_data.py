@@ -1,9 +1,9 @@
-"""Turns a public data set into train.parquet and val.parquet, as data.train_files and data.val_files want them.
+"""Convert a public data set to train.parquet and val.parquet, for data.train_files and data.val_files.
 
     python tools/prepare_data.py --dataset gsm8k --input DIR_or_FILE.jsonl --output DIR
 
-GSM8K: a directory holds train and test as train.jsonl and test.jsonl (or gsm8k_train.jsonl, gsm8k_test.jsonl), one
-{"question", "answer"} a line; test becomes val.parquet. Of a single file the last --val-rows rows become val.parquet.
+GSM8K: a directory has train.jsonl and test.jsonl (or gsm8k_train.jsonl and gsm8k_test.jsonl), with one {"question",
+"answer"} per line; test becomes val.parquet. The last --val-rows rows of a single file become val.parquet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file that have a question and an answer; UserError names the first line that does not."""
+    """Return the objects of a JSONL file. Raise UserError for the first line without a question and an answer."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     examples = []
@@ -40,6 +40,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def gsm8k_rows(examples: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
+    """Return the rows of the parquet file of a split, in verl's schema."""
     return [
         {
             "data_source": "openai/gsm8k",
@@ -53,6 +54,7 @@ def gsm8k_rows(examples: list[dict[str, Any]], split: str) -> list[dict[str, Any
 
 
 def read_splits(source: Path, val_rows: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the examples for training and for validation."""
     if source.is_dir():
         prefix = "gsm8k_" if (source / "gsm8k_train.jsonl").is_file() else ""
         return read_jsonl(source / f"{prefix}train.jsonl"), read_jsonl(source / f"{prefix}test.jsonl")
@@ -63,6 +65,7 @@ def read_splits(source: Path, val_rows: int) -> tuple[list[dict[str, Any]], list
 
 
 def main() -> None:
+    """Convert as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=["gsm8k"], required=True)
     parser.add_argument("--input", type=Path, required=True, help="directory with train and test, or one JSONL file")

@@ -1,5 +1,5 @@
-"""A picture of a run from its metrics.jsonl: reward, accuracy, KL and throughput over steps. Nothing is computed here
-that is not in that file, save the smoothing of the curves.
+"""A plot of a run from its metrics.jsonl: reward, accuracy, KL and throughput over steps. Apart from the smoothing of
+the curves all numbers are the file's.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from rlhf_mc.observability.progress import validation_accuracies
 
 Row = dict[str, Any]
 COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
-SMOOTH_FROM_STEPS = 15  # shorter curves are shown as they are
+SMOOTH_FROM_STEPS = 15
+"""Points from which a curve is smoothed."""
 
 
 def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> None:
-    """Write a PNG of 2 x 2 panels to `output`. A panel whose metrics were not logged says so. Raises UserError where
-    metrics_file cannot be read or `output` cannot be written."""
+    """Write a PNG of 2 x 2 panels to `output`; a panel without logged metrics says so. Raise UserError if metrics_file
+    cannot be read or `output` cannot be written."""
     rows = read_metrics(metrics_file)
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
+    FigureCanvasAgg(figure)  # needs no display and no global state
     (reward, accuracy), (kl, throughput) = figure.subplots(2, 2)
 
     _panel(reward, rows, "Training reward", "mean score of the step's responses", {"critic/score/mean": ""})
@@ -42,7 +43,7 @@ def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> N
     throughput.set_ylim(bottom=0, top=throughput.get_ylim()[1] * 1.1)
     last_step = max([row["step"] for row in rows], default=0)
     for axes in (reward, accuracy, kl, throughput):
-        axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))  # one time axis, also for few points
+        axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))  # the same axis in all panels
     figure.align_ylabels()
 
     if title:
@@ -50,13 +51,13 @@ def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> N
     try:
         figure.savefig(output, format="png")
     except OSError as error:
-        Path(output).unlink(missing_ok=True)  # half a picture
+        Path(output).unlink(missing_ok=True)  # the incomplete file
         raise UserError(f"cannot write the plot {output}: {reason_of(error)}") from error
 
 
 def read_metrics(path: Path | str) -> list[Row]:
-    """The rows of a metrics.jsonl. A last line that was cut short (the run was killed while writing) is left out; any
-    other line that is not a JSON object with a step raises UserError."""
+    """Return the rows of a metrics.jsonl, without an incomplete last line (the run was killed while writing). Raise
+    UserError for any other line that is not a JSON object with a step."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -77,8 +78,8 @@ def read_metrics(path: Path | str) -> list[Row]:
 
 
 def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]) -> None:
-    """One panel with a curve for each key of `labels` that was logged, steps that lack it left out."""
-    _dress(axes, title, ylabel)
+    """Draw a panel with a curve for each key of `labels` that was logged; steps without the key are left out."""
+    _decorate(axes, title, ylabel)
     num_curves = 0
     for key, label in labels.items():
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -89,8 +90,8 @@ def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dic
 
 
 def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    """Validation accuracy by data source. Few points, so each is marked."""
-    _dress(axes, "Validation accuracy", "share answered correctly")
+    """Draw the validation accuracy by data source. The few points are marked."""
+    _decorate(axes, "Validation accuracy", "share answered correctly")
     by_row = [(row["step"], validation_accuracies(row)) for row in rows]
     sources = sorted({source for _, accuracies in by_row for source in accuracies})
     num_curves = 0
@@ -101,7 +102,7 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
             color = COLORS[num_curves % len(COLORS)]
             axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=source)
             last = (steps[-1], values[-1])
-            side: Literal["left", "right"] = "right" if steps[-1] > 0 else "left"  # away from the edge
+            side: Literal["left", "right"] = "right" if steps[-1] > 0 else "left"  # inside the panel
             axes.annotate(f"{values[-1]:.0%}", last, (0, -14), textcoords="offset points", ha=side, color=color)
             num_curves += 1
     axes.set_ylim(-0.02, 1.04)
@@ -110,7 +111,7 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _curve(axes: Axes, points: list[tuple[int, float]], color: str, label: str) -> None:
-    """The points as they are; where there are many, pale, under their running mean."""
+    """Draw the points; from SMOOTH_FROM_STEPS points on pale, with their running mean."""
     steps, values = zip(*points, strict=True)
     if len(points) < SMOOTH_FROM_STEPS:
         axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=3.5, label=label)
@@ -120,13 +121,14 @@ def _curve(axes: Axes, points: list[tuple[int, float]], color: str, label: str) 
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean over the values within window // 2 on both sides, as far as there are any."""
+    """Return for each value the mean of the values within window // 2 on both sides."""
     half = window // 2
     neighbours = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(near) / len(near) for near in neighbours]
 
 
-def _dress(axes: Axes, title: str, ylabel: str) -> None:
+def _decorate(axes: Axes, title: str, ylabel: str) -> None:
+    """Add title, labels and grid."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
@@ -137,6 +139,7 @@ def _dress(axes: Axes, title: str, ylabel: str) -> None:
 
 
 def _finish(axes: Axes, num_curves: int, legend: str = "best") -> None:
+    """Add the legend, or a note that no curve was logged."""
     if num_curves == 0:
         axes.text(
             0.5, 0.5, "not logged in this run", transform=axes.transAxes, ha="center", va="center", color="#9ca3af"

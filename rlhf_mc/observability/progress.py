@@ -1,6 +1,5 @@
-"""The one line a person watches: how far the run is, how long it still takes, and whether it learns.
-
-Every other number goes to the files of sinks.py.
+"""The progress line on the console: steps done, time left, and the few metrics that show whether the run learns. All
+metrics go to the files of sinks.py.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 BAR_WIDTH = 20
-NUM_RECENT_STEPS = 20  # steps that the time left is judged by
+NUM_RECENT_STEPS = 20
+"""Steps from which the time left is estimated."""
 
 
 class Progress:
-    """A progress line. A terminal sees it rewritten in place, a file gets one line a step."""
+    """A progress line, rewritten in place on a terminal; a file gets one line per step."""
 
     def __init__(
         self, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """The clock of "elapsed" starts here. `clock` gives seconds."""
+        """clock: returns seconds; the elapsed time counts from this call."""
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
         self._clock = clock
@@ -35,8 +35,8 @@ class Progress:
         self._line_open = False
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` is done (0: what comes before the first). Metrics that this step lacks keep their last
-        value in the line, so that the accuracy stays between validations."""
+        """Show that `step` is done (0: the validation before the first step). A metric that this step lacks keeps its
+        last value, so that the accuracy stays between validations."""
         now = self._clock()
         if step > 0:
             self._step_seconds.append(now - self._last)
@@ -45,7 +45,7 @@ class Progress:
         self._write(self.line(step))
 
     def line(self, step: int) -> str:
-        """The text of the line after `step`."""
+        """Return the text of the line after `step`."""
         done = min(step / self._total_steps, 1.0) if self._total_steps else 1.0
         num_filled = int(done * BAR_WIDTH)
         bar = "#" * num_filled + "." * (BAR_WIDTH - num_filled)
@@ -56,14 +56,15 @@ class Progress:
         return " | ".join([f"step {step}/{self._total_steps} [{bar}] {done:4.0%}", clock, *self._shown.values()])
 
     def seconds_left(self, step: int) -> float | None:
-        """Median of the recent step times, times the steps left; None before the first step is done. The median, since
-        the first step and those with a validation or a checkpoint take longer than the rest."""
+        """Return the median of the recent step times, times the steps left, or None before the first step is done.
+
+        The median ignores the longer times of the first step and of steps with a validation or a checkpoint."""
         if not self._step_seconds:
             return None
         return statistics.median(self._step_seconds) * max(self._total_steps - step, 0)
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """End the line, so that later output does not overwrite it."""
         if self._line_open:
             self._stream.write("\n")
             self._stream.flush()
@@ -80,7 +81,7 @@ class Progress:
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The few metrics of the line, formatted, by their label; those that are missing or not finite are left out."""
+    """Return the metrics of the line, formatted, by their label, without those that are missing or not finite."""
     accuracies = [value for _, value in sorted(validation_accuracies(metrics).items()) if math.isfinite(value)]
     candidates = {
         "reward": (metrics.get("critic/score/mean"), "reward {:.3f}"),
@@ -96,7 +97,8 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Accuracy by data source, from the keys val-core/<data_source>/acc/mean@N (a data source may contain slashes)."""
+    """Return the accuracy by data source, from the keys val-core/<data_source>/acc/mean@N. A data source may contain
+    slashes."""
     found = {}
     for key, value in metrics.items():
         source, separator, _ = key.removeprefix("val-core/").rpartition("/acc/mean@")
@@ -106,7 +108,7 @@ def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def format_seconds(seconds: float) -> str:
-    """m:ss, or h:mm:ss from an hour."""
+    """Return m:ss, or h:mm:ss from one hour on."""
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{whole_seconds:02d}" if hours else f"{minutes}:{whole_seconds:02d}"

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 where the response, white space around it aside, is `ground_truth` as Python writes it; else 0.0."""
+    """Return 1.0 if the response, stripped of white space, equals str(ground_truth), else 0.0."""
     return float(solution_str.strip() == str(ground_truth).strip())

@@ -1,4 +1,4 @@
-"""Loading of a user's own reward function from a Python file. Calling it is manager.py's subject."""
+"""Loading of a user's own reward function from a Python file. scoring.py calls it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RewardFunction = Callable[..., Any]
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
-    """The function `name` of the Python file `path`. UserError for a missing file, an error while
-    importing it, and a name that is not there or cannot be called the way we call it."""
+    """Return the function `name` of the Python file `path`. Raise UserError if the file is missing, if importing it
+    raises, or if the name is not defined or cannot be called with the arguments of a RewardFunction."""
     where = f"custom_reward_function.path {path}"
     if not os.path.isfile(path):
         raise UserError(f"{where}: no such file")
@@ -29,7 +29,7 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # the user's code: anything may come, sys.exit's SystemExit included
+    except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
     function = getattr(module, name, None)
     if function is None:
@@ -43,7 +43,7 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
 def _check_signature(function: RewardFunction, where: str, name: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-ins have none; the first call will tell
+    except ValueError:  # some built-ins have no signature; the first call shows whether it works
         return
     try:
         signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
@@ -55,7 +55,7 @@ def _check_signature(function: RewardFunction, where: str, name: str) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in one line, with the line of the innermost frame where it was raised."""
+    """Return an exception as one line, with the file and line where it was raised."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

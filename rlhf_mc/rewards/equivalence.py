@@ -1,9 +1,9 @@
-"""Whether two answers in LaTeX mean the same, by math-verify (on SymPy) in a process of its own.
+"""Equivalence of two answers in LaTeX, by math-verify (on SymPy) in a process of its own.
 
-Computer algebra may take forever, or stay inside one operation of C, where no signal handler of Python runs. So the
-kernel ends the process once it has used up its processor time for a row, and the next row starts another. It is
-processor time, not time on the clock: a busy machine changes no score. The process starts with the first row that needs
-it, since importing SymPy takes about two seconds.
+Computer algebra may take forever, or stay inside one C function, where no signal handler of Python runs. So the kernel
+kills the process once it has used up its processor time for a row, and the next row starts another process. The limit
+is processor time and not wall-clock time, so that a busy machine changes no score. The process starts with the first
+row that needs it, since importing SymPy takes about two seconds.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from multiprocessing.connection import Connection, Pipe
 from rlhf_mc.config.errors import UserError
 
 LIMIT_SECONDS = 3.0
-"""Processor time for one row. Of the answers in tests/unit/math_answers.py half take 0.004 s, the slowest 0.13 s."""
+"""Processor time for one row. Half of the answers in tests/unit/math_answers.py take 0.004 s, the slowest 0.13 s."""
 LIMIT_BYTES = 4 << 30
-"""Address space of the process: 9^{9^{9^9}} has more digits than any memory holds."""
+"""Address space of the process: 9^{9^{9^9}} has more digits than fit into any memory."""
 
 
 class Undecided(Exception):
-    """A comparison that did not come to an end; its text says why."""
+    """A comparison that was not completed, for the reason in the message."""
 
 
 class Comparison:
-    """Compares answers, one at a time. Holds the process, which ends with this one."""
+    """Compares answers, one at a time, in a child process that ends with this one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     def same(self, answer: str, truth: str) -> bool:
-        """Return whether they are equivalent. Undecided where that took too long; UserError without math-verify."""
+        """Return whether the answers are equivalent. Raise Undecided if the comparison takes too long, UserError if
+        math-verify cannot be imported."""
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # between two rows, of which neither is to blame
+            self._end()  # it ended between two rows, so neither row is the cause
         connection = self._connection or self._start()
         try:
             connection.send((answer, truth))
@@ -59,10 +60,10 @@ class Comparison:
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": "0"},  # SymPy goes through sets
+            env={**os.environ, "PYTHONHASHSEED": "0"},  # SymPy iterates over sets
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # parsers print what they think of an answer
+            stdout=subprocess.DEVNULL,  # the parsers print warnings about answers
             stderr=subprocess.DEVNULL,
         )
         theirs.close()
@@ -77,7 +78,7 @@ class Comparison:
         return ours
 
     def _end(self) -> str:
-        """Wait for the process, which is ending. Return how it ended."""
+        """Wait for the ending process. Return its exit code, signal or used-up limit as text."""
         assert self._process is not None and self._connection is not None
         code = self._process.wait()
         self._connection.close()
@@ -88,9 +89,9 @@ class Comparison:
 
 
 def main(descriptor: int) -> None:
-    """Compare what comes until the other end is gone."""
+    """Compare the answers that arrive, until the other end is closed. This is the child process's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # sent to whole process groups; the rank decides
+        signal.signal(number, signal.SIG_IGN)  # sent to whole process groups; the rank alone acts on them
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     connection = Connection(descriptor)
@@ -104,7 +105,7 @@ def main(descriptor: int) -> None:
     while True:
         try:
             answer, truth = connection.recv()
-            # Its signal is left to the kernel, which ends the process, whatever the process is doing.
+            # The timer's signal has no handler, so the kernel kills the process, whatever the process is doing.
             signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
             result = same(answer, truth)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -114,6 +115,7 @@ def main(descriptor: int) -> None:
 
 
 def _load():  # type: ignore[no-untyped-def]
+    """Import math-verify and return the function that compares two answers."""
     import logging
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -123,11 +125,11 @@ def _load():  # type: ignore[no-untyped-def]
     kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def same(answer: str, truth: str) -> bool:
-        random.seed(0)  # SymPy tries expressions out at random places: the same ones whatever came before
+        random.seed(0)  # SymPy evaluates expressions at random points; the result must not depend on earlier rows
         gold, given = (
             parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False) for text in (truth, answer)
         )
         return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
 
-    same(r"\frac{1}{2}", "0.5")  # the parser's tables are made by its first use
+    same(r"\frac{1}{2}", "0.5")  # the first use builds the parser's tables
     return same

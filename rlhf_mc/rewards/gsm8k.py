@@ -1,4 +1,4 @@
-"""The rule for GSM8K: the number after `####` must be the reference answer; it scores as verl's strict rule does."""
+"""The rule for GSM8K: the number after `####` must be the reference answer, as in verl's strict rule."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 _ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _TAIL_CHARS = 300
-"""Only the end of a response is searched, as in verl; an answer is given last."""
+"""Characters at the end of a response that are searched, as in verl."""
 
 
 def extract_answer(text: str) -> str | None:
-    """The last number that follows `#### `, without thousands commas; None where there is none.
+    """Return the last number that follows `#### `, without thousands commas, or None.
 
-    As strict as verl's: after `#### $18` there is no number, and `#### 18.` gives "18.", which is not "18".
+    It is as strict as verl's: after `#### $18` there is no number, and `#### 18.` gives "18.", which is not "18".
     """
     found = _ANSWER.findall(text[-_TAIL_CHARS:])
     return found[-1].replace(",", "") if found else None
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 where the answer of the response is the ground truth, character for character; else 0.0."""
+    """Return 1.0 if the answer of the response equals the ground truth, character for character, else 0.0."""
     return float(extract_answer(solution_str) == str(ground_truth).strip().replace(",", ""))

@@ -1,4 +1,4 @@
-"""Scores responses beside the rank's own work: rows go to worker processes, scores are asked for later."""
+"""The scoring of responses by worker processes, while the rank runs other phases."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Scores = list[dict[str, float]]
 
 
 class PendingScores:
-    """Scores on their way, in the order of the rows."""
+    """Scores that workers are computing, in the order of the rows."""
 
     def __init__(self, parts: Sequence[Future[Scores]], num_rows: int) -> None:
-        """Part p is the scores of rows p, p + len(parts), ..."""
-        self._parts, self._num_rows = parts, num_rows
+        """Part p has the scores of rows p, p + len(parts), ... (round-robin)."""
+        self._parts = parts
+        self._num_rows = num_rows
         self._submitted = time.perf_counter()
         self._done = self._submitted
         for part in parts:
@@ -30,35 +31,37 @@ class PendingScores:
         self._done = max(self._done, time.perf_counter())
 
     def result(self) -> Scores:
-        """Waits for them. UserError where a row could not be scored."""
+        """Wait for the scores and return them. Raise UserError if a row could not be scored."""
         scores: Scores = [{}] * self._num_rows
         for p, part in enumerate(self._parts):
             scores[p :: len(self._parts)] = part.result()
         return scores
 
     def seconds_until(self, moment: float) -> float:
-        """How long, up to that moment of time.perf_counter, workers have been at it while the rank did other work."""
-        over = all(part.done() for part in self._parts)
-        return (min(self._done, moment) if over else moment) - self._submitted
+        """Return the seconds of scoring before the moment (of time.perf_counter), during which the rank did other
+        work."""
+        is_done = all(part.done() for part in self._parts)
+        return (min(self._done, moment) if is_done else moment) - self._submitted
 
 
 class RewardManager:
-    """Scores responses by the user's function or the built-in rules; every rank may have one."""
+    """Scores responses by the user's function or the built-in rules. Ranks have managers of their own."""
 
     def __init__(self, cfg: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
-        self._cfg, self._reward = cfg, reward
+        self._cfg = cfg
+        self._reward = reward
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(reward.num_workers)
         if cfg.path is not None:
-            # What is wrong with the user's file is said before training starts.
+            # An error in the user's file is reported before training starts.
             try:
-                self._started(1)[0].load()
+                self._start_workers(1)[0].load()
             except UserError:
                 self.close()
                 raise
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """UserError unless every prompt can be scored; called before training starts."""
+        """Raise UserError if a prompt cannot be scored. Called before training starts."""
         if self._cfg.path is not None:
             return
         for prompt in prompts:
@@ -74,30 +77,30 @@ class RewardManager:
                 )
 
     def submit(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> PendingScores:
-        """Sends the responses off. prompts[i] is the prompt of responses[i] (repeated where a prompt has several
-        responses). What goes wrong with them is raised by PendingScores.result."""
+        """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
+        responses. Errors are raised by PendingScores.result."""
         rows = [
             Row(p.index, p.data_source, response, p.ground_truth, p.extra_info)
             for p, response in zip(prompts, responses, strict=True)
         ]
-        workers = self._started(min(self._reward.num_workers, len(rows)))
-        parts = [
-            self._threads.submit(self._converse, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)
-        ]
+        workers = self._start_workers(min(self._reward.num_workers, len(rows)))
+        parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
         return PendingScores(parts, len(rows))
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         for worker in self._workers:
             worker.close()
         self._workers.clear()
 
-    def _started(self, count: int) -> list[Worker]:
+    def _start_workers(self, count: int) -> list[Worker]:
+        """Return `count` workers, after starting those that are missing."""
         while len(self._workers) < count:
             self._workers.append(Worker(self._cfg, self._reward.timeout_seconds))
         return self._workers[:count]
 
-    def _converse(self, worker: Worker, rows: Sequence[Row]) -> Scores:
+    def _score(self, worker: Worker, rows: Sequence[Row]) -> Scores:
+        """Return the rows' scores; a worker that fails is removed."""
         try:
             return worker.score(rows)
         except UserError:

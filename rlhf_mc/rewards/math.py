@@ -1,6 +1,6 @@
 r"""The rule for competition mathematics (MATH): the last \boxed{...} of the response must be equivalent to the
-reference answer: the same after light normalisation of its LaTeX, or else by computer algebra (equivalence.py). Every
-step here takes time in proportion to the response's length, whatever the response is.
+reference answer. The two are compared after a light normalisation of their LaTeX, and if they differ by computer
+algebra (equivalence.py). Every step in this file takes time linear in the response's length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlhf_mc.rewards.equivalence import Comparison, Undecided
 from rlhf_mc.runtime.console import say
 
 MAX_ANSWER_CHARS = 1000
-"""A longer answer is compared character for character, and neither normalised nor parsed."""
+"""A longer answer is compared character for character; it is neither normalised nor parsed."""
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _DROPPED = re.compile(
@@ -37,16 +37,20 @@ _NAME_OF_RESULT = re.compile(r"^\s*[a-zA-Z](?:\([a-zA-Z]\))?\s*=\s*(?=[^=]+$)")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} of `text` that is closed, inner braces included; None where there is
-    none. An escaped brace is a character like any other."""
-    open_braces: list[tuple[int, int]] = []  # where it is, and where the box's content begins; 0: no box
-    start, end, last = 0, 0, -1
+    r"""Return the content of the last closed \boxed{...} of `text`, inner braces included, or None. An escaped brace is
+    an ordinary character."""
+    open_braces: list[tuple[int, int]] = []  # position of the brace, and start of the box's content (0: not a box)
+    last = -1
+    start = 0
+    end = 0
     for match in _BRACES.finditer(text):
         kind = match[0]
         if kind == "}" and open_braces:
-            place, content = open_braces.pop()
-            if content and place > last:
-                start, end, last = content, match.start(), place
+            position, content = open_braces.pop()
+            if content and position > last:
+                last = position
+                start = content
+                end = match.start()
         elif kind == "{":
             open_braces.append((match.start(), 0))
         elif kind[-1] == "{" and len(kind) > 2:
@@ -55,7 +59,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """One spelling for what is written in several ways: spaces, units, fractions, roots, trailing zeros."""
+    """Return the answer with one spelling of spaces, units, fractions, roots and trailing zeros."""
     text = " ".join(answer.split()).rstrip(".").replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
     text = _THOUSANDS.sub("", text)
     text = " ".join(_DROPPED.sub("", text).split())
@@ -74,29 +78,30 @@ def normalise(answer: str) -> str:
 
 
 def _mixed_number(text: str) -> str:
-    """Return 3 1/2 as 3\\frac{1}{2}: without its space it would be 31/2."""
+    """Return 3 1/2 as 3\\frac{1}{2}: without the space it would become 31/2."""
     mixed = _MIXED_NUMBER.fullmatch(text.strip())
     return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}" if mixed else text
 
 
 def _plain_number(text: str) -> str:
-    """A decimal number without needless zeros: 07.50 -> 7.5, .5 -> 0.5, -0 -> 0."""
+    """Return a decimal number without redundant zeros: 07.50 -> 7.5, .5 -> 0.5, -0 -> 0."""
     sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
-    whole, _, part = digits.partition(".")
-    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
-    number = f"{whole}.{part}" if part else whole
+    whole, _, decimals = digits.partition(".")
+    whole = whole.lstrip("0") or "0"
+    decimals = decimals.rstrip("0")
+    number = f"{whole}.{decimals}" if decimals else whole
     return number if number == "0" else sign + number
 
 
 _comparison = Comparison()
 _undecided = 0
-_NAMED_UNDECIDED = 5
-"""So many undecided answers are named, by each process; after them every hundredth."""
+_MAX_REPORTED = 5
+"""Undecided answers that each process reports; after them it reports every hundredth."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    r"""Return 1.0 where the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or bare),
-    else 0.0; also where that could not be decided within equivalence.LIMIT_SECONDS of processor time."""
+    r"""Return 1.0 if the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or bare),
+    else 0.0. An answer that is not decided within equivalence.LIMIT_SECONDS of processor time scores 0.0 too."""
     answer = last_boxed(solution_str)
     if answer is None:
         return 0.0
@@ -130,9 +135,10 @@ def _parsable(text: str) -> str:
 
 
 def _report_undecided(answer: str, truth: str, why: str) -> None:
+    """Count an undecided comparison, and warn of it."""
     global _undecided
     _undecided += 1
-    if _undecided <= _NAMED_UNDECIDED or _undecided % 100 == 0:
+    if _undecided <= _MAX_REPORTED or _undecided % 100 == 0:
         say(
             f"warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is {truth[:80]!r} was"
             f" not decided: {why} ({_undecided} such answers so far in this process)"

@@ -1,7 +1,7 @@
-"""From rows to scores: the rule of each row's data_source, or the user's own function. No torch, no numpy: a worker
-process that imports this starts in an instant (worker.py).
+"""Scores of rows, by the rule of each row's data_source or by the user's own function. Neither torch nor numpy is
+imported, so that a worker process (worker.py) starts fast.
 
-The boundary to the user's code: whatever it raises or returns becomes a score or one clear line.
+This is the boundary to the user's code: its result becomes a score, its exception a UserError of one line.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ RULES: dict[str, RewardFunction] = {
 }
 """data_source -> the rule that scores it."""
 
-LARGEST_FLOAT32 = 3.4028234663852886e38
-"""Scores become tensors of that type."""
+MAX_FLOAT32 = 3.4028234663852886e38
+"""Scores become float32 tensors."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One response, with what its reward function is given."""
+    """One response, with the arguments of its reward function."""
 
     index: int
-    """Row of the dataset; names it in messages."""
+    """Row of the dataset, for messages."""
     data_source: str
     response: str
     ground_truth: Any
     extra_info: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of a RewardFunction."""
         return {
             "data_source": self.data_source,
             "solution_str": self.response,
@@ -54,28 +55,29 @@ class Row:
 
 
 Done = Callable[[int, dict[str, float]], None]
-"""Called with the place of a row among those given, and its scores, as soon as they are there."""
+"""Callback for each scored row, with its index among the given rows and its scores."""
 
 
 def name_of(cfg: CustomRewardFunctionConfig) -> str:
-    """What scores the rows, for messages."""
+    """Return the name of the rule or function, for messages."""
     return "reward rule" if cfg.path is None else f"custom_reward_function {cfg.name} of {cfg.path}"
 
 
-def error_at(cfg: CustomRewardFunctionConfig, row: Row, what: str) -> UserError:
-    """The one line about a row that could not be scored."""
-    return UserError(f"{name_of(cfg)}: row {row.index} (data_source {row.data_source!r}): {what}")
+def row_error(cfg: CustomRewardFunctionConfig, row: Row, problem: str) -> UserError:
+    """Return the error for a row that could not be scored."""
+    return UserError(f"{name_of(cfg)}: row {row.index} (data_source {row.data_source!r}): {problem}")
 
 
 class Scorer:
-    """Scores rows in this process. Holds no state but the user's function."""
+    """Scores rows in this process. Its only state is the user's function."""
 
     def __init__(self, cfg: CustomRewardFunctionConfig) -> None:
         self._cfg = cfg
         self._custom = None if cfg.path is None else load_reward_function(cfg.path, cfg.name)
 
     def score(self, rows: Sequence[Row], done: Done) -> None:
-        """Per row: "score", and whatever further numbers the reward function gave by name."""
+        """Call `done` for each row with its "score" and the further numbers that the reward function returned by
+        name."""
         if self._custom is not None and _is_async(self._custom):
             asyncio.run(self._score_all_async(self._custom, rows, done))
             return
@@ -87,12 +89,12 @@ class Scorer:
             return {"score": RULES[row.data_source](**row.arguments())}
         try:
             result = self._custom(**row.arguments())
-        except BaseException as error:  # the user's code: anything may come, sys.exit's SystemExit included
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise self._error(row, f"raised {describe_error(error)}") from error
         return self._checked(row, result)
 
     async def _score_all_async(self, function: RewardFunction, rows: Sequence[Row], done: Done) -> None:
-        """All rows at once: such functions wait for a server rather than compute."""
+        """Score all rows concurrently: such functions wait for a server rather than compute."""
 
         async def score_one(i: int, row: Row) -> None:
             try:
@@ -107,7 +109,7 @@ class Scorer:
         await asyncio.gather(*(score_one(i, row) for i, row in enumerate(rows)))
 
     def _checked(self, row: Row, result: Any) -> dict[str, float]:
-        """The function's result as numbers. Entries that are not numbers (texts for a reader) are left out."""
+        """Return the function's result as numbers, without the entries that are not numbers (texts for a reader)."""
         if not isinstance(result, dict):
             return {"score": self._number(row, "", result)}
         if "score" not in result:
@@ -125,16 +127,16 @@ class Scorer:
             number = float(value)
         except (OverflowError, ValueError) as error:
             raise self._error(row, f"returned {key}{_shorten(value)}, expected a number: {error}") from error
-        if not abs(number) <= LARGEST_FLOAT32:
+        if not abs(number) <= MAX_FLOAT32:
             raise self._error(row, f"returned {key}{number}, expected a finite number (of 32 bits)")
         return number
 
-    def _error(self, row: Row, what: str) -> UserError:
-        return error_at(self._cfg, row, what)
+    def _error(self, row: Row, problem: str) -> UserError:
+        return row_error(self._cfg, row, problem)
 
 
 def _is_number(value: Any) -> bool:
-    """bool and NumPy's floats and integers are numbers.Real; NumPy's bool, if anybody has imported it, is not."""
+    """Return whether the value is a number or a bool. NumPy's bool, unlike its other numbers, is no numbers.Real."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, numbers.Real) or (numpy is not None and isinstance(value, numpy.bool_))
 

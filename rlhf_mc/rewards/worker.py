@@ -1,5 +1,6 @@
-"""A process that scores rows for a rank, and the rank's end of it. Not multiprocessing's: that imports the program's
-main module, torch included, in each process it starts; this one takes what scoring.py needs and no more.
+"""A worker process that scores rows for a rank, and the rank's handle of it. It is not started by multiprocessing,
+which would import the program's main module, torch included, in the worker; this one imports only what scoring.py
+needs.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from multiprocessing.connection import Connection, Pipe
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
 from rlhf_mc.rewards.custom import describe_error
-from rlhf_mc.rewards.scoring import Row, Scorer, error_at, name_of
+from rlhf_mc.rewards.scoring import Row, Scorer, name_of, row_error
 from rlhf_mc.runtime.parent_death import exit_with_parent
 
 _READY = -1
-"""Sent in place of a row's number once the user's function is loaded."""
+"""Message that the user's function is loaded, in place of a row's index."""
 _ERROR = -2
-"""Sent in place of a row's number, with the line of a UserError."""
+"""Message of a UserError, in place of a row's index."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Worker:
-    """The rank's end. One thread at a time may use it; it must be made in a thread that lives as long as the rank
-    (Linux ends the process with the thread that started it)."""
+    """The rank's handle of a worker process. One thread at a time may use it. Create it in a thread that lives as long
+    as the rank: Linux ends the process with the thread that started it (runtime/parent_death.py)."""
 
     def __init__(self, cfg: CustomRewardFunctionConfig, timeout_seconds: float) -> None:
-        self._cfg, self._timeout = cfg, timeout_seconds
+        self._cfg = cfg
+        self._timeout = timeout_seconds
         self._connection, theirs = Pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -44,47 +46,49 @@ class Worker:
         self._connection.send(cfg)
 
     def load(self) -> None:
-        """Waits until the reward function is loaded. UserError where it cannot be."""
+        """Wait until the reward function is loaded. Raise UserError if that fails."""
         if not self._loading:
             return
         name = name_of(self._cfg)
         try:
-            if not self._has_spoken():
+            if not self._wait_for_message():
                 raise UserError(f"{name}: not imported after {self._timeout:g} s (reward.timeout_seconds)")
             self._receive()
         except (EOFError, OSError):
-            raise UserError(f"{name}: importing it ended the worker process, {self._ended()}") from None
+            raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
 
     def score(self, rows: Sequence[Row]) -> list[dict[str, float]]:
-        """Each row's scores. UserError, after which the worker is of no more use, where a row cannot be scored, where
-        none has been for timeout_seconds, and where the process is gone."""
+        """Return each row's scores. Raise UserError if a row cannot be scored, if none has been for timeout_seconds, or
+        if the process has ended; the worker cannot be used after that."""
         self.load()
         scores: dict[int, dict[str, float]] = {}
 
-        def unscored(what: str) -> UserError:
-            return error_at(self._cfg, next(row for i, row in enumerate(rows) if i not in scores), what)
+        def unscored(problem: str) -> UserError:
+            return row_error(self._cfg, next(row for i, row in enumerate(rows) if i not in scores), problem)
 
         try:
             self._connection.send(list(rows))
             while len(scores) < len(rows):
-                if not self._has_spoken():
+                if not self._wait_for_message():
                     raise unscored(f"no score after {self._timeout:g} s (reward.timeout_seconds)")
                 i, score = self._receive()
                 scores[i] = score
         except (EOFError, OSError):
-            raise unscored(f"its worker process ended, {self._ended()}") from None
+            raise unscored(f"its worker process ended, {self._describe_end()}") from None
         return [scores[i] for i in range(len(rows))]
 
     def close(self) -> None:
-        """Ends the process, whatever it is at."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
-    def _has_spoken(self) -> bool:
-        """Waits for a message; False once the time is over. EOFError where the process is gone, which its end of the
-        pipe alone does not tell: processes that the reward function started may hold that too."""
+    def _wait_for_message(self) -> bool:
+        """Return whether a message arrives within the timeout. Raise EOFError if the process has ended.
+
+        The pipe alone does not show that end: processes that the reward function started may hold its other end
+        open."""
         deadline = time.monotonic() + self._timeout
         while (left := deadline - time.monotonic()) > 0:
             if self._connection.poll(min(1.0, left)):
@@ -94,12 +98,14 @@ class Worker:
         return self._connection.poll()
 
     def _receive(self) -> tuple[int, dict[str, float]]:
-        what, content = self._connection.recv()
-        if what == _ERROR:
+        """Return a row's index, or _READY, and its scores. Raise UserError if the worker has sent one."""
+        kind, content = self._connection.recv()
+        if kind == _ERROR:
             raise UserError(content)
-        return what, content
+        return kind, content
 
-    def _ended(self) -> str:
+    def _describe_end(self) -> str:
+        """Wait for the end of the process. Return its exit code or signal as text."""
         code = self._process.wait()
         if code >= 0:
             return f"with exit code {code}"
@@ -108,21 +114,22 @@ class Worker:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """The worker: scores what comes until the rank is gone."""
+    """Score the rows that the rank sends, until it ends. This is the worker process's program."""
     exit_with_parent(parent)
     connection = Connection(descriptor)
-    # Schedulers and shells signal whole process groups. What a signal means is for the rank to decide.
+    # Schedulers and shells signal whole process groups; the rank alone acts on a signal.
     for number in _SIGNALS:
         signal.signal(number, lambda number, frame: None)
-    # Not so for the processes that a reward function starts, which it may want to end after a time: nothing of this is
-    # theirs, nor what the rank blocks since it waits for it itself. (A program starts without handlers anyway.)
+    # Processes that a reward function starts must have the default handling, since the function may want to end them.
+    # So the signals that the rank blocks are unblocked here, and a forked child restores the default handlers (a new
+    # program has them anyway).
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.register_at_fork(after_in_child=lambda: _release(connection))
+    os.register_at_fork(after_in_child=lambda: _restore_signals(connection))
 
-    def send(what: int, content: object) -> None:
+    def send(kind: int, content: object) -> None:
         try:
-            connection.send((what, content))
-        except OSError:  # the rank is gone
+            connection.send((kind, content))
+        except OSError:  # the rank has ended
             os._exit(0)
 
     cfg: CustomRewardFunctionConfig | None = None
@@ -132,16 +139,19 @@ def main(descriptor: int, parent: int) -> None:
         send(_READY, None)
         while True:
             scorer.score(connection.recv(), send)
-    except EOFError:  # the rank is gone
+    except EOFError:  # the rank has ended
         return
     except UserError as error:
         send(_ERROR, str(error))
-    except BaseException as error:  # the user's code beside the call: a number of its own, a task that it left
+    except (
+        BaseException
+    ) as error:  # the user's code outside of the call: a number class of its own, a task that it has not awaited
         if cfg is not None:
             send(_ERROR, f"{name_of(cfg)}: raised {describe_error(error)}")
 
 
-def _release(connection: Connection) -> None:
+def _restore_signals(connection: Connection) -> None:
+    """Restore the default signal handlers in a forked child, and close its copy of the pipe."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     connection.close()

@@ -128,14 +128,14 @@ def world_of_a_tool(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator
     shut_down()
 
 
-def meet() -> None:
-    """Waits until every rank has come this far."""
+def barrier() -> None:
+    """Wait until every rank has called it."""
     dist.barrier()
 
 
 def shut_down() -> None:
-    """Leaves the world together: no rank is gone while another still waits for it."""
-    meet()
+    """Destroy the process groups once every rank has called it: no rank ends while another still waits for it."""
+    barrier()
     dist.destroy_process_group()
 
 
