@@ -62,7 +62,7 @@ def check_free(root: Path) -> None:
     lock = Lock(root)
     unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
     if unknown_owner is not None:
-        say(f"{unknown_owner}; waiting for a sign of life", rank_0_only=True)
+        say(f"{unknown_owner}; waiting to see whether it touches its lock", rank_0_only=True)
     while unknown_owner is not None:
         time.sleep(_LOOK_SECONDS)
         unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
@@ -110,7 +110,7 @@ class Lock:
                 self._path.unlink()
 
     def check_still_ours(self) -> None:
-        """Raise UserError if another run has taken the directory over, as it may after this process stood still for
+        """Raise UserError if another run has taken the directory over, as it may after this process was frozen for
         STALE_SECONDS. Raise OSError if the lock cannot be read in _ATTEMPTS attempts. A removed lock is made again."""
         for attempt in range(_ATTEMPTS):
             try:
@@ -125,7 +125,7 @@ class Lock:
         if owner != self._owner:
             raise UserError(
                 f"trainer.default_local_dir: {self._path.parent} was taken over by {owner} while "
-                "this run stood still; nothing more is written there"
+                "this run was frozen; nothing more is written there"
             )
 
     def _find_dead_owner(self) -> Owner | None:
@@ -137,8 +137,10 @@ class Lock:
         age = self._age()
         if self._is_dead(owner, age):
             return owner
-        sign = f" (it gave a sign of life {age:.0f} s ago; without one it counts as dead after {STALE_SECONDS:.0f} s)"
-        wait = "" if self._is_on_this_machine(owner) else sign
+        touched = (
+            f" (it touched its lock {age:.0f} s ago; it counts as dead after {STALE_SECONDS:.0f} s without a touch)"
+        )
+        wait = "" if self._is_on_this_machine(owner) else touched
         raise UserError(
             f"trainer.default_local_dir: {self._path.parent} belongs to another run: {owner}{wait}; wait for it, or "
             "give another directory"

@@ -271,7 +271,7 @@ def test_lock_whose_pid_is_reused_is_free(tmp_path: Path) -> None:
 
 def test_lock_of_another_host_expires_when_stale(tmp_path: Path) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
-    with pytest.raises(UserError, match=r"elsewhere.*sign of life 20 s ago"):
+    with pytest.raises(UserError, match=r"elsewhere.*touched its lock 20 s ago"):
         run_lock.Lock(tmp_path).take()
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=run_lock.STALE_SECONDS + 1)
     run_lock.Lock(tmp_path).take()
@@ -279,7 +279,7 @@ def test_lock_of_another_host_expires_when_stale(tmp_path: Path) -> None:
 
 def test_pid_of_another_container_is_not_trusted(tmp_path: Path) -> None:
     write_lock_of(tmp_path, owner(pid_namespace="another boot pid:[1]", started="1"))
-    with pytest.raises(UserError, match="sign of life"):
+    with pytest.raises(UserError, match="touched its lock"):
         run_lock.Lock(tmp_path).take()
 
 
@@ -304,14 +304,14 @@ def test_lock_of_another_host_is_watched_before_takeover(
         run_lock.check_free(tmp_path)
         run_lock.Lock(tmp_path).take()
     assert len(waits) == (2 if alive else 3)
-    assert capfd.readouterr().err.count("waiting for a sign of life") == 1
+    assert capfd.readouterr().err.count("waiting to see whether it touches its lock") == 1
 
 
 def test_lock_age_is_measured_by_the_file_systems_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
-    with pytest.raises(UserError, match=r"sign of life 20 s ago"):
+    with pytest.raises(UserError, match=r"touched its lock 20 s ago"):
         run_lock.Lock(tmp_path).take()
     assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
 
