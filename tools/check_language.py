@@ -35,6 +35,8 @@ TERMS: tuple[tuple[str, str], ...] = (
     (r"empt(y|ies) the memory", "resize the storage to 0; the views stay"),
     (r"strangers?\b|crowds?\b", "unauthenticated connection"),
     (r"time-outs?\b", "timeout"),
+    (r"relay(s|ed|ing)?\b|busiest", "forward; max / mean"),
+    (r"node's memory|memory of the node", "shared memory"),
     (r"cut short", "truncated"),
     (r"(no|any|some)body\b", "no rank, another process"),
     (r"st(an|oo)d(s|ing)? still|signs? of life", "frozen, blocked; heartbeat, touch of the lock"),

@@ -88,14 +88,14 @@ def make_plan(
     aliases, target = _alias(source, target, itemsize) if share else ([{}] * len(source), target)
     src = _Side(source)
     dst = _Side(target)
-    alike: dict[tuple, list[str]] = defaultdict(list)
+    same_placement: dict[tuple, list[str]] = defaultdict(list)
     for tensor in dst.held:
-        alike[_placement(src.held.get(tensor, ())), _placement(dst.held[tensor])].append(tensor)
+        same_placement[_placement(src.held.get(tensor, ())), _placement(dst.held[tensor])].append(tensor)
     patterns: list[Pattern] = []
     queue: list[tuple[int, int, int]] = []
-    balance = _Senders(ranks_per_node, itemsize)
-    for tensors in alike.values():
-        for pattern in _make_patterns(tensors, src, dst, balance):
+    balancer = _SenderBalancer(ranks_per_node, itemsize)
+    for tensors in same_placement.values():
+        for pattern in _make_patterns(tensors, src, dst, balancer):
             if pattern.moves:
                 queue += [(src.position[name], len(patterns), k) for k, name in enumerate(tensors)]
             patterns.append(pattern)
@@ -127,7 +127,7 @@ def make_plan(
 def _alias(
     source: Sequence[Layout], target: Sequence[Layout], itemsize: int
 ) -> tuple[list[dict[str, Alias]], list[Layout]]:
-    """Return (aliases of each rank, its target layout without them). Ranks that share Layout objects still do."""
+    """Return (aliases of each rank, its target layout without them). Ranks that share a Layout share the result."""
     known: dict[tuple[int, int], tuple[dict[str, Alias], Layout]] = {}
     rests: dict[tuple[int, frozenset[str]], Layout] = {}
     for have, want in zip(source, target, strict=True):
@@ -165,8 +165,8 @@ def _placement(held: Iterable[tuple[int, Shard]]) -> tuple:
     return tuple((number, shard.box, shard.offset) for number, shard in held)
 
 
-class _Senders:
-    """The choice of senders: the nearest ranks, round-robin."""
+class _SenderBalancer:
+    """Chooses senders: the nearest ranks, round-robin."""
 
     def __init__(self, ranks_per_node: int, itemsize: int) -> None:
         self.ranks_per_node = ranks_per_node
@@ -235,7 +235,7 @@ class _Block:
         return Move(src_rank, dst_rank, src, self.end(src), dst, self.end(dst), self.extent)
 
 
-def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balance: _Senders) -> tuple[Pattern, Pattern]:
+def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _SenderBalancer) -> tuple[Pattern, Pattern]:
     """Plan the first tensor, whose moves all the tensors share. Return the moves from sources, and the forwarding
     moves."""
     sources = src.held.get(tensors[0], [])
@@ -251,16 +251,16 @@ def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balance: _Senders
         complete = _Block(block, sources, targets)
         copies += [complete.move((rank, have[rank]), (rank, shard)) for rank, shard in wanted if rank in have]
         missing = [(rank, shard) for rank, shard in wanted if rank not in have]
-        for senders, groups in balance.nearest(have, missing).items():
+        for senders, groups in balancer.nearest(have, missing).items():
             num_receivers = sum(map(len, groups))
             slices: dict[int, list[_Block]] = {}
             for group in groups:
                 if len(group) not in slices:
-                    boxes = balance.split(block, len(senders), num_receivers, len(group))
+                    boxes = balancer.split(block, len(senders), num_receivers, len(group))
                     slices[len(group)] = [_Block(box, sources, targets) for box in boxes]
                 for number, part in enumerate(slices[len(group)]):
                     first = group[number % len(group)]
-                    sender = balance.next_sender(senders)
+                    sender = balancer.next_sender(senders)
                     moves.append(part.move((sender, have[sender]), first))
                     forwards += [part.forward(first, other) for other in group if other != first]
     dst_locals = _locals(tensors, dst)
