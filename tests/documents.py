@@ -1,4 +1,4 @@
-"""What tests read of the pages: the metric keys that docs/metrics.md explains."""
+"""The metric keys that docs/metrics.md explains, for tests of the pages and of runs."""
 
 from __future__ import annotations
 
