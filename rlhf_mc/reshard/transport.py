@@ -30,8 +30,8 @@ class Buffers:
 
 
 class Transport(Protocol):
-    """Carries messages between the ranks of a group. All methods are collective: every rank calls each of them for
-    every bucket, with messages or without."""
+    """Carries messages between the ranks of a group. Every rank calls `buffers` once per update, and `exchange` and
+    `release` once per bucket, with messages or without."""
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
         """Return buffers that are large enough for every bucket of the plan."""

@@ -1,4 +1,4 @@
-"""Shared memory of a single rank. tests/dist/test_reshard_ranks.py has several ranks."""
+"""Transports of a single rank. tests/dist/test_reshard_ranks.py has several ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_mc.reshard.layout import EMPTY
+from rlhf_mc.reshard.layout import EMPTY, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
-from rlhf_mc.reshard.transport import PointToPoint
+from rlhf_mc.reshard.transport import Local, PointToPoint
 
 
 @pytest.fixture
@@ -37,3 +37,10 @@ def test_without_memfd_messages_are_point_to_point(world: dist.ProcessGroup) -> 
     with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
         assert SharedMemory(8, world).ranks == frozenset()
         assert isinstance(host_transport(8, world), PointToPoint)
+
+
+def test_local_transport_rejects_a_plan_with_messages() -> None:
+    tensor = whole_layout({"w": (4, 2)})
+    plan = make_plan([tensor, EMPTY], [EMPTY, tensor], 4, 1000)
+    with pytest.raises(AssertionError, match="rank 1's plan has messages"):
+        Local().buffers(plan.for_rank(1), torch.float32)
