@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
-from rlhf_mc.topology.consensus import on_every_rank
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -256,6 +253,10 @@ def _what_else(path: Path) -> str:
 def verify(path: Path) -> None:
     """Reads every file of the checkpoint once, spread over the ranks, and compares size and checksum.
     CorruptCheckpoint, on every rank, at the first difference. Every rank must call it."""
+    import torch.distributed as dist  # here, since launch/progress.py lists checkpoints without importing torch
+
+    from rlhf_mc.topology.consensus import on_every_rank
+
     rank, world = dist.get_rank(), dist.get_world_size()
     files = on_every_rank(lambda: read_manifest(path).files)
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))

@@ -4,12 +4,15 @@ what the pre-flight compares; which signals torchrun_1node.sh passes on. On a re
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rlhf_mc.checkpoint import directory
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = {
@@ -39,14 +42,20 @@ case "$2" in
         echo "the program has started as rank ${{RANK:-}}"
         [[ -z "${{BEGINS_ANEW-}}" ]] || rm -r "$(dirname "$0")/run"
         if [[ -n "${{SAVES-}}" ]]; then
-            checkpoint=$(dirname "$0")/run/global_step_$SAVES
-            mkdir -p "$checkpoint" && echo "{{\\"step\\": $SAVES}}" >"$checkpoint/manifest.json"
+            {sys.executable} -c "from pathlib import Path; from rlhf_mc.checkpoint.directory import begin, commit
+root = Path('$(dirname "$0")/run'); begin(root, $SAVES); commit(root, $SAVES, {{}})"
         fi
         [[ -z "${{SAYS-75}}" ]] || echo "${{SAYS-75}}" >"$RLHF_MC_EXIT_CODE_FILE"
         exit "${{ENDS_WITH-75}}" ;;
 esac
 """,
 }
+
+
+def write_checkpoint(root: Path, step: int) -> None:
+    """Write an empty checkpoint that counts."""
+    directory.begin(root, step)
+    directory.commit(root, step, {})
 
 
 @pytest.fixture
@@ -89,9 +98,9 @@ def test_a_busy_controller_is_asked_again(slurm: Path) -> None:
 
 def test_where_no_checkpoint_comes_the_job_is_not_queued_again_for_ever(slurm: Path) -> None:
     assert [attempt(slurm, number)[2] for number in (0, 1)] == [1, 1]
-    for name, step in (("global_step_9", 9), ("global_step_10", 10), ("global_step_99", 9)):  # the last one is a copy
-        (slurm / "run" / name).mkdir(parents=True)
-        (slurm / "run" / name / "manifest.json").write_text(f'{{"step": {step}}}')
+    for step in (9, 10):
+        write_checkpoint(slurm / "run", step)
+    shutil.copytree(slurm / "run/global_step_9", slurm / "run/global_step_99")  # does not count
     (slurm / "run" / "global_step_11.tmp").mkdir()  # does not count
     assert [attempt(slurm, number)[2] for number in (2, 3)] == [1, 1]
     code, said, asked = attempt(slurm, 4)
@@ -134,8 +143,7 @@ def test_a_crashed_run_is_started_again_after_a_new_checkpoint_and_so_often(slur
 
 
 def test_checkpoints_that_another_run_has_moved_away_are_no_progress(slurm: Path) -> None:
-    (slurm / "run" / "global_step_9").mkdir(parents=True)
-    (slurm / "run" / "global_step_9" / "manifest.json").write_text('{"step": 9}')
+    write_checkpoint(slurm / "run", 9)
     crash = {"ENDS_WITH": "1", "SAYS": "", "MAX_RESTARTS": "2", "BEGINS_ANEW": "yes"}
     code, said, asked = attempt(slurm, 0, **crash)
     assert (code, asked) == (1, 0) and "this attempt has written no checkpoint (the newest is the start)" in said
@@ -163,6 +171,11 @@ def test_a_job_that_is_being_ended_is_not_started_again(slurm: Path) -> None:
     (slurm / "answers").write_text("COMPLETING\n")
     code, said, asked = attempt(slurm, ENDS_WITH="1", SAYS="", MAX_RESTARTS="1", SAVES="1")
     assert (code, asked) == (1, 0) and "not requeued: the job is being ended" in said
+
+
+def test_newest_checkpoint_is_found_without_torch() -> None:
+    program = "import sys, launch.progress; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
 
 
 def preflight(folder: Path, *arguments: str, node: str = "a") -> subprocess.CompletedProcess[str]:
