@@ -3,7 +3,7 @@
 #
 #     sbatch slurm/ppo_1node.sh [CONFIG.yaml] [section.key=value ...]
 #     sbatch --gpus-per-node=4 slurm/ppo_1node.sh ...
-#     MAX_RESTARTS=3 sbatch slurm/ppo_1node.sh ...           queue it again after a crash, up to 3 times
+#     MAX_RESTARTS=3 sbatch slurm/ppo_1node.sh ...           requeue it after a crash, up to 3 times
 #
 # Account, partition and the like are the site's: `sbatch --partition=... slurm/ppo_1node.sh`.
 #SBATCH --job-name=ppo_1node
@@ -13,7 +13,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=12:00:00
-# 10 minutes before the time is up: finish the step, save, queue again. More than trainer.preemption_grace_seconds.
+# 10 minutes before the time is up: finish the step, save, requeue. More than trainer.preemption_grace_seconds.
 #SBATCH --signal=B:USR1@600
 #SBATCH --requeue
 #SBATCH --output=%x-%j.log

@@ -3,7 +3,7 @@
 #
 #     sbatch slurm/ppo_70b.sh [section.key=value ...]
 #     sbatch --ntasks-per-node=8 slurm/ppo_70b.sh ...        without torchrun, one task per GPU
-#     MAX_RESTARTS=3 sbatch slurm/ppo_70b.sh ...             queue it again after a crash, up to 3 times
+#     MAX_RESTARTS=3 sbatch slurm/ppo_70b.sh ...             requeue it after a crash, up to 3 times
 #
 # Account, partition and the like are the site's: `sbatch --partition=... slurm/ppo_70b.sh`.
 #SBATCH --job-name=ppo_70b
@@ -13,7 +13,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
-# 20 minutes before the time is up: finish the step, save, queue again. More than trainer.preemption_grace_seconds.
+# 20 minutes before the time is up: finish the step, save, requeue. More than trainer.preemption_grace_seconds.
 #SBATCH --signal=B:USR1@1200
 #SBATCH --requeue
 #SBATCH --output=%x-%j.log

@@ -31,6 +31,7 @@ TERMS: tuple[tuple[str, str], ...] = (
     (r"predicting", "logit positions"),
     (r"blows?\b|(in|at) peace", "fault injection, uninterrupted run"),
     (r"(deal|deals|dealt|dealing) out", "round-robin"),
+    (r"queue[sd]? (\w+ )?again", "requeue"),
     (r"so many\b|in a row", "N consecutive, N"),
     (r"empt(y|ies) the memory", "resize the storage to 0; the views stay"),
     (r"strangers?\b|crowds?\b", "unauthenticated connection"),
