@@ -42,10 +42,10 @@ quickstart: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m rlhf_mc configs/quickstart.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --durations=10
+	$(BIN)/python -m pytest tests --lanes 2 --durations=10
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest tests/unit --durations=5
+	$(BIN)/python -m pytest tests/unit --lanes 2 --durations=5
 
 checks: $(STAMP)
 	$(BIN)/ruff check .

@@ -43,7 +43,8 @@ class Workers:
     def __init__(self, world: int) -> None:
         self.world = world
         context = forked.context()
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
         for variables in forked.rank_variables(world):
             mine, theirs = context.Pipe()
             # Not daemons: the checkpoint writer starts processes of its own.
@@ -53,7 +54,7 @@ class Workers:
             self._processes.append(process)
 
     def outcomes(self, function: Callable[..., Any], **kwargs: Any) -> list[tuple[bool, Any]]:
-        """Per rank (True, result) or (False, (exception's name, its message, stack))."""
+        """Return for each rank (True, result) or (False, (exception's name, its message, stack))."""
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, kwargs))
         out = []
@@ -64,7 +65,7 @@ class Workers:
         return out
 
     def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Each rank's result; fails the test with the stack of the first rank that raised."""
+        """Return each rank's result. Fail the test with the stack of the first rank that raised."""
         outcomes = self.outcomes(function, **kwargs)
         for rank, (ok, value) in enumerate(outcomes):
             if not ok:
@@ -82,21 +83,14 @@ class Workers:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], Workers]]:
-    """pool(world): the workers of that world size, one size at a time (four idle ranks take memory too)."""
-    current: list[Workers] = []
+    """Return pool(world): the workers of that world size, started at its first use and kept for the session."""
+    started: dict[int, Workers] = {}
 
     def get(world: int) -> Workers:
-        if current and current[0].world != world:
-            current.pop().close()
-        if not current:
-            current.append(Workers(world))
-        return current[0]
+        if world not in started:
+            started[world] = Workers(world)
+        return started[world]
 
     yield get
-    for workers in current:
+    for workers in started.values():
         workers.close()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups the tests by world size (their parameter `world`), so that each size starts once."""
-    items.sort(key=lambda item: item.callspec.params.get("world", 0) if hasattr(item, "callspec") else 0)

@@ -1,18 +1,19 @@
-"""The program as a user starts it: exit codes, what stands on stderr, and that no process outlives its run.
-What is refused, and with which words, is tested in tests/dist/test_bad_input.py."""
+"""The program as a user starts it: exit codes, stderr, and that no process outlives its run. Which input is refused,
+and with which words, is tested in tests/dist/test_bad_input.py."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import forked
 import pytest
 from runs import gone, members
 from tiny import make_workspace, write_config
@@ -35,7 +36,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(workspace: Path) -> Path:
-    """A run that would go on for hours."""
+    """Write the config of a run that would take hours."""
     return write_config(
         workspace, trainer={"total_training_steps": 100_000, "test_freq": -1, "val_before_train": False}
     )
@@ -98,7 +99,7 @@ def test_under_torchrun_the_ranks_say_it_once(config: Path, override: str, words
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """start(command, name, env): a process whose output goes to tmp_path/name; whatever is left is killed."""
+    """Return start(command, name, env): a process with its output in tmp_path/name. Those that are left are killed."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(command: list[str], name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -115,16 +116,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def workers_of(torchrun: int) -> list[int]:
-    """Its two ranks: the direct children that run our program."""
+    """Return the two ranks: torchrun's direct children that run the program."""
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     return [int(pid) for pid in children if b"rlhf_mc" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def wait_for_step(metrics: Path, processes: list[subprocess.Popen[bytes]], stderr: Path, step: int = 2) -> None:
-    """Until the run has logged the step."""
+def wait_for_step(metrics: Path, runs: Callable[[], bool], stderr: Path, step: int = 2) -> None:
+    """Wait until the run has logged the step."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        assert all(process.poll() is None for process in processes), stderr.read_text()
+        assert runs(), stderr.read_text()
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines and json.loads(lines[-1])["step"] >= step:
             return
@@ -137,7 +138,7 @@ def test_torchrun_ends_when_a_rank_dies(
 ) -> None:
     run = tmp_path / "run"
     torchrun = start([*TORCHRUN, str(config), f"trainer.default_local_dir={run}"], "stderr", ENV)
-    wait_for_step(run / "metrics.jsonl", [torchrun], tmp_path / "stderr")
+    wait_for_step(run / "metrics.jsonl", lambda: torchrun.poll() is None, tmp_path / "stderr")
     workers = workers_of(torchrun.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
@@ -146,28 +147,37 @@ def test_torchrun_ends_when_a_rank_dies(
     assert "rlhf_mc/trainer" not in (tmp_path / "stderr").read_text()
 
 
+@pytest.fixture
+def ranks() -> Iterator[list[BaseProcess]]:
+    """Return a list for the test to fill. Those that are left are killed."""
+    started: list[BaseProcess] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.join()
+
+
 @pytest.mark.parametrize(
     ("victim", "rollout_tp"), [(1, 1), (0, 2)], ids=["last rank", "first rank, one engine of both"]
 )
 def test_a_survivor_ends_by_itself(
-    config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], victim: int, rollout_tp: int
+    config: Path, tmp_path: Path, ranks: list[BaseProcess], victim: int, rollout_tp: int
 ) -> None:
-    """No agent watches over the ranks, as under a plain srun."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    """As under a plain srun, no agent watches over the ranks."""
     run = tmp_path / "run"
-    command = [*PLAIN, str(config), f"trainer.default_local_dir={run}"]
     # Longer responses, so that the engine is at work when the rank dies.
+    command = ["-m", "rlhf_mc", str(config), f"trainer.default_local_dir={run}"]
     command += [f"rollout.tensor_model_parallel_size={rollout_tp}", "rollout.n=4"]
-    world = ENV | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks = [start(command, f"stderr{r}", world | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+    outputs = [tmp_path / f"stderr{rank}" for rank in range(2)]
+    for output, env in zip(outputs, forked.rank_variables(world=2), strict=True):
+        ranks.append(forked.start(command, output, output, env))
     survivor = ranks[1 - victim]
-    wait_for_step(run / "metrics.jsonl", ranks, tmp_path / f"stderr{1 - victim}")
+    wait_for_step(run / "metrics.jsonl", lambda: all(rank.is_alive() for rank in ranks), outputs[1 - victim])
     ranks[victim].kill()
-    assert survivor.wait(GONE_WITHIN_SECONDS) == 1
-    assert gone(survivor.pid)
-    stderr = (tmp_path / f"stderr{1 - victim}").read_text()
+    survivor.join(GONE_WITHIN_SECONDS)
+    stderr = outputs[1 - victim].read_text()
+    assert survivor.exitcode == 1, stderr
+    assert survivor.pid is not None and gone(survivor.pid)
     lines = our_lines(stderr)
     assert len(lines) == 1, stderr
     assert lines[0].startswith(f"rlhf_mc: error on rank {1 - victim}: lost contact with another rank in phase ")
@@ -178,7 +188,7 @@ def test_a_survivor_ends_by_itself(
 
 
 def ready_workers_of(torchrun: subprocess.Popen[bytes], ready: Callable[[int], bool]) -> list[int]:
-    """Return its two ranks, once each is so far."""
+    """Return torchrun's two ranks, once both are ready."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert torchrun.poll() is None
@@ -190,7 +200,7 @@ def ready_workers_of(torchrun: subprocess.Popen[bytes], ready: Callable[[int], b
 
 
 def ends(pid: int) -> bool:
-    """Return whether the process is gone a moment later."""
+    """Return whether the process ends within GONE_WITHIN_SECONDS. One that does not is killed."""
     deadline = time.monotonic() + GONE_WITHIN_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -204,7 +214,7 @@ def ends(pid: int) -> bool:
 
 
 def takes_signals(pid: int) -> bool:
-    """Return whether the rank waits for SIGINT itself."""
+    """Return whether the rank blocks SIGINT, for the thread that handles its signals."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
     return bool(blocked >> (signal.SIGINT - 1) & 1)
@@ -226,7 +236,7 @@ def test_ctrl_c_saves_and_says_so_in_one_line(
     run = tmp_path / "run"
     env = ENV | {"NPROC": "2", "PYTHON": sys.executable}
     torchrun = start([*ONE_NODE, str(config), f"trainer.default_local_dir={run}"], "output", env)
-    wait_for_step(run / "metrics.jsonl", [torchrun], tmp_path / "output", step=1)
+    wait_for_step(run / "metrics.jsonl", lambda: torchrun.poll() is None, tmp_path / "output", step=1)
     workers = workers_of(torchrun.pid)
     os.killpg(torchrun.pid, signal.SIGINT)  # as the terminal does
     assert torchrun.wait(GONE_WITHIN_SECONDS) == 75
@@ -246,7 +256,7 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(
     workers = ready_workers_of(torchrun, takes_signals)
     os.killpg(torchrun.pid, signal.SIGINT)
     time.sleep(2)
-    assert all(Path(f"/proc/{pid}").exists() for pid in workers)  # there is nothing to save, but it is not at that yet
+    assert all(Path(f"/proc/{pid}").exists() for pid in workers)  # nothing to save yet, but they import first
     os.killpg(torchrun.pid, signal.SIGINT)
     assert torchrun.wait(GONE_WITHIN_SECONDS) == 130
     assert [ends(pid) for pid in workers] == [True, True]

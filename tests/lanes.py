@@ -1,0 +1,118 @@
+"""Tests in several processes: `pytest --lanes 2`. The processes are forked after collection, so they import and collect
+once, and each takes the next group of tests when it has done one. Their reports come back to the first process, whose
+summary and exit code are of all tests.
+
+All tests of tests/dist are one group, since they share their ranks. Every other file is a group."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ORDER = ("dist", "system", "unit")
+"""The longest groups first, so that the processes end at about the same time."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lanes", type=int, default=1, help="number of processes that run the tests")
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in several processes. Return None, which has pytest run them, where one is enough."""
+    groups = _groups(session.items)
+    lanes = min(session.config.getoption("lanes"), len(groups))
+    if lanes < 2 or session.config.option.collectonly or session.testsfailed:
+        return None
+    session.config._tmp_path_factory.getbasetemp()  # one for all processes
+    context = mp.get_context("fork")
+    taken = context.Value("i", 0)
+    processes = {}
+    for number in range(1, lanes + 1):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_lane, args=(session, groups, taken, sender))
+        process.start()
+        sender.close()
+        # The terminal's and the XML file's reporters take reports of several processes that look like pytest-xdist's.
+        process.gateway = SimpleNamespace(id=f"lane {number}")
+        process._workerinfocache = process.gateway.id
+        processes[receiver] = process
+    missing = {item.nodeid for item in session.items}
+    while processes:
+        for receiver in wait(list(processes)):
+            try:
+                data = receiver.recv()
+            except EOFError:
+                processes.pop(receiver).join()
+                continue
+            if isinstance(data, str):
+                session.shouldfail = data
+                continue
+            report = session.config.hook.pytest_report_from_serializable(config=session.config, data=data)
+            report.node = processes[receiver]
+            session.config.hook.pytest_runtest_logreport(report=report)
+            if report.when == "teardown":
+                missing.discard(report.nodeid)
+    if missing and not session.shouldfail:
+        session.shouldfail = f"{len(missing)} tests have not run, {min(missing)} first: their process has ended"
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    return True
+
+
+def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """Group the tests by file, those of tests/dist in one group, in the order in which they are started."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        layer = item.path.parent.name
+        groups.setdefault(layer if layer == "dist" else str(item.path), []).append(item)
+    return sorted(groups.values(), key=lambda group: ORDER.index(group[0].path.parent.name))
+
+
+def _lane(session: pytest.Session, groups: list[list[pytest.Item]], taken: Any, sender: Connection) -> None:
+    """Run groups of tests until none is left, then end the process."""
+    config = session.config
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # its files are those of the first process
+    capture.start_global_capturing()
+    config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(_Sender(config, sender))
+    try:
+        items = _items(groups, taken)
+        item = next(items, None)
+        while item is not None and not session.shouldfail:
+            following = next(items, None)
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+    except BaseException as error:  # Ctrl-C, pytest.exit, an error of a plugin
+        sender.send(f"{type(error).__name__}: {error}")
+    finally:
+        session._setupstate.teardown_exact(None)  # where the last test has not done it
+        os._exit(0)
+
+
+def _items(groups: list[list[pytest.Item]], taken: Any) -> Iterator[pytest.Item]:
+    """Yield the tests of the groups that no other process has taken."""
+    while True:
+        with taken.get_lock():
+            number = taken.value
+            taken.value += 1
+        if number >= len(groups):
+            return
+        yield from groups[number]
+
+
+class _Sender:
+    """The plugin of a process that reports to the first one."""
+
+    def __init__(self, config: pytest.Config, sender: Connection) -> None:
+        self._config = config
+        self._sender = sender
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._sender.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
