@@ -1,5 +1,5 @@
-"""Processes that start with all libraries imported: forked from one that has done so (importing torch, Megatron-Core
-and vLLM takes ten seconds and more), so that tests may start many."""
+"""Processes that start with all libraries imported, so that tests can start many: a server imports torch, Megatron-Core
+and vLLM once (10 seconds and more) and forks for each start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 280
 
 
 def context() -> ForkServerContext:
-    """For Process, Pipe and Queue. The server starts with the first process, one for the whole test run."""
+    """Return the context for Process, Pipe and Queue. The server starts with the first process."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     out = mp.get_context("forkserver")
     out.set_forkserver_preload(["preloaded"])
@@ -34,54 +34,54 @@ def start(
     env: dict[str, str] | None = None,
     largest_file: int | None = None,
 ) -> BaseProcess:
-    """python ARGUMENTS in a session of its own, as if started from a shell: a program's path or "-m" and a module
-    first. env: changes to the environment. largest_file: bytes beyond which the system refuses to write, as a full disk
-    does."""
-    env = {**os.environ, **(env or {})}  # the server's is that of its start
+    """Start `python ARGUMENTS` in a session of its own, as from a shell. The arguments begin with a program's path, or
+    with "-m" and a module. env: changes to the environment. largest_file: bytes beyond which a write fails, as on a
+    full disk."""
+    env = {**os.environ, **(env or {})}  # the server has the environment of its own start
     process = context().Process(target=_become, args=(arguments, stdout, stderr, env, largest_file))
     process.start()
     return process
 
 
 def rank_variables(world: int) -> list[dict[str, str]]:
-    """For each rank the environment that torchrun gives it, on a free port of this machine."""
+    """Return for each rank the environment that torchrun gives it, with a free port of this machine."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
-        place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(s.getsockname()[1])}
-    return [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(s.getsockname()[1])}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 def run(arguments: list[str], largest_file: int | None = None) -> subprocess.CompletedProcess[str]:
-    """The program's exit code and what it wrote."""
-    return _end(arguments, [{}], largest_file)
+    """Run the program. Return its exit code and output."""
+    return _run(arguments, [{}], largest_file)
 
 
 def run_ranks(world: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """The program on several ranks: an exit code other than 0 if there was one, and what they wrote to the same two
-    files."""
-    return _end(arguments, rank_variables(world))
+    """Run the program on several ranks. Return the exit code of largest magnitude and the joint output."""
+    return _run(arguments, rank_variables(world))
 
 
-def _end(
+def _run(
     arguments: list[str], environments: list[dict[str, str]], largest_file: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as directory:
-        stdout, stderr = Path(directory) / "stdout", Path(directory) / "stderr"
+        stdout = Path(directory) / "stdout"
+        stderr = Path(directory) / "stderr"
         processes = [start(arguments, stdout, stderr, env, largest_file) for env in environments]
         deadline = time.monotonic() + TIMEOUT_SECONDS
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        late = [process for process in processes if process.is_alive()]
-        for process in late:
+        running = [process for process in processes if process.is_alive()]
+        for process in running:
             process.kill()
             process.join()
-        assert not late, f"{arguments} has not ended after {TIMEOUT_SECONDS} s: {stderr.read_text()}"
+        assert not running, f"{arguments} has not ended after {TIMEOUT_SECONDS} s: {stderr.read_text()}"
         code = max((process.exitcode or 0 for process in processes), key=abs)
         return subprocess.CompletedProcess(arguments, code, stdout.read_text(), stderr.read_text())
 
 
 def _become(arguments: list[str], stdout: Path, stderr: Path, env: dict[str, str], largest_file: int | None) -> None:
-    assert "preloaded" in sys.modules  # the server passes over what it cannot import
+    assert "preloaded" in sys.modules  # the server ignores a module that it cannot import
     os.setsid()
     os.environ.update(env)
     for descriptor, path in ((1, stdout), (2, stderr)):

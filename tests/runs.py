@@ -1,4 +1,4 @@
-"""What tests of whole runs share: the processes that a run has left, and what must not depend on what befell it."""
+"""Helpers of tests of whole runs: the outcome that faults must not change, and the processes that a run has left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 VARIES = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
-"""What is another in each run, and metrics that a clock decides."""
+"""Keys of metrics.jsonl that differ between equal runs: the id of the run, and what depends on a clock."""
 
 
 def outcome(run: Path, last_step: int) -> dict[str, object]:
-    """Return what must not depend on the faults of a run: its metrics but for VARIES, the exported model, and the
+    """Return what faults during a run must not change: its metrics without VARIES, the exported model, and the
     checksums of the last checkpoint's tensors (weights and optimizers)."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     files = json.loads((run / f"global_step_{last_step}" / "manifest.json").read_text())["files"]
@@ -38,11 +38,11 @@ def members(session: int) -> list[int]:
 
 
 def gone(session: int, within_seconds: float = 10) -> bool:
-    """Return whether nothing of the session is left soon after its first process has ended: Python's resource tracker
-    ends once it has seen that, so a busy machine may still show it."""
+    """Return whether all processes of the session end within the given time. The time is for Python's resource tracker,
+    which ends only after its parent."""
     deadline = time.monotonic() + within_seconds
     while (left := members(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
-        print("still there:", Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        print("still running:", Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
     return not left

@@ -2,9 +2,9 @@
 
     python tests/soak.py --minutes 30 [--seed 1] [--output DIR] [--faults NAME ...]
 
-A campaign is one run of two ranks in one directory. It is started again and again by the same command, each time with
-another fault, then once without any. The first end that is not as promised stops the soak test with exit code 1; its
-directory stays. Nothing here is collected by pytest: tests/system holds the same promises one by one.
+A campaign is one run of two ranks in one directory. It is started several times by the same command, each time with
+another fault, then once without any. The first unexpected outcome ends the soak test with exit code 1 and keeps the
+directory. pytest collects nothing here: tests/system tests the same properties one by one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from runs import gone, members, outcome
 from safetensors.torch import load_file, save_file
 from tiny import make_workspace, write_config
 
-WORLD, STEPS = 2, 20
+WORLD = 2
+STEPS = 20
 ENDS_WITHIN_SECONDS = 300
 LATEST = 0.6
-"""A fault falls in this share of an uninterrupted run's time: a start gets some steps further, but not to the end."""
-CRASHED, EXIT_USER_ERROR, REQUEUE = 1, 2, 75
+"""The share of an uninterrupted run's time in which faults happen: each start completes some steps, but not all."""
+CRASHED = 1
+EXIT_USER_ERROR = 2
+REQUEUE = 75
 LAYOUTS: dict[str, list[str]] = {
     "DP 2": [],
     "TP 2, one engine of TP 2": [
@@ -77,7 +80,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 class Broken(AssertionError):
-    """A promise that was not kept."""
+    """An outcome that is not as documented."""
 
 
 def require(ok: bool, what: str) -> None:
@@ -107,7 +110,7 @@ class Attempt:
         return any(rank.is_alive() for rank in self.ranks)
 
     def sleep(self, seconds: float) -> None:
-        """Return after so many seconds since the start, or once a rank has ended."""
+        """Return `seconds` after the start, or once a rank has ended."""
         while time.monotonic() < self.began + seconds and all(rank.is_alive() for rank in self.ranks):
             time.sleep(0.02)
 
@@ -121,8 +124,8 @@ class Attempt:
         deadline = time.monotonic() + ENDS_WITHIN_SECONDS
         for rank in ranks:
             self.ranks[rank].join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank in ranks if self.ranks[rank].is_alive()]
-        require(not late, f"ranks {late} have not ended within {ENDS_WITHIN_SECONDS} s")
+        running = [rank for rank in ranks if self.ranks[rank].is_alive()]
+        require(not running, f"ranks {running} have not ended within {ENDS_WITHIN_SECONDS} s")
         for rank in ranks:
             require(gone(self.ranks[rank].pid or 0, 30), f"rank {rank} has left processes behind")
         return [self.ranks[rank].exitcode or 0 for rank in ranks]
@@ -134,7 +137,7 @@ class Attempt:
         return self.said()[-3000:]
 
     def no_stack(self) -> None:
-        """Require that no stack trace stands on stderr."""
+        """Require that stderr has no stack trace."""
         require("Traceback" not in self.said(), f"a stack trace: {self.tail()}")
 
     def one_line(self, *words: str) -> None:
@@ -149,11 +152,14 @@ class Campaign:
     """One run's directory and command, and the random times of its faults."""
 
     def __init__(self, root: Path, config: Path, overrides: Sequence[str], seconds: float, rng: random.Random) -> None:
-        self.run, self.config, self.rng = root / "run", config, rng
+        self.run = root / "run"
+        self.config = config
+        self.rng = rng
         self.arguments = [str(config), f"trainer.default_local_dir={self.run}", *overrides]
         self.seconds = seconds
-        """What the uninterrupted run took."""
-        self._root, self._attempts = root, 0
+        """Duration of the uninterrupted run."""
+        self._root = root
+        self._attempts = 0
 
     def next_logs(self) -> Path:
         self._attempts += 1
@@ -162,11 +168,11 @@ class Campaign:
         return logs
 
     def moment(self, first: float = 0.0) -> float:
-        """Draw seconds after the start; first: the earliest, as a share of the time in which faults fall."""
+        """Draw seconds after the start. first: the earliest, as a share of the time in which faults happen."""
         return self.rng.uniform(first * LATEST, LATEST) * self.seconds
 
     def checkpoints(self) -> list[Path]:
-        """Return what the run has saved, in the order of the steps."""
+        """Return the run's checkpoints in the order of their steps."""
         found = (path for path in self.run.glob("global_step_*") if path.name[12:].isdigit())
         return sorted(found, key=lambda path: int(path.name[12:]))
 
@@ -199,7 +205,7 @@ def interrupted(campaign: Campaign, number: int) -> str:
     attempt.sleep(at := campaign.moment())
     attempt.signal(number)
     codes = attempt.end()
-    if -number not in codes:  # a rank that has not begun to look at signals just ends, and the others notice
+    if -number not in codes:  # a rank that does not handle signals yet dies of them
         require(codes in ([REQUEUE] * WORLD, [0] * WORLD), f"exit codes {codes}: {attempt.tail()}")
     attempt.no_stack()
     return f"at {at:.1f} s: {codes}"
@@ -214,7 +220,7 @@ def press_ctrl_c(campaign: Campaign) -> str:
 
 
 def freeze_a_rank(campaign: Campaign) -> str:
-    """Stop a rank by SIGSTOP: the others end by themselves and name it."""
+    """Freeze a rank by SIGSTOP: the others end by themselves and name it."""
     victim = campaign.rng.randrange(WORLD)
     attempt = Attempt(campaign, "trainer.dist_timeout_seconds=60", "trainer.heartbeat_timeout_seconds=15")
     attempt.sleep(at := campaign.moment(first=0.5))
@@ -232,7 +238,7 @@ def freeze_a_rank(campaign: Campaign) -> str:
 
 
 def fill_the_disk(campaign: Campaign) -> str:
-    """Limit the size of files, as on a full disk: one line, or nothing was as large."""
+    """Limit the size of files, as on a full disk: the run ends with one line, or succeeds if no file is as large."""
     size = int(2 ** campaign.rng.uniform(9, 22))
     attempt = Attempt(campaign, largest_file=size)
     codes = attempt.end()
@@ -243,7 +249,7 @@ def fill_the_disk(campaign: Campaign) -> str:
 
 
 def end_in_the_reward_function(campaign: Campaign) -> str:
-    """Give a reward function that fails, exits with 0, or never returns: one line names it."""
+    """Use a reward function that fails, exits with 0, or never returns: one line names it."""
     fault = campaign.rng.choice(["raise", "sys.exit", "sys.exit at import", "os._exit", "hang", "nan"])
     env = {"SOAK_REWARD": fault, "SOAK_AFTER": str(campaign.rng.randrange(60))}
     attempt = Attempt(campaign, "reward.timeout_seconds=10", env=env)
@@ -274,12 +280,12 @@ def kill_the_agent(campaign: Campaign) -> str:
 
 
 def corrupt(path: Path, rng: random.Random) -> str:
-    """Damage one file of a checkpoint."""
+    """Corrupt one file of a checkpoint. Return which and how."""
     file = rng.choice(sorted(path.iterdir()))
     data = bytearray(file.read_bytes())
-    way = rng.choice(["cut short", "changed", "deleted", "replaced by a directory", "replaced by noise"])
+    way = rng.choice(["truncated", "changed", "deleted", "replaced by a directory", "replaced by noise"])
     file.unlink()
-    if way == "cut short":
+    if way == "truncated":
         file.write_bytes(data[: rng.randrange(len(data))])
     elif way == "changed":
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -292,7 +298,7 @@ def corrupt(path: Path, rng: random.Random) -> str:
 
 
 def corrupt_the_newest_checkpoint(campaign: Campaign) -> str:
-    """Damage the newest checkpoint: the run resumes from the one before it."""
+    """Corrupt the newest checkpoint: the run resumes from the one before it."""
     saved = campaign.checkpoints()
     if len(saved) < 2:
         return kill_one_rank(campaign)
@@ -301,7 +307,7 @@ def corrupt_the_newest_checkpoint(campaign: Campaign) -> str:
 
 
 def copy_a_checkpoint(campaign: Campaign) -> str:
-    """Copy a checkpoint under another step's name: it is left alone."""
+    """Copy a checkpoint under another step's name: the run does not touch it."""
     saved = campaign.checkpoints()
     if not saved:
         return kill_all_ranks(campaign)
@@ -310,13 +316,13 @@ def copy_a_checkpoint(campaign: Campaign) -> str:
     copy = campaign.run / name
     shutil.copytree(source, copy)
     said = kill_all_ranks(campaign)
-    require((copy / "manifest.json").is_file(), f"{copy} was not left alone")
+    require((copy / "manifest.json").is_file(), f"{copy} was changed")
     shutil.rmtree(copy)
     return f"{source.name} copied as {name}; {said}"
 
 
 def refused(campaign: Campaign, *words: str, overrides: Sequence[str] = ()) -> None:
-    """Require that the run ends with one line with these words, and changes nothing."""
+    """Require that the run ends with one line with these words, and changes no checkpoint."""
     before = [path.name for path in campaign.checkpoints()]
     attempt = Attempt(campaign, *overrides)
     codes = attempt.end()
@@ -326,7 +332,7 @@ def refused(campaign: Campaign, *words: str, overrides: Sequence[str] = ()) -> N
 
 
 def change_the_data(campaign: Campaign) -> str:
-    """Write other rows under the same name: refused."""
+    """Replace the prompts' rows: the run refuses to resume."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
     path = campaign.config.parent / "train.parquet"
@@ -342,7 +348,7 @@ def change_the_data(campaign: Campaign) -> str:
 
 
 def change_the_weights(campaign: Campaign) -> str:
-    """Write other weights under the same name: refused."""
+    """Replace the initial weights: the run refuses to resume."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
     path = campaign.config.parent / "model" / "model.safetensors"
@@ -356,7 +362,7 @@ def change_the_weights(campaign: Campaign) -> str:
 
 
 def drop_a_row_of_metrics(campaign: Campaign) -> str:
-    """Remove a row of metrics.jsonl: refused."""
+    """Remove a row of metrics.jsonl: the run refuses to resume."""
     path = campaign.run / "metrics.jsonl"
     steps = [int(saved.name[12:]) for saved in campaign.checkpoints()]
     if not steps:
@@ -377,10 +383,11 @@ def misspell_a_setting(campaign: Campaign) -> str:
 
 
 def start_another_run(campaign: Campaign) -> str:
-    """Begin another run in the directory: it moves this one's files away as a whole. They are moved back here."""
+    """Begin another run in the directory: it moves all files of the first one away. Move them back afterwards."""
     if not campaign.checkpoints():
         return kill_one_rank(campaign)
-    earlier, root = campaign.run / "earlier_runs", campaign.run
+    root = campaign.run
+    earlier = root / "earlier_runs"
     before = {path.name for path in root.iterdir()} - {"run.lock", earlier.name}
     known = set(earlier.iterdir()) if earlier.exists() else set()
     attempt = Attempt(campaign, "trainer.resume_mode=disable")
@@ -393,7 +400,7 @@ def start_another_run(campaign: Campaign) -> str:
     (directory,) = moved
     missing = before - {path.name for path in directory.iterdir()} - {path.name for path in root.iterdir()}
     require(not missing, f"{sorted(missing)} are neither in {root} nor in {directory}")
-    if (directory / "run.json").exists():  # the last file to be moved: what else is here is the other run's
+    if (directory / "run.json").exists():  # the last file that is moved: the others here are the other run's
         for path in set(root.iterdir()) - {earlier}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in directory.iterdir():
@@ -403,7 +410,7 @@ def start_another_run(campaign: Campaign) -> str:
 
 
 def connect_and_say_nothing(campaign: Campaign) -> str:
-    """Open idle connections to every port that rank 0 listens on: they do not disturb the run."""
+    """Open idle connections to every port that rank 0 listens on: the run continues."""
     attempt = Attempt(campaign)
     attempt.sleep(at := campaign.moment(first=0.3))
     ports = listening_ports(attempt.ranks[0].pid or 0)
@@ -465,7 +472,9 @@ class Soak:
     """Runs campaigns until the time is over, and counts the faults."""
 
     def __init__(self, root: Path, rng: random.Random, faults: Sequence[Callable[[Campaign], str]]) -> None:
-        self._root, self._rng, self._kinds = root, rng, faults
+        self._root = root
+        self._rng = rng
+        self._kinds = faults
         workspace = make_workspace(root / "workspace", num_hidden_layers=2)
         (workspace / "reward.py").write_text(REWARD)
         trainer = {"total_training_steps": STEPS, "save_freq": 1, "max_ckpt_to_keep": 3, "test_freq": 4}
@@ -475,14 +484,15 @@ class Soak:
             actor={"optim": {"lr_decay_style": "linear"}, "ppo_epochs": 1},
             critic={"ppo_epochs": 1},
         )
-        (root / "first").mkdir(exist_ok=True)  # the process that all ranks are forked from imports all libraries, once
+        (root / "first").mkdir(exist_ok=True)  # starts the server of forked.py, so that no campaign waits for it
         Attempt(Campaign(root / "first", self._config, ["actor.ppo_epoch=2"], 0.0, rng)).end()
         self._uninterrupted: dict[str, tuple[dict[str, object], float]] = {}
         self.faults: collections.Counter[str] = collections.Counter()
-        self.starts, self.compared = 0, 0
+        self.starts = 0
+        self.compared = 0
 
     def uninterrupted(self, layout: str) -> tuple[dict[str, object], float]:
-        """Return the outcome of the run that met no fault, and its seconds; run once for each layout."""
+        """Return the outcome and the seconds of a run without faults, made once for each layout."""
         if layout not in self._uninterrupted:
             root = self._root / f"uninterrupted{len(self._uninterrupted)}"
             campaign = Campaign(root, self._config, LAYOUTS[layout], 0.0, self._rng)
@@ -499,7 +509,7 @@ class Soak:
         return time.monotonic() - attempt.began
 
     def campaign(self, number: int) -> None:
-        """Run one directory through several faults, then to its end, and compare."""
+        """Run with several faults, then to the end, and compare with the uninterrupted run."""
         layout = self._rng.choice(sorted(LAYOUTS))
         expected, seconds = self.uninterrupted(layout)
         overrides = [*LAYOUTS[layout], f"trainer.async_save={self._rng.choice(['true', 'false'])}"]
@@ -528,8 +538,8 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random faults at random times, compared with uninterrupted runs.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no campaign after so many minutes")
-    parser.add_argument("--seed", type=int, default=1, help="of which faults are drawn, and when they fall")
+    parser.add_argument("--minutes", type=float, default=30.0, help="begin no campaign after this time")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of faults and of their times")
     parser.add_argument("--output", type=Path, help="directory of the runs and logs; default: a temporary one")
     names = [fault.__name__ for fault in FAULTS]
     parser.add_argument("--faults", nargs="+", choices=names, metavar="NAME", help="draw only these; default: all")
@@ -538,7 +548,8 @@ def main() -> int:
     root = arguments.output or Path(tempfile.mkdtemp(prefix="soak"))
     root.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * arguments.minutes
-    soak, number = Soak(root, random.Random(arguments.seed), faults), 0
+    soak = Soak(root, random.Random(arguments.seed), faults)
+    number = 0
     try:
         while time.monotonic() < end:
             number += 1

@@ -39,7 +39,7 @@ def freeze() -> None:
 
 
 def loop_forever() -> None:
-    """Loop for ever."""
+    """Never return."""
     while True:
         time.sleep(0.1)
 

@@ -1,5 +1,5 @@
-"""The program as a rank runs it, telling through a pipe where it is, so that a test can end it there. Started by
-test_kill_anywhere.py; EVENTS names the pipe."""
+"""The program as a rank runs it, with its phases and writes reported through a pipe, so that a test can kill it at any
+of them. Started by test_kill_anywhere.py. EVENTS names the pipe."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _pipe = os.open(os.environ["EVENTS"], os.O_WRONLY)
 _rank = os.environ["RANK"]
 
 
-def tell(event: str) -> None:
+def report(event: str) -> None:
     os.write(_pipe, f"{_rank} {event}\n".encode())  # short lines of several writers stay whole
 
 
-def telling(function: Callable[..., Any], event: str) -> Callable[..., Any]:
-    def tell_and_do(*args: Any, **kwargs: Any) -> Any:
-        tell(event)
+def reporting(function: Callable[..., Any], event: str) -> Callable[..., Any]:
+    def report_and_call(*args: Any, **kwargs: Any) -> Any:
+        report(event)
         return function(*args, **kwargs)
 
-    return tell_and_do
+    return report_and_call
 
 
 def main() -> None:
@@ -34,15 +34,15 @@ def main() -> None:
 
     @contextlib.contextmanager
     def phase(self: PhaseTimer, name: str) -> Iterator[None]:
-        tell(name)
+        report(name)
         with original(self, name):
             yield
 
     PhaseTimer.phase = phase  # type: ignore[method-assign]
-    training_tensors.TensorWriter._write = telling(training_tensors.TensorWriter._write, "writing")  # type: ignore[method-assign]
-    directory.commit = telling(directory.commit, "commit")
-    directory.remove = telling(directory.remove, "remove")
-    directory.verify = telling(directory.verify, "verify")
+    training_tensors.TensorWriter._write = reporting(training_tensors.TensorWriter._write, "writing")  # type: ignore[method-assign]
+    directory.commit = reporting(directory.commit, "commit")
+    directory.remove = reporting(directory.remove, "remove")
+    directory.verify = reporting(directory.verify, "verify")
     sys.argv = ["rlhf_mc", *sys.argv[1:]]
     runpy.run_module("rlhf_mc", run_name="__main__")
 

@@ -163,7 +163,7 @@ def ranks() -> Iterator[list[BaseProcess]]:
 def test_a_survivor_ends_by_itself(
     config: Path, tmp_path: Path, ranks: list[BaseProcess], victim: int, rollout_tp: int
 ) -> None:
-    """As under a plain srun, no agent watches over the ranks."""
+    """Start ranks without torchrun's agent, as a plain srun does."""
     run = tmp_path / "run"
     # Longer responses, so that the engine is at work when the rank dies.
     command = ["-m", "rlhf_mc", str(config), f"trainer.default_local_dir={run}"]

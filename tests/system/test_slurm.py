@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = Path(__file__).parent / "slurm"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
-NODES, GPUS = 16, 8
+NODES = 16
+GPUS = 8
 STEPS = 3
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
@@ -37,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which Slurm's commands reach the cluster."""
+    """Start the cluster. Return the environment in which Slurm's commands reach it."""
     # Not pytest's own folder: its path is too long for a socket.
     folder = f"/tmp/rlhf_mc-slurm-{os.getpid()}"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
@@ -54,24 +55,24 @@ class Job:
     """A job of this cluster."""
 
     def __init__(self, env: dict[str, str], folder: Path, arguments: list[str]) -> None:
-        """Submits it from the repository's root. Its log and those of its ranks go to the folder."""
+        """Submit the job from the repository's root, with its log and its ranks' logs in the folder."""
         self._env = {**env, "LOG_ROOT": str(folder / "logs")}
         self._log = folder / "job.log"
         self.logs = folder / "logs"
         self.id = self.slurm("sbatch", "--parsable", f"--output={self._log}", *arguments)
 
     def slurm(self, *command: str) -> str:
-        """What one of Slurm's commands says."""
+        """Return the output of one of Slurm's commands."""
         done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def send(self, name: str) -> None:
-        """As Slurm does to the batch script alone for --signal=B:..."""
+        """Send a signal to the batch script alone, as Slurm does for --signal=B:..."""
         self.slurm("scancel", "--batch", f"--signal={name}", self.id)
 
     def wait(self, seconds: float) -> str:
-        """Its final state and number of restarts."""
+        """Wait until the job is over. Return its final state and number of restarts."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             shown = self.slurm("scontrol", "--oneliner", "show", "job", self.id)
@@ -170,7 +171,7 @@ def process_of_rank(rank: int, argument: str) -> int:
 
 
 def processes_with(variable: str, argument: str) -> list[int]:
-    """Those that run rlhf_mc with this in an argument and in their environment."""
+    """Return the processes that run rlhf_mc with this argument and this variable."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -241,8 +242,8 @@ def test_the_70b_job_starts_64_ranks_as_they_should_be(
         assert arguments == " ".join(["configs/ppo_70b.yaml", *overrides])
 
 
-GIVES_WAY = f"""#!/usr/bin/env bash
-# The program's part in a preemption, without what takes time. Not in bash, which cannot undo that a signal is ignored.
+IS_PREEMPTED = f"""#!/usr/bin/env bash
+# The program's part in a preemption, without training. In Python, as bash cannot handle a signal that was ignored.
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     exec {sys.executable} -c '
 import os, pathlib, signal, sys, time
@@ -266,7 +267,7 @@ exec {sys.executable} "$@"
 
 @pytest.mark.parametrize("how", ["preempted", "cancelled"])
 def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, str], tmp_path: Path, how: str) -> None:
-    Path(stand_in["PYTHON"]).write_text(GIVES_WAY)
+    Path(stand_in["PYTHON"]).write_text(IS_PREEMPTED)
     header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
     job = Job(stand_in, tmp_path, [*header, *overrides_70b(tmp_path)])
     job.until(lambda: job.said().count("attempt  has started under slurmstepd") == 4)

@@ -1,4 +1,4 @@
-"""A rank that is frozen (SIGSTOP) or loops for ever ends the run on the other ranks, within the timeout and with a line
+"""A rank that is frozen (SIGSTOP) or loops forever ends the run on the other ranks, within the timeout and with a line
 that names it. Ranks that die are the subject of test_cli.py."""
 
 from __future__ import annotations
