@@ -12,10 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
+HERE = Path(__file__).parent
 TIMEOUT_SECONDS = 280
 
 
@@ -24,6 +27,9 @@ def context() -> ForkServerContext:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     out = mp.get_context("forkserver")
     out.set_forkserver_preload(["preloaded"])
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):  # the server does not take sys.path over
+        forkserver.ensure_running()
     return out
 
 

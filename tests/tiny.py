@@ -1,5 +1,5 @@
-"""What real runs need at the smallest size: a checkpoint of any family with random weights and a real tokenizer,
-prompts in parquet, and a config over them. Used by tests/dist and tests/system."""
+"""Inputs of real runs at the smallest size: a checkpoint of any family with random weights and a real tokenizer,
+prompts in parquet, and a config. Used by tests/dist and tests/system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Byte-level, with an end token and a chat template."""
+    """Write a byte-level tokenizer with an end token and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,18 +52,19 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-"""What the families have beside the sizes below."""
+"""Settings of single families, beside the sizes in _make_model."""
 
 
 def make_checkpoint(
     directory: Path, family: str = "qwen2", tied: bool = True, num_kv_heads: int = 2, **extra: Any
 ) -> Path:
-    """Random weights large enough that a wrong block shows; the vocabulary is no multiple of 64, so it is padded."""
+    """Write a model whose random weights are large enough that a wrong block changes its outputs. Its vocabulary is no
+    multiple of 64, so it is padded."""
     return _make_model(directory, AutoModelForCausalLM, family, tied, num_kv_heads, **extra)
 
 
 def make_reward_model(directory: Path, family: str = "qwen2", **extra: Any) -> Path:
-    """A sequence classifier of one label, with the same tokenizer."""
+    """Write a sequence classifier of one label, with the same tokenizer."""
     return _make_model(directory, AutoModelForSequenceClassification, family, num_labels=1, seed=1, **extra)
 
 
@@ -98,7 +99,7 @@ def _make_model(
 
 
 def make_prompts(path: Path, num_prompts: int, seed: int) -> Path:
-    """Additions of different lengths."""
+    """Write additions of different lengths as prompts."""
     rng = random.Random(seed)
     rows = []
     for index in range(num_prompts):
@@ -118,7 +119,7 @@ def make_prompts(path: Path, num_prompts: int, seed: int) -> Path:
 
 
 def config_tree(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A whole config over directory/{model, train.parquet, val.parquet}; `sections` go over it, key by key."""
+    """Return a whole config over directory/{model, train.parquet, val.parquet}. `sections` override it, key by key."""
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(directory / "train.parquet"),
@@ -174,7 +175,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def make_workspace(directory: Path, **model: Any) -> Path:
-    """Everything a run needs, in one directory."""
+    """Write everything that a run needs to one directory."""
     make_checkpoint(directory / "model", **model)
     make_prompts(directory / "train.parquet", 24, seed=1)
     make_prompts(directory / "val.parquet", 5, seed=2)
@@ -183,7 +184,7 @@ def make_workspace(directory: Path, **model: Any) -> Path:
 
 
 def write_config(directory: Path, name: str = "config.yaml", **sections: dict[str, Any]) -> Path:
-    """The config as a YAML file."""
+    """Write the config as a YAML file."""
     path = directory / name
     path.write_text(yaml.safe_dump(config_tree(directory, **sections)))
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ TIMEOUT_SECONDS = 300
 
 
 def _worker(variables: dict[str, str], pipe: Any) -> None:
+    assert "preloaded" in sys.modules
     os.environ.update(variables)
     import warnings
 
