@@ -143,9 +143,7 @@ def main(descriptor: int, parent: int) -> None:
         return
     except UserError as error:
         send(_ERROR, str(error))
-    except (
-        BaseException
-    ) as error:  # the user's code outside of the call: a number class of its own, a task that it has not awaited
+    except BaseException as error:  # user code outside of the call: its own number class, a task not awaited
         if cfg is not None:
             send(_ERROR, f"{name_of(cfg)}: raised {describe_error(error)}")
 

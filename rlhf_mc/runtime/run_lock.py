@@ -137,9 +137,7 @@ class Lock:
         age = self._age()
         if self._is_dead(owner, age):
             return owner
-        touched = (
-            f" (it touched its lock {age:.0f} s ago; it counts as dead after {STALE_SECONDS:.0f} s without a touch)"
-        )
+        touched = f" (it touched its lock {age:.0f} s ago; after {STALE_SECONDS:.0f} s it counts as dead)"
         wait = "" if self._is_on_this_machine(owner) else touched
         raise UserError(
             f"trainer.default_local_dir: {self._path.parent} belongs to another run: {owner}{wait}; wait for it, or "
@@ -151,6 +149,7 @@ class Lock:
         return (owner.host, owner.pid_namespace) == (self._owner.host, self._owner.pid_namespace)
 
     def _is_dead(self, owner: Owner, age: float) -> bool:
+        """Return whether the owner is dead; age: seconds since its last touch."""
         mine = self._owner
         if owner == mine:
             return True
@@ -161,6 +160,7 @@ class Lock:
         return age > STALE_SECONDS
 
     def _read(self) -> Owner | None:
+        """Return the lock's owner, or None without a lock."""
         try:
             return Owner(**json.loads(self._path.read_text()))
         except (FileNotFoundError, NotADirectoryError):  # the latter is reported when the directory is made
@@ -223,6 +223,7 @@ class Lock:
             moved_path.unlink()
 
     def _touch(self) -> None:
+        """Touch the lock every TOUCH_SECONDS until it is released. This is the thread's program."""
         while not self._released.wait(TOUCH_SECONDS):
             with contextlib.suppress(OSError):
                 if self._read() == self._owner:
