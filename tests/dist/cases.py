@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of this folder; each function is called on every rank with the same arguments."""
+"""Functions that the ranks run in the tests of this folder. Each is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from rlhf_mc.trainer.setup import Run, build_run
 
 
 @contextlib.contextmanager
-def a_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
-    """A whole run: models, vLLM, data; taken down afterwards so that the next layout can follow."""
+def built_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
+    """Build a whole run (models, vLLM, data) and close it afterwards, so that the next layout can follow."""
     torch.manual_seed(0)
     run = build_run(load_config(config_path, overrides))
     yield run
@@ -50,13 +50,17 @@ def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:
 def two_steps(
     config_path: str, tp: int, pp: int, rollout_tp: int, overrides: list[str], export_to: str
 ) -> dict[str, Any]:
-    """Two PPO steps by the loop itself. Returns what the loop says at its start, each step's metrics, a digest of the
-    tokens drawn, which of vLLM's parameters are Megatron-Core's memory, and how far vLLM's weights after the second
-    step are from what loading the exported checkpoint gives (compared block for block), and which segments of shared
-    memory vLLM has made."""
+    """Run two PPO steps of the loop. Return
+    - "headlines": the loop's lines at its start,
+    - "steps": each step's metrics,
+    - "digests": a digest of each step's tokens,
+    - "shared": vLLM's parameters that alias Megatron-Core's (see aliased_params),
+    - "different": vLLM's parameters that differ from the exported checkpoint after the second step,
+    - "segments": shared-memory segments that vLLM has created.
+    """
     steps: list[dict[str, float]] = []
     digests: list[str] = []
-    with a_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
+    with built_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
         headlines = step_report.headlines(run)
         for step in (1, 2):
             state = step_report.begin_step(step, RankStatus())
@@ -66,9 +70,9 @@ def two_steps(
         phases.sync_weights(run, PhaseTimer())
         phases.export(run, state, Path(export_to))
         dist.barrier()
-        shared = same_memory(run)
+        shared = aliased_params(run)
         segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
-        different = vllm_differs_from(run, Path(export_to), config_path, rollout_tp)
+        different = params_unlike_export(run, Path(export_to), config_path, rollout_tp)
     return {
         "steps": steps,
         "digests": digests,
@@ -79,8 +83,8 @@ def two_steps(
     }
 
 
-def same_memory(run: Run) -> list[str]:
-    """Names of vLLM's parameters, less their layer, whose memory lies inside that of one of the actor's."""
+def aliased_params(run: Run) -> list[str]:
+    """Return the names, without layer numbers, of vLLM's parameters whose memory lies inside one of the actor's."""
     spans = [(p.untyped_storage().data_ptr(), p.data_ptr(), p.data_ptr() + p.nbytes) for p in run.actor.params.values()]
     found = set()
     for name, param in run.rollout.params.items():
@@ -91,17 +95,19 @@ def same_memory(run: Run) -> list[str]:
     return sorted(found)
 
 
-def spoil_an_update(config_path: str, tp: int, rollout_tp: int, rank: int, name: str, overrides: list[str]) -> None:
-    """One element of one of vLLM's parameters changes on one rank between the update and its verification."""
-    with a_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
+def corrupt_a_weight_update(
+    config_path: str, tp: int, rollout_tp: int, rank: int, name: str, overrides: list[str]
+) -> None:
+    """Change an element of the vLLM parameter `name` on `rank` between the weight update and its verification."""
+    with built_run(config_path, [*layout_overrides(tp, 1, rollout_tp), *overrides]) as run:
         original = weight_sync.verify
 
-        def spoil_then_verify(plan: Any, source: Any, target: Any, group: Any) -> None:
+        def corrupt_then_verify(plan: Any, source: Any, target: Any, group: Any) -> None:
             if dist.get_rank() == rank:
                 target[name].view(-1)[-1] += 1.0
             original(plan, source, target, group)
 
-        weight_sync.verify = spoil_then_verify
+        weight_sync.verify = corrupt_then_verify
         try:
             phases.sync_weights(run, PhaseTimer())
         finally:
@@ -112,7 +118,7 @@ def spoil_an_update(config_path: str, tp: int, rollout_tp: int, rank: int, name:
 def run_two_steps(
     workers: Any, config: Path, layout: tuple[int, int, int], export_to: Path, overrides: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """two_steps on all workers, layout being (tp, pp, rollout TP): each rank's result."""
+    """Run two_steps on all workers in the layout (tp, pp, rollout TP). Return each rank's result."""
     tp, pp, rollout_tp = layout
     results: list[dict[str, Any]] = workers.run(
         two_steps,
@@ -126,8 +132,8 @@ def run_two_steps(
     return results
 
 
-def vllm_differs_from(run: Run, checkpoint: Path, config_path: str, rollout_tp: int) -> list[str]:
-    """Names of vLLM's parameters that are not, bit for bit, what vLLM's own loader makes of the exported checkpoint."""
+def params_unlike_export(run: Run, checkpoint: Path, config_path: str, rollout_tp: int) -> list[str]:
+    """Return the names of vLLM's parameters that differ in any bit from those that vLLM loads from the checkpoint."""
     updated = {name: param.clone() for name, param in run.rollout.params.items()}
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
@@ -135,7 +141,7 @@ def vllm_differs_from(run: Run, checkpoint: Path, config_path: str, rollout_tp: 
         param.fill_(torch.nan)
     run.rollout._model.load_weights(iter(tensors))
     loaded = run.rollout.params
-    # vLLM's loader zeroes its own vocabulary padding; nothing is ever read from those rows.
+    # vLLM's loader zeroes the padding of its vocabulary, whose rows are never read.
     vocab = run.actor.shape.vocab_size
     different = []
     for name, param in loaded.items():
@@ -156,10 +162,10 @@ def exported_weights(directory: str) -> dict[str, torch.Tensor]:
 
 
 def try_to_build(directory: str, sections: dict[str, Any]) -> None:
-    """Builds a run from tiny.config_tree; for tests of what is refused."""
+    """Build a run from tiny.config_tree; for tests of settings and files that are rejected."""
     path = Path(directory) / f"config_{dist.get_rank()}.json"
     path.write_text(json.dumps(config_tree(Path(directory), **sections)))
-    with a_run(str(path), []):
+    with built_run(str(path), []):
         pass
 
 
@@ -179,9 +185,9 @@ def build_where_a_read_fails(directory: str, failing_rank: int) -> None:
         hf_format.execute = original
 
 
-def step_with_a_reference_of_nan(config_path: str) -> None:
-    """Run a step in which the reference's final norm has become NaN since it was loaded."""
-    with a_run(config_path, []) as run:
+def step_with_nan_reference(config_path: str) -> None:
+    """Run a step in which the reference's final norm is NaN, set after loading."""
+    with built_run(config_path, []) as run:
         assert run.reference is not None
         run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
         try:
@@ -191,8 +197,8 @@ def step_with_a_reference_of_nan(config_path: str) -> None:
             run.rewards.close()
 
 
-def score_made_up_responses(directory: str, num_prompts: int) -> list[dict[str, float]]:
-    """Scores one response for each of num_prompts prompts by the directory's reward.py."""
+def score_fixed_responses(directory: str, num_prompts: int) -> list[dict[str, float]]:
+    """Score one response for each of num_prompts prompts by the directory's reward.py."""
     tokenizer = load_tokenizer(str(Path(directory) / "model"))
     prompts = [Prompt(i, [5], "", "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
     rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")), RewardConfig())

@@ -1,11 +1,11 @@
-"""What the ranks run in test_family_models.py, beside cases.py and model_cases.py."""
+"""Functions that the ranks run in test_family_models.py, in addition to cases.py and model_cases.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from cases import a_run
+from cases import built_run
 from model_cases import TEMPERATURE, make_engine, mesh_groups
 
 from rlhf_mc.checkpoint.hf_format import HFReader
@@ -16,9 +16,10 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import phases, step_report
 
 
-def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
-    """Writes the model as a Megatron checkpoint with its experts over ep ranks and reads it with them over other_ep.
-    Names of this rank's parameters that are then not what the Hugging Face checkpoint gives."""
+def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
+    """Save the model as a Megatron checkpoint with its experts over `ep` ranks, and load it with them over `other_ep`.
+    Return the names of this rank's parameters that then differ from the Hugging Face checkpoint.
+    """
     with mesh_groups(1, 1, ep) as groups:
         save_mcore(make_engine(checkpoint, "actor", groups).model, directory, HFReader(checkpoint))
     with mesh_groups(1, 1, other_ep) as groups:
@@ -30,12 +31,12 @@ def saved_and_loaded(checkpoint: str, directory: str, ep: int, other_ep: int) ->
         return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
 
 
-def sampled_and_scored(config_path: str, models: Sequence[str]) -> list[RaggedBatch]:
-    """Return for each model a batch that vLLM has drawn, with its log-probs and those of the trainer."""
+def sample_and_score(config_path: str, models: Sequence[str]) -> list[RaggedBatch]:
+    """Return for each model a batch sampled by vLLM, with vLLM's log-probs and the trainer's."""
     batches = []
     for model in models:
         overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]
-        with a_run(config_path, overrides) as run:
+        with built_run(config_path, overrides) as run:
             state = step_report.begin_step(1, RankStatus())
             batches.append(phases.score(run, state, phases.rollout(run, state)[1]))
     return batches

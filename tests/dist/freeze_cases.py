@@ -1,4 +1,4 @@
-"""What the ranks run in test_freezing.py."""
+"""Functions that the ranks run in test_freezing.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
 
 Product = tuple[str, tuple[torch.Size, ...]]
-"""An operator and the sizes of its tensors."""
+"""Name of an operator and the sizes of its tensors."""
 
 
 class Products(TorchDispatchMode):
-    """Records every matrix product, and every tensor expanded for a batched one."""
+    """Records every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def frozen_step(
+def train_step_with_frozen_tensors(
     checkpoint: str,
     role: Role,
     patterns: Sequence[str],
@@ -43,8 +43,10 @@ def frozen_step(
     sequences: Sequence[int],
     **megatron: Any,
 ) -> dict[str, Any]:
-    """One update with these tensors frozen: the gradient of each logical tensor (NaN where it has none, and not with
-    the distributed optimizer, of which each rank has a part), the weights before and after, and the metrics."""
+    """Run one update with the tensors that match `patterns` frozen. Return their names, the weights before and after,
+    the metrics, the number of parameters that train on this rank, and the gradient of each logical tensor after the
+    update: NaN for frozen ones, and only this rank's shard with the distributed optimizer.
+    """
     with mesh_groups(tp, pp) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)
         tensors = frozen_tensors(f"{role}.freeze", patterns, engine.shape)
@@ -52,10 +54,10 @@ def frozen_step(
         frozen = frozen_parameters(tensors, layouts_of(engine)[groups.rank])
         engine.make_trainable(OptimConfig(lr=1e-2, weight_decay=0.1), total_steps=1, frozen=frozen)
         mini = batch.select(sequences)
-        cut = _my_micro_batches(engine, mini, 32)
-        metrics = engine.train_step(mini, cut, _objective(engine, mini, "token-mean"))
+        micro_batches = _my_micro_batches(engine, mini, 32)
+        metrics = engine.train_step(mini, micro_batches, _objective(engine, mini, "token-mean"))
         after = logical_tensors(engine, engine.params)
-        engine.backward(mini, cut, _objective(engine, mini, "token-mean"))
+        engine.backward(mini, micro_batches, _objective(engine, mini, "token-mean"))
         local = {
             name: param.main_grad if param.requires_grad else torch.full_like(param, torch.nan)
             for name, param in engine.named_parameters().items()
@@ -73,8 +75,9 @@ def frozen_step(
 def matrix_products(
     checkpoint: str, tp: int, batch: RaggedBatch, patterns: Sequence[str], **megatron: Any
 ) -> dict[str, list[Product]]:
-    """Return the products of the log-prob pass of a frozen and of a trainable model, and those of a backward pass with
-    these tensors frozen. Each pass is one micro-batch."""
+    """Return the matrix products of the log-prob pass of a frozen and of a trainable model, and of a forward and
+    backward pass with the tensors that match `patterns` frozen. Each pass is one micro-batch.
+    """
     out = {}
     every = [list(range(batch.num_sequences))]
     with mesh_groups(tp, 1) as groups:

@@ -1,4 +1,4 @@
-"""What the ranks run in test_heads.py: the output layer alone, on states and weights that are given."""
+"""Functions that the ranks run in test_heads.py: the output layer alone, on given hidden states and weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_mc.architectures.spec import padded_vocab_size
 from rlhf_mc.models import heads
 
 
-def log_probs_of(
+def chunked_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -21,11 +21,10 @@ def log_probs_of(
     chunk_logits: int,
     terms: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:
-    """Log-probs and entropies with the vocabulary over all ranks, and the gradients of
-    (upstream * [log-probs, entropies]) over `terms`: that of the states, and that of this rank's rows of the weight.
-
-    hidden [R, hidden], weight [vocab, hidden]; every rank takes its rows. Rows of padding are large, so that one that
-    is taken for a token shows."""
+    """Return log-probs [R] and entropies [R], with the vocabulary split over all ranks, and the gradients of
+    sum(upstream * [log-probs, entropies]) over `terms` with respect to the hidden states [R, hidden] and to this
+    rank's rows of the weight [vocab, hidden]. Padding rows are large, so that a padding row taken for a token shows.
+    """
     vocab, size = weight.shape
     padded = padded_vocab_size(vocab, dist.get_world_size())
     rows = torch.full((padded, size), 10.0, dtype=weight.dtype)
@@ -61,7 +60,9 @@ def log_probs_of(
 
 
 def largest_tensor(vocab: int, num_tokens: int, size: int, chunk_logits: int) -> int:
-    """The most elements of any tensor that either pass makes, other than the weight's gradient."""
+    """Return the number of elements of the largest tensor in the forward and backward pass, except tensors with a
+    dimension of `size` (states, weight rows and their gradients).
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = [0]
@@ -76,7 +77,7 @@ def largest_tensor(vocab: int, num_tokens: int, size: int, chunk_logits: int) ->
 
     draw = torch.Generator().manual_seed(1)
     with Watch():
-        log_probs_of(
+        chunked_log_probs(
             torch.randn(num_tokens, size, generator=draw),
             torch.randn(vocab, size, generator=draw),
             torch.randint(vocab, (num_tokens,), generator=draw),

@@ -1,4 +1,4 @@
-"""The ranks' side of test_heartbeat.py: real threads and connections; the end of a process is only recorded."""
+"""Functions that the ranks run in test_heartbeat.py: real threads and connections, but exits are only recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 TIMEOUT_SECONDS = 2.0
 
 
-def exchanged(case: str) -> dict[str, Any]:
+def exchange_heartbeats(case: str) -> dict[str, Any]:
     """Exchange heartbeats; rank 1 is "silent", "disconnected" or "signed off", opens an "unauthenticated" connection or
     floods rank 0 with them ("flooded"), or asks for the "diagnosis".
 
@@ -30,7 +30,7 @@ def exchanged(case: str) -> dict[str, Any]:
 
     def exit_from_thread(line: str, code: int = 1, is_printed: bool = True) -> NoReturn:
         exits.append((line, is_printed))
-        raise SystemExit  # of the thread
+        raise SystemExit  # ends the thread only
 
     status = RankStatus(step=3)
     status.enter("gen")
@@ -98,7 +98,7 @@ def _open_too_many(address: tuple[str, int]) -> None:
         connection.close()
 
 
-def stops() -> str:
+def request_stop_on_rank_1() -> str:
     """Ask rank 1 to stop. Return the reason that this rank gets."""
     stop = StopRequests(TrainerConfig("runs/x", preemption_grace_seconds=10**6))
     stop.check()

@@ -1,4 +1,4 @@
-"""What the ranks run in test_long_run.py."""
+"""Functions that the ranks run in test_long_run.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import a_run
+from cases import built_run
 
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -18,32 +18,32 @@ from rlhf_mc.trainer import loop, phases, sampling, step_report
 
 
 @contextmanager
-def rollouts(recorded_in: Path | None, fed_from: Path | None) -> Iterator[None]:
-    """Writes every step's generations to a file, or takes them from such a file instead of from the engine."""
+def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]:
+    """Record every step's generations in a file, or replay them from such a file instead of generating."""
     generate = sampling.generate
-    fed = iter(pickle.loads(fed_from.read_bytes())) if fed_from else None
-    drawn: list[Any] = []
+    replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
+    generations: list[Any] = []
 
-    def instead(*args: Any) -> Any:
-        drawn.append(next(fed) if fed else generate(*args))
-        return drawn[-1]
+    def record_or_replay(*args: Any) -> Any:
+        generations.append(next(replayed) if replayed else generate(*args))
+        return generations[-1]
 
-    sampling.generate = instead
+    sampling.generate = record_or_replay
     try:
         yield
-        if recorded_in and dist.get_rank() == 0:
-            recorded_in.write_bytes(pickle.dumps(drawn))
+        if record_to and dist.get_rank() == 0:
+            record_to.write_bytes(pickle.dumps(generations))
     finally:
         sampling.generate = generate
 
 
-def some_steps(
-    config_path: str, overrides: list[str], steps: int, export_to: str, recorded_in: str = "", fed_from: str = ""
+def run_steps(
+    config_path: str, overrides: list[str], steps: int, export_to: str, record_to: str = "", replay_from: str = ""
 ) -> list[float]:
-    """Each step's mean score; the last weights are exported."""
+    """Run the steps and export the last weights. Return each step's mean score."""
     scores = []
-    paths = [Path(path) if path else None for path in (recorded_in, fed_from)]
-    with a_run(config_path, overrides) as run, rollouts(*paths):
+    paths = [Path(path) if path else None for path in (record_to, replay_from)]
+    with built_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
             state = step_report.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))

@@ -1,5 +1,5 @@
-"""What the ranks run in test_models.py and test_convert.py: engines alone, without vLLM and without the loop. Each
-function is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_models.py and test_convert.py: engines alone, without vLLM and the loop. Each
+is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ Role = Literal["actor", "critic"]
 
 
 class Job(NamedTuple):
-    """One gradient to compute."""
+    """Gradient to compute."""
 
     checkpoint: str
     role: Role
     mode: LossAggMode
     budget: Limit
     sequences: tuple[int, ...]
-    """Which of the batch; fewer than replicas give fillers."""
+    """Indices in the batch. With fewer than data-parallel replicas, some replicas run dummy micro-batches."""
 
 
 def actor_config(mode: LossAggMode) -> ActorConfig:
-    """Every term of the actor's loss, each large enough to matter."""
+    """Return a config with every term of the actor's loss, each large enough to matter."""
     return ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, loss_agg_mode=mode)
 
 
@@ -60,18 +60,18 @@ def critic_config(mode: LossAggMode) -> CriticConfig:
 
 
 def value_head_weight(hidden_size: int) -> torch.Tensor:
-    """A value head that is not zero: with a zero one the body has no gradient."""
+    """Return a value head [1, hidden_size] that is not zero: behind a zero one the body has no gradient."""
     return 0.1 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(3))
 
 
 @contextlib.contextmanager
 def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[Groups]:
-    """The process groups of a layout."""
+    """Build the process groups of a layout."""
     yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
 
 
 def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) -> ModelEngine:
-    """The checkpoint's model as actor, or with value_head_weight as critic; not trainable yet."""
+    """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not trainable yet."""
     reader = HFReader(checkpoint)
     shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
     config = MegatronConfig(
@@ -91,8 +91,9 @@ def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) ->
 
 
 def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole model on this rank, by the names of the Hugging Face checkpoint. What this rank holds itself is taken
-    from itself, so that over all ranks every replica of every block is looked at."""
+    """Gather the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's own blocks come
+    from itself, so that over all ranks every replica of every block is compared.
+    """
     target = hf_layout(engine.shape)
     plan = make_plan(layouts_of(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
@@ -110,7 +111,7 @@ def log_probs(
     vpp: int = 1,
     **megatron: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Per checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
+    """Return for each checkpoint (log-probs [R], entropies [R]) by ModelEngine.score."""
     out = {}
     with mesh_groups(tp, pp, ep, vpp) as groups:
         for checkpoint in checkpoints:
@@ -130,7 +131,7 @@ def log_probs(
 def scores_and_values(
     checkpoint: str, tp: int, pp: int, batch: RaggedBatch, **megatron: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(each sequence's score, each response token's value) by the checkpoint's own value head."""
+    """Return (each sequence's score, each response token's value) by the checkpoint's own value head."""
     with mesh_groups(tp, pp) as groups:
         reader = HFReader(checkpoint)
         shape = ModelShape.from_hf_config(reader.config, value_head=True)
@@ -163,8 +164,9 @@ def gradients(
     chunk_logits: int = heads.CHUNK_LOGITS,
     **megatron: Any,
 ) -> dict[Job, tuple[dict[str, float], dict[str, torch.Tensor]]]:
-    """Per job (statistics, gradient of each logical tensor as this rank sees it), under further settings of the
-    layout and with chunks of so many logits."""
+    """Return for each job (statistics, gradient of each logical tensor as gathered on this rank). `chunk_logits`
+    replaces heads.CHUNK_LOGITS; `megatron` are further settings of the engine.
+    """
     out = {}
     engines: dict[tuple[str, Role], ModelEngine] = {}
     with mesh_groups(tp, pp, ep, vpp) as groups, mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits):
@@ -183,14 +185,14 @@ def gradients(
     return out
 
 
-def kept_for_backward(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> tuple[int, dict[str, torch.Tensor]]:
-    """(bytes of activations kept from the forward pass of one micro-batch for its backward pass, the gradients)."""
-    kept: dict[int, int] = {}
-    at_the_loss: list[int] = []
+def saved_activations(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return (bytes of activations that the forward pass of one micro-batch saves for backward, the gradients)."""
+    saved: dict[int, int] = {}
+    bytes_at_loss: list[int] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with mesh_groups(1, 1) as groups:
@@ -200,19 +202,19 @@ def kept_for_backward(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> t
         params = {param.untyped_storage().data_ptr() for param in engine.model.parameters()}
 
         def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
-            at_the_loss.append(sum(size for pointer, size in kept.items() if pointer not in params))
+            bytes_at_loss.append(sum(size for pointer, size in saved.items() if pointer not in params))
             return objective(model, states, micro)
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             engine.backward(batch, [list(range(batch.num_sequences))], loss)
         grads = {name: param.main_grad.clone() for name, param in engine.model.named_parameters()}
-    return at_the_loss[0], grads
+    return bytes_at_loss[0], grads
 
 
 def weights_after_steps(
     checkpoint: str, tp: int, pp: int, batch: RaggedBatch, distributed_optimizer: bool, optim: OptimConfig, steps: int
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """(the first step's gradient norm, each logical weight after the steps as this rank sees it)."""
+    """Return (the first step's gradient norm, each logical weight after the steps as gathered on this rank)."""
     norms = []
     with mesh_groups(tp, pp) as groups:
         engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=distributed_optimizer)
@@ -224,8 +226,9 @@ def weights_after_steps(
 
 
 def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[str, float]:
-    """The metrics of an update of one epoch and one mini-batch on the batch's own old log-probs, which were taken in
-    other micro-batches. The k2 loss against them is half the mean square of the log-ratio: nothing cancels in it."""
+    """Return the metrics of one update whose old log-probs come from the same weights in other micro-batches. The k2
+    loss against them is half the mean square of the log-ratio, in which nothing cancels.
+    """
     config = ActorConfig(use_kl_loss=True, kl_loss_type="k2")
     with mesh_groups(tp, pp) as groups:
         engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=True)
@@ -248,8 +251,9 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
 def updates_with_bad_losses(
     checkpoint: str, batch: RaggedBatch, bad: Sequence[bool], limit: int, directory: str, **megatron: Any
 ) -> list[dict[str, Any]]:
-    """One PPO step of one mini-batch per item of `bad`; where that is true, the loss is NaN on the last rank alone.
-    Per update: the message of its error, else its metrics, and which parameters and optimizer states it changed."""
+    """Run an update of one mini-batch per item of `bad`; where it is true, the last rank's loss is NaN. Return for each
+    update its error message or metrics, and the parameters and optimizer states that it changed.
+    """
     out = []
     world = dist.get_world_size()
     with mesh_groups(1, 1) as groups:
@@ -282,7 +286,7 @@ def updates_with_bad_losses(
 
 
 def _parameters_and_states(engine: ModelEngine) -> dict[str, torch.Tensor]:
-    """Copies of this rank's parameters and of all tensors of its optimizer."""
+    """Return copies of this rank's parameters and of all tensors of its optimizer."""
     out = {name: param.clone() for name, param in engine.params.items()}
     for part in engine._optimizer.chained_optimizers:
         for number, state in enumerate(part.optimizer.state.values()):
@@ -292,8 +296,9 @@ def _parameters_and_states(engine: ModelEngine) -> dict[str, torch.Tensor]:
 
 
 def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: bool, steps: int) -> dict[str, Any]:
-    """Steps of 1e-5 a weight, all in one direction, on weights in bfloat16. Returns the types of main parameters,
-    gradients and moments, and the share of large weights that differ from the start after one and after all steps."""
+    """Train bfloat16 weights in steps of 1e-5 in one direction. Return the dtypes of weights, main parameters,
+    gradients and moments, and the share of large weights that differ from the start after one step and after all.
+    """
     optim = OptimConfig(lr=1e-5, weight_decay=0.0, clip_grad=0.0, eps=1e-20)
     with mesh_groups(1, 1) as groups:
         engine = make_engine(
@@ -321,8 +326,8 @@ def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: b
         }
 
 
-def loads_alike(checkpoint: str, converted: str, tp: int, pp: int) -> list[str]:
-    """Names of this rank's parameters that the Megatron checkpoint fills otherwise than the Hugging Face one."""
+def params_unlike_hf(checkpoint: str, converted: str, tp: int, pp: int) -> list[str]:
+    """Return the names of this rank's parameters that differ between the Megatron and the Hugging Face checkpoint."""
     with mesh_groups(tp, pp) as groups:
         dtype = HFReader(checkpoint).dtype_name()
         wanted = make_engine(checkpoint, "actor", groups, dtype=dtype)
@@ -333,8 +338,8 @@ def loads_alike(checkpoint: str, converted: str, tp: int, pp: int) -> list[str]:
         return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
 
 
-def refuses_nan(checkpoint: str, directory: str, tp: int) -> str:
-    """The message of loading a Megatron checkpoint in which the last rank had one NaN."""
+def error_of_loading_nan(checkpoint: str, directory: str, tp: int) -> str:
+    """Save a Megatron checkpoint with one NaN on the last rank. Return the error message of loading it."""
     with mesh_groups(tp, 1) as groups:
         engine = make_engine(checkpoint, "actor", groups)
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -344,15 +349,15 @@ def refuses_nan(checkpoint: str, directory: str, tp: int) -> str:
             load_mcore(engine.model, directory)
         except UserError as error:
             return str(error)
-    return "nothing was refused"
+    return "no error"
 
 
-def refuses_to_load(checkpoint: str, converted: str) -> str:
-    """The message of loading a Megatron checkpoint into the model of another architecture."""
+def error_of_loading(checkpoint: str, converted: str) -> str:
+    """Return the error message of loading a Megatron checkpoint into this model."""
     with mesh_groups(1, 1) as groups:
         engine = make_engine(checkpoint, "actor", groups)
         try:
             load_mcore(engine.model, converted)
         except UserError as error:
             return str(error)
-    return "nothing was refused"
+    return "no error"

@@ -1,4 +1,4 @@
-"""Code that the ranks run in test_reshard_ranks.py: plans on plain tensors, between processes."""
+"""Functions that the ranks run in test_reshard_ranks.py: plans on plain tensors, between processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = ModelShape.from_hf_config(
 )
 
 
-def held(layout: Layout) -> dict[str, torch.Tensor]:
+def numbered_tensors(layout: Layout) -> dict[str, torch.Tensor]:
     """Return the layout's tensors. Each element is the number of its logical element; padding is -1."""
     starts = {}
     start = 0
@@ -49,10 +49,10 @@ def held(layout: Layout) -> dict[str, torch.Tensor]:
     return out
 
 
-def update_by(
-    way: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
+def update_weights(
+    kind: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
 ) -> tuple[bool, int]:
-    """Run one movement through shared memory, through sockets, or through sockets because one rank may not open the
+    """Run one weight update through shared memory, through sockets, or through sockets because one rank may not open the
     others' memory (refused) or allocate its own (limited). Return whether the rank has exactly the expected tensors,
     and the number of ranks that share memory."""
     rank = dist.get_rank()
@@ -62,18 +62,18 @@ def update_by(
     rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp))
     part = make_plan(training, rollout, 4, bucket, ranks_per_node).for_rank(rank)
     transport: Transport = PointToPoint(dist.group.WORLD)
-    if way != "sockets":
+    if kind != "sockets":
         is_last = rank == world - 1
-        opener = (lambda self, *args: False) if way == "refused" and is_last else SharedMemory._open
+        opener = (lambda self, *args: False) if kind == "refused" and is_last else SharedMemory._open
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 if way == "limited" and is_last else soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 if kind == "limited" and is_last else soft, hard))
         try:
             with mock.patch.object(SharedMemory, "_open", opener):
                 transport = host_transport(part.outbox_bytes, dist.group.WORLD)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    source = held(training[rank])
-    wanted = held(rollout[rank])
+    source = numbered_tensors(training[rank])
+    wanted = numbered_tensors(rollout[rank])
     target = {name: torch.full(size, -1.0) for name, size in rollout[rank].shapes.items()}
     for _ in range(2):  # the second reuses the shared memory
         for tensor in target.values():

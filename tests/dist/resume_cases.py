@@ -1,4 +1,4 @@
-"""What the ranks run in test_resume.py and test_bad_checkpoints.py: the loop itself, and what it goes on from."""
+"""Functions that the ranks run in test_resume.py and test_bad_checkpoints.py: whole runs, and resuming them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import a_run
+from cases import built_run
 
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
@@ -26,11 +26,11 @@ from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.setup import Run, layouts_of
 
 Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
-"""Of one rank: key, shape of the whole tensor, place in it, bytes of the elements."""
+"""Blocks of one rank: key, shape of the whole tensor, box in it, bytes of the elements."""
 
 
 def blocks(run: Run) -> Blocks:
-    """All that a checkpoint would hold of this rank, whoever writes it."""
+    """Return all blocks that this rank holds of a checkpoint, whichever rank writes them."""
     found = [
         block for engine in (run.actor, run.critic) for block in blocks_of(TrainedModel(engine, layouts_of(engine)))
     ]
@@ -40,37 +40,38 @@ def blocks(run: Run) -> Blocks:
     ]
 
 
-def train(config_path: str, overrides: list[str], look_at: int) -> dict[str, Any]:
-    """The whole loop. Returns its first step, and the state of the models after step `look_at`, where the run came
-    through it or began there, and after the last."""
-    seen: dict[str, Any] = {"steps": []}
-    with a_run(config_path, overrides) as run, _watching(run, seen, look_at):
+def train(config_path: str, overrides: list[str], record_at: int) -> dict[str, Any]:
+    """Run the whole loop. Return the steps that it ran, the state of the models at step `record_at` ("then", if the run
+    passed or resumed at that step) and after the last step ("last"), and whether the run was marked as a success.
+    """
+    recorded: dict[str, Any] = {"steps": []}
+    with built_run(config_path, overrides) as run, _recording(run, recorded, record_at):
         loop.fit(run)
-        seen["marked"] = (Path(run.config.trainer.default_local_dir) / success.NAME).is_file()
-        seen["last"] = blocks(run)
-    return seen
+        recorded["marked"] = (Path(run.config.trainer.default_local_dir) / success.NAME).is_file()
+        recorded["last"] = blocks(run)
+    return recorded
 
 
 @contextlib.contextmanager
-def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
+def _recording(run: Run, recorded: dict[str, Any], record_at: int) -> Iterator[None]:
     step_done = Checkpoints.step_done
     resume = Checkpoints.resume
 
-    def note_step(self: Checkpoints, step: int, accuracy: float | None) -> None:
-        seen["steps"].append(step)
-        if step == look_at:
-            seen["then"] = blocks(run)
+    def recorded_step_done(self: Checkpoints, step: int, accuracy: float | None) -> None:
+        recorded["steps"].append(step)
+        if step == record_at:
+            recorded["then"] = blocks(run)
         step_done(self, step, accuracy)
 
-    def note_resumed(self: Checkpoints) -> Position:
+    def recorded_resume(self: Checkpoints) -> Position:
         position = resume(self)
-        seen["marked_at_start"] = (self._root / success.NAME).is_file()
-        if position.step == look_at:
-            seen["then"] = blocks(run)
+        recorded["marked_at_start"] = (self._root / success.NAME).is_file()
+        if position.step == record_at:
+            recorded["then"] = blocks(run)
         return position
 
-    checkpointing.Checkpoints.step_done = note_step
-    checkpointing.Checkpoints.resume = note_resumed
+    checkpointing.Checkpoints.step_done = recorded_step_done
+    checkpointing.Checkpoints.resume = recorded_resume
     try:
         yield
     finally:
@@ -78,15 +79,16 @@ def _watching(run: Run, seen: dict[str, Any], look_at: int) -> Iterator[None]:
         checkpointing.Checkpoints.resume = resume
 
 
-def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]:
-    """Builds a run once and resumes in several ways, each a list of trainer settings "key=value" (its directory below
-    root) and variables of the environment "NAME=value". Returns "step N" or the error's text of each."""
+def resume_attempts(config_path: str, root: str, attempts: list[list[str]]) -> list[str]:
+    """Build a run once and make several attempts to resume, each with trainer settings "key=value" and environment
+    variables "NAME=value". Return "step N" or the error message of each attempt.
+    """
     out = []
-    with a_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
+    with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
         trainer = run.config.trainer
-        usual = vars(trainer).copy()
-        for way in ways:
-            settings = dict(item.split("=", 1) for item in way)
+        original = vars(trainer).copy()
+        for attempt in attempts:
+            settings = dict(item.split("=", 1) for item in attempt)
             variables = {key: value for key, value in settings.items() if key.isupper()}
             vars(trainer).update({key: value for key, value in settings.items() if key not in variables})
             with mock.patch.dict(os.environ, variables):
@@ -97,25 +99,25 @@ def resume_each(config_path: str, root: str, ways: list[list[str]]) -> list[str]
                     out.append(str(error))
                 finally:
                     checkpoints.release()
-            vars(trainer).update(usual)
+            vars(trainer).update(original)
     return out
 
 
-def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> list[int]:
-    """Resumes in each directory, where rank 1 cannot read the file of step 3 that is the key. Returns the steps."""
+def resume_with_read_error_on_rank_1(config_path: str, roots: dict[str, str]) -> list[int]:
+    """Resume in each directory while rank 1 cannot read one file of step 3, the key. Return the steps resumed from."""
     read = directory.read_file
     steps = []
 
-    def refused(path: Path, at: Path) -> bytes:
+    def failing_read(path: Path, at: Path) -> bytes:
         if path == at and dist.get_rank() == 1:
             raise directory.CorruptCheckpoint(f"{path}: cannot be read (Stale file handle)")
         return read(path)
 
-    with a_run(config_path, []) as run:
+    with built_run(config_path, []) as run:
         for name, root in roots.items():
             run.config.trainer.default_local_dir = root
             at = Path(root) / "global_step_3" / name
-            with mock.patch.object(directory, "read_file", functools.partial(refused, at=at)):
+            with mock.patch.object(directory, "read_file", functools.partial(failing_read, at=at)):
                 checkpoints = Checkpoints(run)
                 with run.offload_schedule.phase(PhaseTimer(), "load_checkpoint"):
                     steps.append(checkpoints.resume().step)
@@ -123,11 +125,12 @@ def resume_where_rank_1_cannot_read(config_path: str, roots: dict[str, str]) -> 
     return steps
 
 
-def save_where_the_disk_refuses(config_path: str, root: str, limit: int) -> list[str]:
-    """Two checkpoints, at once and in the background, while the system refuses files beyond `limit` bytes, as a full
-    disk does; then one after which the older one cannot be deleted. Returns what was said of each."""
+def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
+    """Save a checkpoint synchronously and one in the background while files may have at most `limit` bytes, which
+    stands for a full disk, then one after which the old checkpoint cannot be deleted. Return the message of each.
+    """
     out = []
-    with a_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
+    with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
         checkpoints = Checkpoints(run)
         checkpoints.step_done(1, None)
         checkpoints.save_now()
@@ -147,7 +150,7 @@ def save_where_the_disk_refuses(config_path: str, root: str, limit: int) -> list
         run.config.trainer.max_ckpt_to_keep = 1
         with mock.patch.object(directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")):
             checkpoints.step_done(4, None)
-            with contextlib.redirect_stderr(io.StringIO()) as said:
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 checkpoints.save_now()
-        out.append(said.getvalue())
+        out.append(stderr.getvalue())
     return out

@@ -1,4 +1,4 @@
-"""Models of several roles on the same ranks, each in a layout of its own, used in turn."""
+"""Functions that the ranks run in test_roles.py: models of several roles on the same ranks, each in its own layout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 
 BUDGET = 40
-"""Tokens of a micro-batch: several for each replica."""
+"""Tokens of a micro-batch, which give each replica several micro-batches."""
 
 
 class RolePlacement(NamedTuple):
-    """A role's checkpoint and layout."""
+    """Checkpoint and layout of a role."""
 
     checkpoint: str
     tp: int = 1
@@ -33,11 +33,12 @@ class RolePlacement(NamedTuple):
     sequence_parallel: bool = False
 
 
-def take_turns(places: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[str, Any]:
-    """What a PPO step does with its models, all of which exist at the same time: scores, then gradients, then an
-    optimizer step of actor and critic, then scores again. Tensors are whole, as this rank sees them."""
+def step_all_roles(placements: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[str, Any]:
+    """Run the passes of a PPO step on all roles' models, built together: scores, gradients, an optimizer step of actor
+    and critic, and scores again. Return the results, tensors gathered on this rank.
+    """
     world = dist.get_world_size()
-    meshes = {role: Mesh(world, at.tp, at.pp, at.ep, vpp=at.vpp) for role, at in places.items()}
+    meshes = {role: Mesh(world, at.tp, at.pp, at.ep, vpp=at.vpp) for role, at in placements.items()}
     groups = build_role_groups(meshes)
     engines = {
         role: make_engine(
@@ -46,7 +47,7 @@ def take_turns(places: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[
             groups[role],
             sequence_parallel=at.sequence_parallel,
         )
-        for role, at in places.items()
+        for role, at in placements.items()
     }
     out: dict[str, Any] = {"communicators": _communicators(groups)}
     trained = {role: engines[role] for role in ("actor", "critic")}
@@ -55,7 +56,7 @@ def take_turns(places: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[
     out["before"] = {role: _scores(role, engine, batch) for role, engine in engines.items()}
     for engine in trained.values():
         engine.backward(batch, _my_micro_batches(engine, batch, BUDGET), _objective(engine, batch, "token-mean"))
-    # Only now, so that the one's pass could have spoilt the other's gradients.
+    # After all passes, to catch one model's pass overwriting the other's gradients.
     out["gradients"] = {role: logical_tensors(engine, _main_grads(engine)) for role, engine in trained.items()}
     out["steps"] = {
         role: engine.train_step(
@@ -81,7 +82,7 @@ def _scores(role: str, engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
 
 
 def _communicators(groups: Mapping[str, Groups]) -> list[tuple[int, ...]]:
-    """The ranks of each process group that this rank is in."""
+    """Return the ranks of each process group that this rank is in."""
     found = {}
     for role in groups.values():
         for field in fields(role.collection):

@@ -1,5 +1,5 @@
-"""What the ranks run in test_rollout.py: vLLM engines alone, and steps whose prompts are cut. Each function is called
-on every rank with the same arguments."""
+"""Functions that the ranks run in test_rollout.py and test_engines_agree.py: vLLM engines alone, and steps with chunked
+prefill. Each is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases import a_run
+from cases import built_run
 from safetensors.torch import load_file
 from vllm.config import ModelConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -34,7 +34,7 @@ from rlhf_mc.trainer import logprob_check, loop, phases, step_report
 
 
 @contextlib.contextmanager
-def an_engine(
+def built_engine(
     checkpoint: str,
     rollout_tp: int,
     max_model_len: int,
@@ -42,7 +42,7 @@ def an_engine(
     storage: Mapping[str, torch.Tensor] | None = None,
     **cfg: int,
 ) -> Iterator[RolloutEngine]:
-    """Build engines over all ranks in float32 with the checkpoint's weights; shape: another than the checkpoint's."""
+    """Build float32 engines over all ranks with the checkpoint's weights. `shape` replaces the checkpoint's shape."""
     groups = [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
     engine = RolloutEngine(
         checkpoint,
@@ -74,14 +74,14 @@ def generate(
     seeds = list(range(1000, 1000 + len(prompts)))
     responses = []
     for budget in budgets:
-        with an_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
+        with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
             responses.append(engine.generate(prompts, seeds, Sampling(temperature, 8, ())))
     return responses
 
 
 def generate_unpatched(checkpoint: str, max_model_len: int, prompts: Sequence[Sequence[int]], budget: int) -> str:
-    """Return the error of vLLM's own `CPUModelRunner.sample_tokens` where prompts are cut."""
-    with an_engine(checkpoint, 1, max_model_len, max_num_batched_tokens=budget) as engine:
+    """Return the error of vLLM's own `CPUModelRunner.sample_tokens` under chunked prefill."""
+    with built_engine(checkpoint, 1, max_model_len, max_num_batched_tokens=budget) as engine:
         patched = CPUModelRunner.sample_tokens
         CPUModelRunner.sample_tokens = GPUModelRunner.sample_tokens
         try:
@@ -94,14 +94,14 @@ def generate_unpatched(checkpoint: str, max_model_len: int, prompts: Sequence[Se
 
 
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
-    """Build engines where the trainer expects another model than vLLM loads; for tests of what is refused."""
+    """Build engines for a shape with `changes`, so that the trainer expects another model than vLLM loads."""
     shape = replace(HFReader(checkpoint).shape(), **changes)
-    with an_engine(checkpoint, rollout_tp, 64, shape=shape):
+    with built_engine(checkpoint, rollout_tp, 64, shape=shape):
         pass
 
 
 def build_unpatched(checkpoint: str) -> None:
-    """Let vLLM decide whether the language-model head is tied."""
+    """Build an engine without our patches: vLLM decides whether the language-model head is tied."""
     shape = HFReader(checkpoint).shape()
     embedding = "model.embed_tokens.weight"
     storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
@@ -109,24 +109,24 @@ def build_unpatched(checkpoint: str) -> None:
     with (
         mock.patch.object(vllm_engine, "patch", lambda: None),
         mock.patch.object(ModelConfig, "maybe_untie_word_embeddings", original),
-        an_engine(checkpoint, 1, 64, storage=storage),
+        built_engine(checkpoint, 1, 64, storage=storage),
     ):
         pass
 
 
-def disagree(config_path: str, from_step: int) -> list[str]:
-    """Run two PPO steps. From that one on vLLM's last norm is three times the trainer's. Return the warnings."""
-    warned: list[str] = []
+def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]:
+    """Run two PPO steps. Triple vLLM's last norm in each step from `from_step` on. Return the warnings."""
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    with a_run(config_path, ["reshard.share_weights=false"]) as run:
-        updated = run.rollout.weights_updated
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    with built_run(config_path, ["reshard.share_weights=false"]) as run:
+        weights_updated = run.rollout.weights_updated
 
-        def spoil() -> None:
+        def change_norm_then_update() -> None:
             run.rollout.params["model.norm.weight"].mul_(3 if state.step >= from_step else 1)
-            updated()
+            weights_updated()
 
-        run.rollout.weights_updated = spoil  # type: ignore[method-assign]
+        run.rollout.weights_updated = change_norm_then_update  # type: ignore[method-assign]
         logprob_check.logger.addHandler(handler)
         try:
             for step in (1, 2):
@@ -138,7 +138,7 @@ def disagree(config_path: str, from_step: int) -> list[str]:
             raise
         finally:
             logprob_check.logger.removeHandler(handler)
-    return warned
+    return warnings
 
 
 def gsm8k_steps(config_path: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
     steps = []
     digests = []
     prompt_tokens = []
-    with a_run(config_path, []) as run:
+    with built_run(config_path, []) as run:
         for step in (1, 2):
             state = step_report.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))

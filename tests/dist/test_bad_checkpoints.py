@@ -1,5 +1,5 @@
-"""Training checkpoints that are damaged, foreign, of other models, or cannot be written: one clear line each, and what
-was complete stays."""
+"""Training checkpoints that are corrupt, of another kind or model, or cannot be written: one clear line each, and
+complete checkpoints stay."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def good(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run with checkpoints of steps 1, 2 and 3."""
+    """Return the directory of a run with checkpoints of steps 1, 2 and 3."""
     root = tmp_path_factory.mktemp("good")
     overrides = [f"trainer.default_local_dir={root}"]
-    pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, look_at=0)
+    pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, record_at=0)
     assert directory.steps_with_checkpoint(root) == [1, 2, 3]
     return root
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     file = path / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 100)
 
@@ -47,30 +47,32 @@ def flip_a_bit(path: Path) -> None:
     (path / "__0_0.distcp").write_bytes(data)
 
 
-def with_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """A checkpoint that is whole, but says something else of its models."""
+def edit_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Return a change of state.json that keeps the checkpoint intact."""
 
     def rewrite(path: Path) -> None:
         state = json.loads((path / "state.json").read_text())
         change(state)
-        with_file(path, 3, "state.json", json.dumps(state))
+        replace_file(path, 3, "state.json", json.dumps(state))
 
     return rewrite
 
 
-def with_file(path: Path, step: int, name: str, text: str) -> None:
-    """The same checkpoint, whole, but for one file's content."""
+def replace_file(path: Path, step: int, name: str, text: str) -> None:
+    """Replace one file of the checkpoint and its checksum, so that the checkpoint stays intact."""
     files = directory.read_manifest(path).files
     path.rename(directory.staging_path(path.parent, step))
     files[name] = directory.write_bytes(directory.staging_path(path.parent, step) / name, text.encode())
     directory.commit(path.parent, step, files)
 
 
-def begun_at(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], None]:
-    """The checkpoints of a run that began at `start`; of the newest the settings cannot be read (None: are missing)."""
+def set_start(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], None]:
+    """Return a change to checkpoints of a run that began at `start`; the newest one's settings are unreadable, or
+    missing if None.
+    """
 
     def rewrite(path: Path) -> None:
-        with_file(path.with_name("global_step_2"), 2, "config.yaml", f"trainer: {{resume_from_path: {start}}}")
+        replace_file(path.with_name("global_step_2"), 2, "config.yaml", f"trainer: {{resume_from_path: {start}}}")
         (path / "config.yaml").unlink()
         if config_of_step_3 is not None:
             (path / "config.yaml").write_bytes(config_of_step_3)
@@ -78,47 +80,47 @@ def begun_at(start: Path, config_of_step_3: bytes | None) -> Callable[[Path], No
     return rewrite
 
 
-def a_larger_vocabulary(state: dict[str, Any]) -> None:
+def set_vocabulary(state: dict[str, Any]) -> None:
     state["models"]["actor"]["shape"]["vocab_size"] += 7
 
 
-def another_type(state: dict[str, Any]) -> None:
+def set_dtype(state: dict[str, Any]) -> None:
     state["models"]["critic"]["dtype"] = "bfloat16"
 
 
-def no_critic(state: dict[str, Any]) -> None:
+def remove_critic(state: dict[str, Any]) -> None:
     del state["models"]["critic"]
 
 
-def other_prompts(state: dict[str, Any]) -> None:
+def change_prompts(state: dict[str, Any]) -> None:
     state["inputs"]["data.train_files"]["file 1"]["sha256"] = "0" * 64
 
 
-def another_reward(state: dict[str, Any]) -> None:
+def change_reward(state: dict[str, Any]) -> None:
     state["inputs"]["custom_reward_function.path"]["file"]["bytes"] += 1
 
 
-def without(name: str) -> Callable[[Path], None]:
+def remove_file(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).unlink()
 
 
-def as_directory(name: str) -> Callable[[Path], None]:
-    def replace(path: Path) -> None:
+def make_directory(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
         (path / name).unlink()
         (path / name).mkdir()
 
-    return replace
+    return change
 
 
-def random_bytes(name: str) -> Callable[[Path], None]:
+def randomise(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).write_bytes(random.Random(name).randbytes((path / name).stat().st_size))
 
 
-def cut_in_half(name: str) -> Callable[[Path], None]:
+def halve(name: str) -> Callable[[Path], None]:
     return lambda path: os.truncate(path / name, (path / name).stat().st_size // 2)
 
 
-def one_byte(name: str) -> Callable[[Path], None]:
+def flip_one_bit(name: str) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         data = bytearray((path / name).read_bytes())
         data[len(data) // 2] ^= 1
@@ -128,20 +130,20 @@ def one_byte(name: str) -> Callable[[Path], None]:
 
 
 FILES = (".metadata", "metadata.json", "common.pt", "state.json", "config.yaml", "manifest.json", "__0_0.distcp")
-HARMS = (without, as_directory, random_bytes, cut_in_half, one_byte)
+CORRUPTIONS = (remove_file, make_directory, randomise, halve, flip_one_bit)
 
 
-def rewritten(name: str, text: str) -> Callable[[Path], None]:
-    """Write a manifest that agrees with content that no run writes."""
-    return lambda path: with_file(path, 3, name, text)
+def rewrite(name: str, text: str) -> Callable[[Path], None]:
+    """Return a change of a file to content that no run writes, with a matching manifest."""
+    return lambda path: replace_file(path, 3, name, text)
 
 
-def copied(name: str) -> Callable[[Path], None]:
-    """Copy step 2 under the name of a later step."""
+def copy_as(name: str) -> Callable[[Path], None]:
+    """Return a change that copies step 2 under another name."""
     return lambda path: shutil.copytree(path.with_name("global_step_2"), path.with_name(name)) and None
 
 
-def metrics_without(step: int) -> Callable[[Path], None]:
+def drop_metrics(step: int) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         file = path.with_name("metrics.jsonl")
         rows = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] != step]
@@ -150,14 +152,14 @@ def metrics_without(step: int) -> Callable[[Path], None]:
     return change
 
 
-def owned_by(run_id: str) -> Callable[[Path], None]:
+def set_owner(run_id: str) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         path.with_name("run.json").write_text(json.dumps({"run_id": run_id}))
 
     return change
 
 
-def begun_by_job(number: int) -> Callable[[Path], None]:
+def set_job(number: int) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         about = json.loads(path.with_name("run.json").read_text())
         path.with_name("run.json").write_text(json.dumps({**about, "slurm_job": str(number), "slurm_restarts": 0}))
@@ -165,73 +167,75 @@ def begun_by_job(number: int) -> Callable[[Path], None]:
     return change
 
 
-def of_an_earlier_version(path: Path) -> None:
-    """Make it a checkpoint without the run's id, its inputs and the rows of metrics.jsonl, and with a former key."""
+def convert_to_earlier_version(path: Path) -> None:
+    """Remove the run's id, its inputs and the rows of metrics.jsonl, which earlier versions did not record, and rename a
+    key.
+    """
 
     def change(state: dict[str, Any]) -> None:
         del state["inputs"], state["run_id"], state["loop"]["logged"]
         state["loop"]["skipped_in_a_row"] = state["loop"].pop("consecutive_skipped_updates")
 
-    with_state(change)(path)
+    edit_state(change)(path)
     path.with_name("run.json").unlink()
     rows = [json.loads(line) for line in path.with_name("metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps({key: value for key, value in row.items() if key != "run_id"}) + "\n" for row in rows]
     path.with_name("metrics.jsonl").write_text("".join(lines))
 
 
-def newer(path: Path) -> None:
+def convert_to_newer_version(path: Path) -> None:
     manifest = json.loads((path / directory.MANIFEST).read_text())
     (path / directory.MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
 
 
-def harmed(good: Path, root: Path, harm: Callable[[Path], None], steps: tuple[int, ...] = (3,)) -> Path:
+def changed_copy(good: Path, root: Path, change: Callable[[Path], None], steps: tuple[int, ...] = (3,)) -> Path:
     shutil.copytree(good, root)
     for step in steps:
-        harm(root / f"global_step_{step}")
+        change(root / f"global_step_{step}")
     return root
 
 
-def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
-    """One build of the models for all ways to resume."""
-    ways: list[tuple[list[str], str]] = []
+def test_resume_from_corrupt_and_foreign_checkpoints(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
+    """Make all attempts to resume with one build of the models."""
+    attempts: list[tuple[list[str], str]] = []
 
-    def auto(name: str, harm: Callable[[Path], None], outcome: str, steps: tuple[int, ...] = (3,)) -> None:
-        root = harmed(good, tmp_path / name, harm, steps)
-        ways.append(([f"default_local_dir={root}"], outcome))
+    def auto(name: str, change: Callable[[Path], None], outcome: str, steps: tuple[int, ...] = (3,)) -> None:
+        root = changed_copy(good, tmp_path / name, change, steps)
+        attempts.append(([f"default_local_dir={root}"], outcome))
 
     def named(name: str, path: Path, outcome: str) -> None:
         here = f"default_local_dir={tmp_path / name}"
-        ways.append(([here, "resume_mode=resume_path", f"resume_from_path={path}"], outcome))
+        attempts.append(([here, "resume_mode=resume_path", f"resume_from_path={path}"], outcome))
 
-    auto("cut", cut, "step 2")
+    auto("truncated", truncate, "step 2")
     auto("flipped", flip_a_bit, "step 2")
-    auto("two cut", cut, "step 1", (2, 3))
-    auto("all cut", cut, "none of the 3 training checkpoints is whole", (1, 2, 3))
-    auto("vocabulary", with_state(a_larger_vocabulary), "the actor's vocab_size is")
-    auto("type", with_state(another_type), "the critic was trained in bfloat16; set its megatron.dtype to that")
-    auto("one model", with_state(no_critic), "holds no critic; it is a checkpoint of actor")
-    auto("prompts", with_state(other_prompts), "data.train_files has changed since the checkpoint: file 1: ")
-    harmed(good, tmp_path / "allowed", with_state(other_prompts))
-    ways.append(([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3"))
-    auto("reward", with_state(another_reward), "step 3")
-    for file, harm in itertools.product(FILES, HARMS):
-        auto(f"{file} {harm.__name__}", harm(file), "step 2")
+    auto("two truncated", truncate, "step 1", (2, 3))
+    auto("all truncated", truncate, "none of the 3 training checkpoints is whole", (1, 2, 3))
+    auto("vocabulary", edit_state(set_vocabulary), "the actor's vocab_size is")
+    auto("type", edit_state(set_dtype), "the critic was trained in bfloat16; set its megatron.dtype to that")
+    auto("one model", edit_state(remove_critic), "holds no critic; it is a checkpoint of actor")
+    auto("prompts", edit_state(change_prompts), "data.train_files has changed since the checkpoint: file 1: ")
+    changed_copy(good, tmp_path / "allowed", edit_state(change_prompts))
+    attempts.append(([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3"))
+    auto("reward", edit_state(change_reward), "step 3")
+    for file, change in itertools.product(FILES, CORRUPTIONS):
+        auto(f"{file} {change.__name__}", change(file), "step 2")
     for file, text in itertools.product(("state.json", "config.yaml"), ("{}", "[1, 2]", "[" * 100_000, '{"loop": 1}')):
-        if (file, text[:2]) not in (("config.yaml", "{}"), ("config.yaml", '{"')):  # settings that say nothing
-            auto(f"{file} rewritten {text[:2]}", rewritten(file, text), "step 2")
-    auto("copy 99", copied("global_step_99"), "step 3")
-    auto("copy 007", copied("global_step_007"), "step 3")
-    auto("of another run", owned_by("another"), "its run.json says run another, its newest checkpoint is of run ")
-    auto("gap", metrics_without(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
-    auto("earlier version", of_an_earlier_version, "step 3")
-    auto("no jsonl", cut, "step 2")
-    ways[-1][0].append("logger=tensorboard")
+        if (file, text[:2]) not in (("config.yaml", "{}"), ("config.yaml", '{"')):  # valid, without settings
+            auto(f"{file} rewritten {text[:2]}", rewrite(file, text), "step 2")
+    auto("copy 99", copy_as("global_step_99"), "step 3")
+    auto("copy 007", copy_as("global_step_007"), "step 3")
+    auto("of another run", set_owner("another"), "its run.json says run another, its newest checkpoint is of run ")
+    auto("gap", drop_metrics(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
+    auto("earlier version", convert_to_earlier_version, "step 3")
+    auto("no jsonl", truncate, "step 2")
+    attempts[-1][0].append("logger=tensorboard")
     for job, outcome in ((7, "step 3"), (8, "step 0")):
-        root = harmed(good, tmp_path / f"begun by job {job}", begun_by_job(job))
+        root = changed_copy(good, tmp_path / f"begun by job {job}", set_job(job))
         requeued = ["resume_mode=disable", "SLURM_JOB_ID=7", "SLURM_RESTART_COUNT=1"]
-        ways.append(([f"default_local_dir={root}", *requeued], outcome))
-    auto("newer", newer, "written by a newer version of the program (format 9")
-    named("named", harmed(good, tmp_path / "n", cut) / "global_step_3", "damaged")
+        attempts.append(([f"default_local_dir={root}", *requeued], outcome))
+    auto("newer version", convert_to_newer_version, "written by a newer version of the program (format 9")
+    named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "damaged")
     named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")
     earlier = ("metrics.jsonl", "nonfinite_step_9.json")
@@ -240,34 +244,39 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
         (tmp_path / "fine" / name).write_text("[]")
     named("fine", good / "global_step_2", "step 2")
     start = good / "global_step_1"
-    for name, content in {"requeued": None, "not text": b"\xff\xfe", "no mapping": b"hello"}.items():
-        harmed(good, tmp_path / name, begun_at(start, content))
+    for name, content in {"requeued": None, "binary": b"\xff\xfe", "not a mapping": b"hello"}.items():
+        changed_copy(good, tmp_path / name, set_start(start, content))
         named(name, start, "step 2")
     samples = tmp_path / "run" / "nonfinite_step_1.json"
     samples.parent.mkdir()
     samples.write_text("[]")
-    ways.append(([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0"))
-    ways.append(([f"default_local_dir={harmed(good, tmp_path / 'anew', cut)}", "resume_mode=disable"], "step 0"))
-    # The same directory: later steps are of a run that went on from there before.
-    branch = harmed(good, tmp_path / "branch", lambda path: None)
-    point = f"resume_from_path={branch / 'global_step_1'}"
-    ways.append(([f"default_local_dir={branch}", "resume_mode=resume_path", point], "step 1"))
+    attempts.append(([f"default_local_dir={tmp_path / 'killed before its first checkpoint'}"], "step 0"))
+    attempts.append(
+        ([f"default_local_dir={changed_copy(good, tmp_path / 'anew', truncate)}", "resume_mode=disable"], "step 0")
+    )
+    # The same directory: the later steps are of a run that resumed from step 1 before.
+    branched = changed_copy(good, tmp_path / "branched", lambda path: None)
+    point = f"resume_from_path={branched / 'global_step_1'}"
+    attempts.append(([f"default_local_dir={branched}", "resume_mode=resume_path", point], "step 1"))
 
-    said = pool(1).run(
-        resume_cases.resume_each, config_path=str(config), root=str(tmp_path / "run"), ways=[way for way, _ in ways]
+    outcomes = pool(1).run(
+        resume_cases.resume_attempts,
+        config_path=str(config),
+        root=str(tmp_path / "run"),
+        attempts=[attempt for attempt, _ in attempts],
     )[0]
-    for (way, outcome), text in zip(ways, said, strict=True):
-        assert outcome in text and "\n" not in text, f"{way}: {text}"
+    for (attempt, outcome), text in zip(attempts, outcomes, strict=True):
+        assert outcome in text and "\n" not in text, f"{attempt}: {text}"
     assert (tmp_path / "copy 99" / "global_step_99").is_dir() and (tmp_path / "copy 007" / "global_step_007").is_dir()
     assert not (tmp_path / "gap" / "earlier_runs").exists()
     assert steps_logged(tmp_path / "no jsonl" / "metrics.jsonl") == [1, 2]
     assert json.loads((tmp_path / "begun by job 8" / "run.json").read_text())["slurm_job"] == "7"
-    assert sorted(p.name for p in (tmp_path / "two cut").glob("global*")) == [
+    assert sorted(p.name for p in (tmp_path / "two truncated").glob("global*")) == [
         "global_step_1",
         "global_step_2.quarantined1",
         "global_step_3.quarantined1",
     ]
-    assert directory.steps_with_checkpoint(branch) == [1]
+    assert directory.steps_with_checkpoint(branched) == [1]
     assert not samples.exists()
     (moved,) = (tmp_path / "fine" / "earlier_runs").iterdir()
     assert {path.name for path in moved.iterdir()} == {*earlier, "run.json"}
@@ -277,18 +286,20 @@ def test_damage_and_foreign_ones(pool: Any, config: Path, good: Path, tmp_path: 
     assert not list(tmp_path.glob("*/run.lock"))
 
 
-def test_what_one_rank_cannot_read_no_rank_resumes_from(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
+def test_checkpoint_unreadable_on_one_rank_is_skipped_on_all(
+    pool: Any, config: Path, good: Path, tmp_path: Path
+) -> None:
     names = ("state.json", "config.yaml")
-    roots = {name: str(harmed(good, tmp_path / name, lambda path: None)) for name in names}
-    steps = pool(2).run(resume_cases.resume_where_rank_1_cannot_read, config_path=str(config), roots=roots)
+    roots = {name: str(changed_copy(good, tmp_path / name, lambda path: None)) for name in names}
+    steps = pool(2).run(resume_cases.resume_with_read_error_on_rank_1, config_path=str(config), roots=roots)
     assert steps == [[2, 2], [2, 2]]
 
 
-def test_another_run_in_the_same_directory(pool: Any, config: Path, tmp_path: Path) -> None:
-    """The same command twice, without training checkpoints: two runs, each with all of its files."""
+def test_second_run_in_a_directory_moves_the_first_away(pool: Any, config: Path, tmp_path: Path) -> None:
+    """Run the same command twice, without training checkpoints: two runs, each with all of its files."""
     overrides = [f"trainer.default_local_dir={tmp_path}", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
     for _ in range(2):
-        pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, look_at=0)
+        pool(1).run(resume_cases.train, config_path=str(config), overrides=overrides, record_at=0)
     (first,) = (tmp_path / "earlier_runs").iterdir()
     files = {"metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "run.json", "success.json"}
     assert {path.name for path in first.iterdir()} == files
@@ -302,9 +313,9 @@ def test_another_run_in_the_same_directory(pool: Any, config: Path, tmp_path: Pa
     assert ids[0] == first.name != ids[1]
 
 
-def test_a_disk_that_refuses(pool: Any, config: Path, tmp_path: Path) -> None:
+def test_full_disk_keeps_the_complete_checkpoint(pool: Any, config: Path, tmp_path: Path) -> None:
     *full, undeletable = pool(1).run(
-        resume_cases.save_where_the_disk_refuses, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20
+        resume_cases.save_on_a_full_disk, config_path=str(config), root=str(tmp_path / "run"), limit=1 << 20
     )[0]
     assert len(full) == 2
     for text in full:

@@ -1,5 +1,5 @@
-"""What is refused before training starts, and what stops a phase: on every rank the same single line that names what
-is wrong. Settings by themselves are tested in tests/unit/test_config.py; exit codes in tests/system/test_cli.py."""
+"""Inputs that are rejected before training starts or that end a phase: the same single line on every rank, which names
+the error. Settings by themselves: tests/unit/test_config.py; exit codes: tests/system/test_cli.py."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(good: Path, tmp_path: Path) -> Path:
-    """A copy that a test may break."""
+    """Return a copy of the workspace that a test may change."""
     return Path(shutil.copytree(good, tmp_path / "workspace"))
 
 
-def the_one_line(outcomes: list[tuple[bool, Any]]) -> str:
-    """The message that every rank raised as UserError."""
+def common_error(outcomes: list[tuple[bool, Any]]) -> str:
+    """Return the one-line message of the UserError that every rank has raised."""
     for rank, (ok, value) in enumerate(outcomes):
         assert not ok, f"rank {rank} found nothing wrong"
         assert value[0] in ("UserError", "NodeError"), f"rank {rank}: {value[2]}"
@@ -50,8 +50,8 @@ def the_one_line(outcomes: list[tuple[bool, Any]]) -> str:
     return str(message)
 
 
-def refusal(pool: Any, workspace: Path, **sections: Any) -> str:
-    return the_one_line(pool(WORLD).outcomes(cases.try_to_build, directory=str(workspace), sections=sections))
+def error_of_building(pool: Any, workspace: Path, **sections: Any) -> str:
+    return common_error(pool(WORLD).outcomes(cases.try_to_build, directory=str(workspace), sections=sections))
 
 
 def layout(tp: int = 1, pp: int = 1) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def layout(tp: int = 1, pp: int = 1) -> dict[str, Any]:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_settings_that_the_world_the_data_or_the_model_refuse(
+def test_settings_that_do_not_fit_the_world_size_data_or_model(
     pool: Any, good: Path, sections: dict[str, Any], words: list[str]
 ) -> None:
-    message = refusal(pool, good, **sections)
+    message = error_of_building(pool, good, **sections)
     for word in words:
         assert word in message
 
 
-def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> None:
+def test_sequences_longer_than_the_models_positions(pool: Any, good: Path) -> None:
     sections = {
         "data": {"max_response_length": 200},
         "actor": {"ppo_max_token_len_per_gpu": 300},
@@ -96,7 +96,7 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
         "ref": {"log_prob_max_token_len_per_gpu": 300},
         "rollout": {"log_prob_max_token_len_per_gpu": 300},
     }
-    message = refusal(pool, good, **sections)
+    message = error_of_building(pool, good, **sections)
     assert "data.max_response_length: 224" in message and "max_position_embeddings 128" in message
 
 
@@ -150,12 +150,12 @@ def test_sequences_longer_than_the_model_can_place(pool: Any, good: Path) -> Non
         "head-dim-16",
     ],
 )
-def test_models_that_cannot_be_cut_or_generated_from(
+def test_models_that_cannot_be_split_or_generated_from(
     pool: Any, workspace: Path, model: dict[str, Any], sections: dict[str, Any], words: list[str]
 ) -> None:
     shutil.rmtree(workspace / "model")
     make_checkpoint(workspace / "model", **model)
-    message = refusal(pool, workspace, **sections)
+    message = error_of_building(pool, workspace, **sections)
     for word in words:
         assert word in message
 
@@ -173,7 +173,7 @@ def _no_rows(workspace: Path) -> None:
     pq.write_table(pq.read_table(path).slice(0, 0), path)
 
 
-def _cut_short(path: Path) -> None:
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
@@ -195,7 +195,7 @@ def _gpt2(workspace: Path) -> None:
 
 
 def _no_eos(workspace: Path) -> None:
-    # Null, not absent: where the entry is missing transformers puts in the family's usual token.
+    # Null, not absent: transformers replaces a missing entry by the family's usual token.
     _edit_json(workspace / "model" / "tokenizer_config.json", eos_token=None)
 
 
@@ -207,16 +207,16 @@ def _more_tokens(workspace: Path) -> None:
 
 NORM = "model.norm.weight"
 LONGROPE = {"type": "longrope", "factor": 2.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+CORRUPT: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no parquet": (lambda w: (w / "train.parquet").unlink(), ["train.parquet", "no such file"]),
     "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["data.val_files ", "val.parquet: no such file"]),
-    "corrupt parquet": (lambda w: _cut_short(w / "train.parquet"), ["train.parquet", "not a readable parquet file"]),
+    "corrupt parquet": (lambda w: _truncate(w / "train.parquet"), ["train.parquet", "not a readable parquet file"]),
     "no column": (_drop_column, ["train.parquet", "no column 'reward_model'", "data_source, prompt"]),
     "no rows": (_no_rows, ["train.parquet", "no rows"]),
     "another architecture": (_gpt2, ["config.json", "model_type is 'gpt2'", "llama, qwen2"]),
     "no config": (lambda w: (w / "model" / "config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
-    "weights cut short": (
-        lambda w: _cut_short(w / "model" / "model.safetensors"),
+    "truncated weights": (
+        lambda w: _truncate(w / "model" / "model.safetensors"),
         ["model.safetensors", "cut short or corrupt"],
     ),
     "no weights": (lambda w: (w / "model" / "model.safetensors").unlink(), ["model.safetensors", "only safetensors"]),
@@ -250,11 +250,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_files(pool: Any, workspace: Path, name: str) -> None:
-    damage, words = BROKEN[name]
-    damage(workspace)
-    message = refusal(pool, workspace)
+@pytest.mark.parametrize("name", CORRUPT)
+def test_corrupt_inputs(pool: Any, workspace: Path, name: str) -> None:
+    corrupt, words = CORRUPT[name]
+    corrupt(workspace)
+    message = error_of_building(pool, workspace)
     for word in words:
         assert word in message
 
@@ -264,22 +264,22 @@ def _last_output_is_nan(tensors: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
-def test_weights_that_are_not_finite_on_one_rank(pool: Any, workspace: Path, role: str) -> None:
-    """With TP 2 rank 1 alone has the last columns."""
-    where = "model"
+def test_nonfinite_weights_on_one_rank(pool: Any, workspace: Path, role: str) -> None:
+    """Use TP 2, where only rank 1 holds the last columns."""
+    name = "model"
     if role != "actor":
-        where = role
-        shutil.copytree(workspace / "model", workspace / where)
-        path = workspace / where / "model.safetensors"
+        name = role
+        shutil.copytree(workspace / "model", workspace / name)
+        path = workspace / name / "model.safetensors"
         save_file(load_file(path) | {"score.weight": torch.ones(1, 128)}, path, metadata={"format": "pt"})
-    path = workspace / where / "model.safetensors"
+    path = workspace / name / "model.safetensors"
     tensors = load_file(path)
     _last_output_is_nan(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
     sections: dict[str, Any] = {"actor": layout(tp=2)}
     if role != "actor":
-        sections[role] = {"model_path": str(workspace / where)}
-    message = refusal(pool, workspace, **sections)
+        sections[role] = {"model_path": str(workspace / name)}
+    message = error_of_building(pool, workspace, **sections)
     assert (
         f"{path}: model.layers.1.self_attn.o_proj.weight has values that are not finite (NaN or infinite): 128"
         in message
@@ -288,14 +288,14 @@ def test_weights_that_are_not_finite_on_one_rank(pool: Any, workspace: Path, rol
 
 def test_a_tensor_that_one_rank_cannot_read(pool: Any, workspace: Path) -> None:
     outcomes = pool(WORLD).outcomes(cases.build_where_a_read_fails, directory=str(workspace), failing_rank=1)
-    assert f"{workspace / 'model'}: a tensor cannot be read (I/O error)" in the_one_line(outcomes)
+    assert f"{workspace / 'model'}: a tensor cannot be read (I/O error)" in common_error(outcomes)
 
 
 @pytest.mark.parametrize("role", ["critic", "reward_model"])
-def test_the_config_of_a_model_with_a_value_head_is_read_the_same_way(pool: Any, workspace: Path, role: str) -> None:
+def test_config_of_a_model_with_value_head_is_checked_too(pool: Any, workspace: Path, role: str) -> None:
     shutil.copytree(workspace / "model", workspace / role)
     _edit_json(workspace / role / "config.json", partial_rotary_factor=0.5)
-    message = refusal(pool, workspace, **{role: {"model_path": str(workspace / role)}})
+    message = error_of_building(pool, workspace, **{role: {"model_path": str(workspace / role)}})
     assert f"{role}.model_path" in message and "config.json: partial_rotary_factor is 0.5; only 1" in message
 
 
@@ -305,7 +305,7 @@ def test_unknown_data_source(pool: Any, workspace: Path) -> None:
     table = pq.read_table(path)
     names = ["arithmetic"] * 7 + ["riddles"] + ["arithmetic"] * 16
     pq.write_table(table.set_column(table.schema.get_field_index("data_source"), "data_source", [names]), path)
-    message = refusal(pool, workspace, custom_reward_function={"path": None})
+    message = error_of_building(pool, workspace, custom_reward_function={"path": None})
     assert "row 7" in message and "'riddles'" in message and "custom_reward_function.path" in message
 
 
@@ -329,33 +329,33 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     ],
     ids=["raises", "nan", "text", "no-score"],
 )
-def test_a_reward_function_that_fails_on_one_row_stops_every_rank(
+def test_reward_function_failing_on_one_row_ends_every_rank(
     pool: Any, workspace: Path, statement: str, words: list[str]
 ) -> None:
-    """Rows are dealt out over the ranks: only rank 1 meets row 3."""
+    """Distribute rows round-robin over the ranks: only rank 1 scores row 3."""
     (workspace / "reward.py").write_text(BAD_ROW.format(statement=statement))
-    outcomes = pool(WORLD).outcomes(cases.score_made_up_responses, directory=str(workspace), num_prompts=6)
-    message = the_one_line(outcomes)
+    outcomes = pool(WORLD).outcomes(cases.score_fixed_responses, directory=str(workspace), num_prompts=6)
+    message = common_error(outcomes)
     for word in [*words, "row 3", "'arithmetic'", "reward.py"]:
         assert word in message
 
 
-def test_a_reward_function_is_not_refused_for_a_row_that_is_not_there(pool: Any, workspace: Path) -> None:
+def test_reward_function_failing_on_an_absent_row_is_accepted(pool: Any, workspace: Path) -> None:
     (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
-    for rows in pool(WORLD).run(cases.score_made_up_responses, directory=str(workspace), num_prompts=3):
+    for rows in pool(WORLD).run(cases.score_fixed_responses, directory=str(workspace), num_prompts=3):
         assert rows == [{"score": 1.0}] * 3
 
 
-def test_a_kl_that_is_not_finite_ends_an_adaptive_run(pool: Any, workspace: Path) -> None:
-    outcomes = pool(WORLD).outcomes(cases.step_with_a_reference_of_nan, config_path=str(write_config(workspace)))
-    message = the_one_line(outcomes)
+def test_nonfinite_kl_ends_an_adaptive_run(pool: Any, workspace: Path) -> None:
+    outcomes = pool(WORLD).outcomes(cases.step_with_nan_reference, config_path=str(write_config(workspace)))
+    message = common_error(outcomes)
     assert message.startswith("algorithm.kl_ctrl.type adaptive: the KL of step 1 is nan; of ")
     tokens, rest = message.split("; of ")[1].split(" tokens ")
     assert rest.endswith(f"the actor's log-probs are not finite for 0 and the reference's for {tokens}")
 
 
-def test_what_is_said_of_updates_that_are_not_finite() -> None:
-    """Whether weights, batch or neither is at fault."""
+def test_nonfinite_update_message_names_the_cause() -> None:
+    """Check the message for nonfinite weights, for a nonfinite batch, and for neither."""
     batch = RaggedBatch(
         tokens=torch.arange(4),
         prompt_lens=torch.tensor([2]),
@@ -376,9 +376,9 @@ def test_what_is_said_of_updates_that_are_not_finite() -> None:
         assert ("optim.lr" in message) == (params is good and mini is batch)
 
 
-def test_ranks_of_one_engine_must_draw_the_same_tokens() -> None:
-    same = [(0, "a", []), (0, "a", None), (1, "b", []), (1, "b", None)]
-    _check_same_tokens(same)
+def test_ranks_of_one_engine_must_sample_the_same_tokens() -> None:
+    tokens_by_rank = [(0, "a", []), (0, "a", None), (1, "b", []), (1, "b", None)]
+    _check_same_tokens(tokens_by_rank)
     with pytest.raises(UserError, match=r"ranks 2 and 3 of one vLLM engine drew different tokens") as caught:
-        _check_same_tokens([*same[:3], (1, "c", None)])
+        _check_same_tokens([*tokens_by_rank[:3], (1, "c", None)])
     assert "\n" not in str(caught.value)

@@ -1,5 +1,5 @@
-"""The two converters, run as a person runs them: there and back bit for bit, into any layout, and one line for what
-cannot be converted."""
+"""The two converters as command-line programs: a bit-exact round trip, any layout, and one line for inputs that cannot
+be converted."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 def run_tool(name: str, largest_file: int | None = None, **options: str | Path) -> subprocess.CompletedProcess[str]:
-    """On one process. largest_file: bytes beyond which the system refuses to write, to the writer's processes too."""
+    """Run a tool in one process. Files are limited to `largest_file` bytes, also for the writer's own processes."""
     return forked.run([str(ROOT / "tools" / name), *command_line(options)], largest_file=largest_file)
 
 
-def on_two_ranks(name: str, **options: str | Path) -> subprocess.CompletedProcess[str]:
-    """As torchrun starts them: what both wrote, and an exit code other than 0 if there was one."""
+def run_tool_on_two_ranks(name: str, **options: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a tool as torchrun starts it. Return both ranks' output, and a nonzero exit code if there was one."""
     return forked.run_ranks(2, [str(ROOT / "tools" / name), *command_line(options)])
 
 
@@ -48,7 +48,7 @@ def to_hf(checkpoint: Path, output: Path) -> subprocess.CompletedProcess[str]:
 
 
 def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> None:
-    """Exit code 2 and one line that names what is wrong."""
+    """Check for exit code 2 and one line on stderr that contains the parts."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -59,7 +59,7 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str) -> No
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Per source its Hugging Face and its Megatron checkpoint."""
+    """Return for each source its Hugging Face and its Megatron checkpoint."""
     root = tmp_path_factory.mktemp("convert")
     out = {}
     for name, extra in SOURCES.items():
@@ -76,7 +76,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_there_and_back_is_bit_for_bit(converted: dict[str, tuple[Path, Path]], tmp_path: Path, name: str) -> None:
+def test_round_trip_is_bit_exact(converted: dict[str, tuple[Path, Path]], tmp_path: Path, name: str) -> None:
     source, checkpoint = converted[name]
     result = to_hf(checkpoint, tmp_path / "back")
     assert (result.returncode, result.stderr) == (0, "")
@@ -92,26 +92,26 @@ def test_there_and_back_is_bit_for_bit(converted: dict[str, tuple[Path, Path]], 
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)])
-def test_a_megatron_checkpoint_loads_into_any_layout(
+def test_megatron_checkpoint_loads_into_any_layout(
     pool: Any, converted: dict[str, tuple[Path, Path]], world: int, tp: int, pp: int
 ) -> None:
     for source, checkpoint in converted.values():
         different = pool(world).run(
-            model_cases.loads_alike, checkpoint=str(source), converted=str(checkpoint), tp=tp, pp=pp
+            model_cases.params_unlike_hf, checkpoint=str(source), converted=str(checkpoint), tp=tp, pp=pp
         )
         assert different == [[]] * world
 
 
-def test_spread_over_ranks_the_converters_write_the_same(
+def test_converters_on_two_ranks_write_the_same_tensors(
     converted: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """There by tensor parallel ranks, back by pipeline stages, in several files with an index."""
+    """Convert by tensor parallel ranks, and back by pipeline stages into several files with an index."""
     source = converted["tied_float32"][0]
-    to = on_two_ranks(
+    to = run_tool_on_two_ranks(
         "convert_hf_to_mcore.py", hf_path=source, output=tmp_path / "mcore", tensor_model_parallel_size="2"
     )
     assert to.returncode == 0 and to.stdout.count("parameters") == 1, to.stderr
-    back = on_two_ranks(
+    back = run_tool_on_two_ranks(
         "convert_mcore_to_hf.py", checkpoint=tmp_path / "mcore", output=tmp_path / "hf", max_shard_gb="0.0005"
     )
     assert back.returncode == 0 and back.stdout.count("parameters") == 1, back.stderr
@@ -124,7 +124,7 @@ def test_spread_over_ranks_the_converters_write_the_same(
     assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_ranks_that_do_not_divide_are_refused(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_world_size_that_does_not_divide_is_rejected(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     options = {"hf_path": converted["tied_float32"][0], "output": tmp_path / "output"}
     assert_one_line(
         run_tool("convert_hf_to_mcore.py", tensor_model_parallel_size="2", **options),
@@ -134,35 +134,35 @@ def test_ranks_that_do_not_divide_are_refused(converted: dict[str, tuple[Path, P
     assert not (tmp_path / "output").exists()
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(
+def test_checkpoint_of_another_architecture_is_rejected(
     pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     tied, tied_mcore = converted["tied_float32"]
     fewer = make_checkpoint(tmp_path / "fewer", num_hidden_layers=2)
     untied = make_checkpoint(tmp_path / "untied", tied=False)
-    (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(fewer), converted=str(tied_mcore))
+    (message,) = pool(1).run(model_cases.error_of_loading, checkpoint=str(fewer), converted=str(tied_mcore))
     assert "layers" in message and "another architecture" in message
-    (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(untied), converted=str(tied_mcore))
+    (message,) = pool(1).run(model_cases.error_of_loading, checkpoint=str(untied), converted=str(tied_mcore))
     assert "holds no tensor model.output_layer.weight" in message
     untied_mcore = converted["untied_bfloat16"][1]
-    (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(tied), converted=str(untied_mcore))
+    (message,) = pool(1).run(model_cases.error_of_loading, checkpoint=str(tied), converted=str(untied_mcore))
     assert "is no part of the model" in message
 
 
-def test_weights_that_are_not_finite_are_refused(
-    pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path
-) -> None:
-    """By whatever reads them: a run that loads a Megatron checkpoint, and the converters."""
+def test_nonfinite_weights_are_rejected(pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """Read them in a run that loads a Megatron checkpoint, and in the converters."""
     source = converted["tied_float32"][0]
     directory = tmp_path / "with_nan"
-    messages = set(pool(2).run(model_cases.refuses_nan, checkpoint=str(source), directory=str(directory), tp=2))
+    messages = set(
+        pool(2).run(model_cases.error_of_loading_nan, checkpoint=str(source), directory=str(directory), tp=2)
+    )
     name = "model.decoder.layers.1.mlp.linear_fc2.weight"
     assert messages == {f"{directory}: tensor {name} has values that are not finite (NaN or infinite): 1"}
     assert_one_line(to_hf(directory, tmp_path / "hf"), f"tensor {name} has values that are not finite")
     file = Path(shutil.copytree(source, tmp_path / "source")) / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"][:] = float("inf")
-    # A rotary table is no weight, whatever its type and content.
+    # A rotary table is not a weight, so its values do not matter.
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((16,), float("nan"), dtype=torch.bfloat16)
     save_file(tensors, file, {"format": "pt"})
     assert_one_line(
@@ -172,24 +172,30 @@ def test_weights_that_are_not_finite_are_refused(
 
 
 @pytest.mark.parametrize("file", [".metadata", "metadata.json", "common.pt", "__0_0.distcp"])
-def test_a_corrupt_checkpoint_is_refused(
+def test_corrupt_checkpoint_is_rejected(
     pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path, file: str
 ) -> None:
     source, checkpoint = converted["tied_float32"]
-    whole = (checkpoint / file).read_bytes()
-    harms = {"missing": None, "directory": None, "garbage": b"garbage", "number": b"5", "cut": whole[: len(whole) // 2]}
-    for harm, content in harms.items():
-        broken = shutil.copytree(checkpoint, tmp_path / harm)
+    intact = (checkpoint / file).read_bytes()
+    corruptions = {
+        "missing": None,
+        "directory": None,
+        "garbage": b"garbage",
+        "number": b"5",
+        "truncated": intact[: len(intact) // 2],
+    }
+    for corruption, content in corruptions.items():
+        broken = shutil.copytree(checkpoint, tmp_path / corruption)
         (broken / file).unlink()
         if content is not None:
             (broken / file).write_bytes(content)
-        elif harm == "directory":
+        elif corruption == "directory":
             (broken / file).mkdir()
-        (message,) = pool(1).run(model_cases.refuses_to_load, checkpoint=str(source), converted=str(broken))
-        assert str(broken) in message and "\n" not in message and "nothing was refused" not in message
+        (message,) = pool(1).run(model_cases.error_of_loading, checkpoint=str(source), converted=str(broken))
+        assert str(broken) in message and "\n" not in message and message != "no error"
 
 
-def test_inputs_that_are_no_hugging_face_checkpoint(tmp_path: Path) -> None:
+def test_invalid_hugging_face_checkpoints_are_rejected(tmp_path: Path) -> None:
     output = tmp_path / "output"
     assert_one_line(to_mcore(tmp_path / "missing", output), "no such directory", str(tmp_path / "missing"))
     source = make_checkpoint(tmp_path / "source")
@@ -203,7 +209,7 @@ def test_inputs_that_are_no_hugging_face_checkpoint(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_a_disk_that_takes_no_more_is_one_line_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_is_one_line_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     size = (source / "model.safetensors").stat().st_size
     result = run_tool("convert_hf_to_mcore.py", largest_file=size // 4, hf_path=source, output=tmp_path / "output")
@@ -212,7 +218,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_leaves_no_checkpoint(tmp_path
     assert_one_line(to_hf(tmp_path / "output", tmp_path / "back"), "not a Megatron checkpoint")
 
 
-def test_inputs_that_are_no_megatron_checkpoint(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_invalid_megatron_checkpoints_are_rejected(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     output = tmp_path / "output"
     assert_one_line(to_hf(tmp_path / "missing", output), "not a Megatron checkpoint", str(tmp_path / "missing"))
     other = shutil.copytree(converted["tied_float32"][1], tmp_path / "other")
@@ -222,8 +228,8 @@ def test_inputs_that_are_no_megatron_checkpoint(converted: dict[str, tuple[Path,
     assert not output.exists()
 
 
-def test_an_older_checkpoint_is_replaced(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    """Nothing of it stays, and no warning either."""
+def test_existing_checkpoint_is_replaced(converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    """Check that no file of the older checkpoint stays and that no warning is printed."""
     target = shutil.copytree(converted["untied_bfloat16"][1], tmp_path / "target")
     (target / "hf" / "merges.txt").write_text("of the older one")
     result = to_mcore(converted["tied_float32"][0], target)

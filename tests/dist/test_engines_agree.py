@@ -1,5 +1,5 @@
-"""vLLM and the trainer have the same model: the same parameters, tied or not, and the same log-probs, or the run is
-refused."""
+"""Agreement of vLLM and the trainer: the same parameters, tied or not, and the same log-probs. Otherwise the run ends
+with an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 
 def add_head(checkpoint: Path, change: float) -> torch.Tensor:
-    """Give a tied checkpoint a language-model head: the embedding times 1 + change."""
+    """Add a language-model head to a tied checkpoint: the embedding times 1 + change. Return the head."""
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"] * (1 + change)
@@ -28,10 +28,10 @@ def add_head(checkpoint: Path, change: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "rollout_tp", "change"), [(1, 1, 1, 1, 0.0), (1, 1, 1, 1, 0.5), (2, 1, 2, 2, 0.5)]
 )
-def test_a_tied_checkpoint_with_a_head_of_its_own(
+def test_tied_checkpoint_with_its_own_head(
     pool: Any, tmp_path: Path, world: int, tp: int, pp: int, rollout_tp: int, change: float
 ) -> None:
-    """An equal head is tied in both engines, another one in neither; from the first rollout on they agree."""
+    """Check that both engines tie an equal head and untie a different one, and agree from the first rollout on."""
     make_workspace(tmp_path)
     head = add_head(tmp_path / "model", change)
     config = write_config(tmp_path)
@@ -47,7 +47,7 @@ def test_a_tied_checkpoint_with_a_head_of_its_own(
 
 
 @pytest.mark.parametrize("change", [0.0, 0.5])
-def test_the_converters_keep_a_head_of_its_own(tmp_path: Path, change: float) -> None:
+def test_converters_keep_the_head_of_a_tied_checkpoint(tmp_path: Path, change: float) -> None:
     source = make_checkpoint(tmp_path / "source")
     add_head(source, change)
     assert to_mcore(source, tmp_path / "mcore").returncode == 0
@@ -80,7 +80,7 @@ def checkpoint(workspace: Path) -> Path:
         ),
     ],
 )
-def test_parameters_that_no_update_writes_are_refused(
+def test_parameters_that_no_weight_update_writes_are_rejected(
     pool: Any, checkpoint: Path, changes: dict[str, Any], message: str, world: int
 ) -> None:
     for ok, error in pool(world).outcomes(
@@ -91,7 +91,7 @@ def test_parameters_that_no_update_writes_are_refused(
 
 
 @pytest.mark.parametrize("world", [1])
-def test_vllm_still_unties_a_head_that_the_trainer_ties(pool: Any, tmp_path: Path, world: int) -> None:
+def test_vllm_still_needs_the_patch_of_tied_heads(pool: Any, tmp_path: Path, world: int) -> None:
     source = make_checkpoint(tmp_path / "source")
     add_head(source, 0.0)
     ((ok, error),) = pool(world).outcomes(rollout_cases.build_unpatched, checkpoint=str(source))
@@ -100,12 +100,12 @@ def test_vllm_still_unties_a_head_that_the_trainer_ties(pool: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize("from_step", [1, 2])
-def test_log_probs_that_differ_end_the_run_after_the_first_rollout_and_warn_later(
+def test_differing_log_probs_end_the_run_at_first_and_warn_later(
     pool: Any, workspace: Path, world: int, from_step: int
 ) -> None:
-    """On every rank, before an update."""
+    """Check the message on every rank; in the first step it ends the run before an update."""
     outcomes = pool(world).outcomes(
-        rollout_cases.disagree, config_path=str(write_config(workspace)), from_step=from_step
+        rollout_cases.steps_with_wrong_vllm_weights, config_path=str(write_config(workspace)), from_step=from_step
     )
     for ok, result in outcomes:
         assert ok == (from_step == 2), result

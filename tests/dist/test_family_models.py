@@ -1,5 +1,5 @@
-"""Every family that test_models.py and test_layouts.py do not have: Megatron's log-probs and gradients against
-transformers', and two PPO steps after which vLLM holds what the exported checkpoint says."""
+"""Families that test_models.py and test_layouts.py do not cover: log-probs and gradients against transformers', and two
+PPO steps after which vLLM's weights are the exported ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DENSE: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False},
-    # The weights of a token's experts as the softmax over all experts gives them.
+    # A token's experts have the weights of the softmax over all experts, not normalised over the chosen ones.
     "qwen3_moe_plain": {"family": "qwen3_moe", "tied": True, "norm_topk_prob": False},
 }
 PROMPT_LENS = (3, 9, 4, 4)
@@ -38,12 +38,12 @@ RESPONSE_LENS = (6, 1, 11, 5)
 
 @pytest.fixture(scope="session")
 def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run's files for every family."""
+    """Return a run's files for each family."""
     root = tmp_path_factory.mktemp("more_families")
     found = {
         name: make_workspace(root / name, **extra, num_hidden_layers=2) for name, extra in (DENSE | EXPERTS).items()
     }
-    # Mistral's own files beside the others, as it publishes them; what they say here would be another model.
+    # Mistral also publishes files in its own format. These describe another model, so that reading them would show.
     (found["mistral"] / "model" / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 1, "head_dim": 64}))
     (found["mistral"] / "model" / "consolidated.safetensors").write_bytes(b"")
     return found
@@ -51,7 +51,7 @@ def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def family_batch(workspaces: dict[str, Path]) -> RaggedBatch:
-    """Random tokens, and random numbers for all that the actor's loss reads."""
+    """Return a batch of random tokens, with random values in the fields that the actor's loss reads."""
     draw = torch.Generator().manual_seed(5)
     prompt_lens = torch.tensor(PROMPT_LENS)
     response_lens = torch.tensor(RESPONSE_LENS)
@@ -78,7 +78,7 @@ def transformers_model(checkpoint: str) -> Reference:
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_log_probs_and_gradients_are_those_of_transformers(
+def test_log_probs_and_gradients_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, pp: int
 ) -> None:
     check_against_transformers(pool(world), {n: workspaces[n] for n in DENSE}, family_batch, tp=tp, pp=pp)
@@ -86,24 +86,24 @@ def test_log_probs_and_gradients_are_those_of_transformers(
 
 @pytest.mark.parametrize("world", [4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_more_ranks_than_kv_heads(
+def test_more_tp_ranks_than_kv_heads(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, sequence_parallel: bool
 ) -> None:
-    """Two KV heads on four ranks, with norms of heads, and norms around zero; experts need split sequences."""
+    """Split two KV heads over four ranks, with QK norms and zero-centred norms. Experts need sequence parallelism."""
     names = ["qwen3", "gemma", *(["qwen3_moe"] if sequence_parallel else [])]
     directories = {name: workspaces[name] for name in names}
     check_against_transformers(pool(world), directories, family_batch, tp=4, pp=1, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize(("world", "pp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (2, 2, 1)])
-def test_experts_are_those_of_transformers_on_however_many_ranks(
+def test_expert_parallel_layouts_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, pp: int, ep: int
 ) -> None:
     check_against_transformers(pool(world), {n: workspaces[n] for n in EXPERTS}, family_batch, tp=1, pp=pp, ep=ep)
 
 
 @pytest.mark.parametrize(("world", "tp", "ep"), [(2, 2, 1), (4, 2, 2)])
-def test_experts_split_over_tensor_parallel_ranks_are_those_of_transformers(
+def test_experts_with_tensor_parallelism_match_transformers(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, tp: int, ep: int
 ) -> None:
     directories = {n: workspaces[n] for n in EXPERTS}
@@ -111,15 +111,15 @@ def test_experts_split_over_tensor_parallel_ranks_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(("world", "family"), [(2, "qwen3"), (2, "gemma")])
-def test_norms_of_split_sequences_have_their_whole_gradient(
+def test_norm_gradients_are_complete_with_sequence_parallelism(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch, world: int, family: str
 ) -> None:
-    """Norms of heads and norms around zero, of which each rank sees its part of the tokens."""
+    """Use QK norms and zero-centred norms, whose gradient on each rank covers only its share of the tokens."""
     directories = {family: workspaces[family]}
     check_against_transformers(pool(world), directories, family_batch, tp=2, pp=1, sequence_parallel=True)
 
 
-def test_a_rank_without_sequences_serves_its_experts(
+def test_rank_without_sequences_serves_its_experts(
     pool: Any, workspaces: dict[str, Path], family_batch: RaggedBatch
 ) -> None:
     only_one = family_batch.select((2,))
@@ -127,7 +127,7 @@ def test_a_rank_without_sequences_serves_its_experts(
 
 
 def check_against_transformers(workers: Any, directories: dict[str, Path], batch: RaggedBatch, **layout: int) -> None:
-    """Log-probs and gradients of each model are, on every rank, those of transformers and autograd."""
+    """Compare each model's log-probs and gradients on every rank with transformers and autograd."""
     checkpoints = {name: str(directory / "model") for name, directory in directories.items()}
     scores = workers.run(
         model_cases.log_probs, checkpoints=list(checkpoints.values()), budget=24, batch=batch, **layout
@@ -136,43 +136,43 @@ def check_against_transformers(workers: Any, directories: dict[str, Path], batch
     jobs = {name: Job(checkpoint, "actor", "token-mean", 24, every) for name, checkpoint in checkpoints.items()}
     gradients = workers.run(model_cases.gradients, jobs=list(jobs.values()), batch=batch, **layout)
     for name, checkpoint in checkpoints.items():
-        wanted, wanted_grads = of_transformers(checkpoint, batch, jobs[name])
+        wanted, wanted_grads = transformers_results(checkpoint, batch, jobs[name])
         for rank, (score, gradient) in enumerate(zip(scores, gradients, strict=True)):
             error = float((score[checkpoint][0] - wanted).abs().max())
             assert error < 1e-5, f"{name}, rank {rank}: log-probs off by {error:.1e}"
             grads = gradient[jobs[name]][1]
             assert grads.keys() == wanted_grads.keys()
             for tensor, want in wanted_grads.items():
-                # An expert that no token has chosen has no gradient.
+                # clamp_min: the gradient of an expert that no token has chosen is 0.
                 error = float((grads[tensor] - want).abs().max() / want.abs().max().clamp_min(1e-12))
                 assert error < 1e-4, f"{name}, rank {rank}, {tensor}: gradient off by {error:.1e} of the largest"
 
 
-def of_transformers(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(log-probs, gradients by the names of the checkpoint)."""
+def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (log-probs, gradients by the names of the checkpoint)."""
     reference = transformers_model(checkpoint)
     with torch.no_grad():
         log_probs = reference.log_probs(batch)[0]
     grads = {}
     for name, grad in reference.gradients(batch, job)[1].items():
-        # In memory transformers keeps the experts of a layer in two tensors, gate and up in one.
+        # transformers keeps the experts of a layer in two tensors: gate and up fused, and down.
         prefix, is_expert, part = name.partition("experts.")
         for number, of_expert in enumerate(grad) if is_expert else ():
             halves = of_expert.chunk(2) if part == "gate_up_proj" else [of_expert]
-            for what, half in zip(("gate", "up") if part == "gate_up_proj" else ("down",), halves, strict=True):
-                grads[f"{prefix}experts.{number}.{what}_proj.weight"] = half
+            for projection, half in zip(("gate", "up") if part == "gate_up_proj" else ("down",), halves, strict=True):
+                grads[f"{prefix}experts.{number}.{projection}_proj.weight"] = half
         if not is_expert:
             grads[name] = grad
     return log_probs, grads
 
 
 @pytest.mark.parametrize(("world", "ep", "other_ep"), [(2, 2, 1), (2, 1, 2)])
-def test_a_checkpoint_of_experts_loads_on_another_number_of_ranks(
+def test_experts_load_with_another_expert_parallel_size(
     pool: Any, workspaces: dict[str, Path], tmp_path: Path, world: int, ep: int, other_ep: int
 ) -> None:
     checkpoint = str(workspaces["qwen3_moe"] / "model")
     different = pool(world).run(
-        family_cases.saved_and_loaded,
+        family_cases.save_and_load,
         checkpoint=checkpoint,
         directory=str(tmp_path / "mcore"),
         ep=ep,
@@ -188,11 +188,11 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 4, "attention_factor": 1.7}, "rope_theta": 1e6},
     "llama3": {"rope_scaling": {"type": "llama3", **YARN, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
 }
-"""As earlier versions of transformers wrote them; the newer spelling is read as the same in tests/unit."""
+"""Rope settings as earlier versions of transformers wrote them. tests/unit covers the newer spelling."""
 
 
-def test_a_rope_is_that_of_transformers_and_of_vllm(pool: Any, tmp_path: Path) -> None:
-    """Each way to write one: vLLM, the trainer and transformers give the same log-probs, and not those of another."""
+def test_rope_types_match_transformers_and_vllm(pool: Any, tmp_path: Path) -> None:
+    """Compare log-probs of vLLM, the trainer and transformers, which differ from those of a model without scaling."""
     directory = make_workspace(tmp_path / "llama", family="llama", num_hidden_layers=1)
     config = json.loads((directory / "model" / "config.json").read_text())
     del config["rope_parameters"]
@@ -201,7 +201,7 @@ def test_a_rope_is_that_of_transformers_and_of_vllm(pool: Any, tmp_path: Path) -
         models.append(shutil.copytree(directory / "model", tmp_path / name))
         (models[-1] / "config.json").write_text(json.dumps(config | keys))
     (batches,) = pool(1).run(
-        family_cases.sampled_and_scored, config_path=str(write_config(directory)), models=[str(m) for m in models]
+        family_cases.sample_and_score, config_path=str(write_config(directory)), models=[str(m) for m in models]
     )
     plain = Reference(str(directory / "model"))
     for name, model, batch in zip(ROPES, models, batches, strict=True):
@@ -211,30 +211,32 @@ def test_a_rope_is_that_of_transformers_and_of_vllm(pool: Any, tmp_path: Path) -
         for engine, found in (("vLLM", batch.rollout_log_probs), ("the trainer", batch.old_log_probs)):
             error = float((found - wanted).abs().max())
             assert error < 2e-5, f"{name}: log-probs of {engine} are off by {error:.1e}"
-        # "dynamic" is plain as long as a sequence has no more tokens than max_position_embeddings.
+        # "dynamic" scales nothing up to max_position_embeddings tokens.
         assert (float((without - wanted).abs().max()) > 1e-2) == (name != "dynamic"), name
 
 
-# Training TP 2 and rollout TP 1 gather every split tensor; the other way round, every tensor is cut.
+# From training TP 2 to rollout TP 1 every split tensor is gathered; from 1 to 2 every tensor is split.
 @pytest.mark.parametrize(
     ("world", "family", "tp", "rollout_tp"),
     [(2, "qwen3", 2, 1), (2, "mistral", 2, 1), (2, "gemma", 2, 1), (2, "gemma", 1, 2)],
 )
-def test_vllm_generates_with_what_megatron_trained(
+def test_vllm_has_the_trained_weights(
     pool: Any, workspaces: dict[str, Path], world: int, family: str, tp: int, rollout_tp: int
 ) -> None:
     directory = workspaces[family]
     check_two_steps(pool(world), directory, tp=tp, rollout_tp=rollout_tp, overrides=[])
 
 
-def test_ppo_of_experts_is_the_same_on_one_rank_and_spread_over_two(pool: Any, workspaces: dict[str, Path]) -> None:
-    """One process; then experts spread over two ranks in training, generated from whole, and split inside vLLM."""
+def test_ppo_with_experts_on_two_ranks_matches_one_rank(pool: Any, workspaces: dict[str, Path]) -> None:
+    """Run on one rank, then with EP 2 in training and with vLLM on TP 1 and on TP 2."""
     directory = workspaces["qwen3_moe"]
     alone = check_two_steps(pool(1), directory, tp=1, rollout_tp=1, overrides=[])[0]
-    spread = ["actor.megatron.expert_model_parallel_size=2"]
-    # The second time the critic, which has the actor's body, holds all of its experts on each rank.
-    for rollout_tp, more in ((1, []), (2, ["critic.megatron.expert_model_parallel_size=1"])):
-        for result in check_two_steps(pool(2), directory, tp=1, rollout_tp=rollout_tp, overrides=[*spread, *more]):
+    expert_parallel = ["actor.megatron.expert_model_parallel_size=2"]
+    # With TP 2 the critic, which has the actor's body, holds all of its experts on each rank.
+    for rollout_tp, extra in ((1, []), (2, ["critic.megatron.expert_model_parallel_size=1"])):
+        for result in check_two_steps(
+            pool(2), directory, tp=1, rollout_tp=rollout_tp, overrides=[*expert_parallel, *extra]
+        ):
             assert result["digests"] == alone["digests"]
             for mine, wanted in zip(result["steps"], alone["steps"], strict=True):
                 for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/entropy"):
@@ -244,8 +246,9 @@ def test_ppo_of_experts_is_the_same_on_one_rank_and_spread_over_two(pool: Any, w
 def check_two_steps(
     workers: Any, directory: Path, tp: int, rollout_tp: int, overrides: list[str]
 ) -> list[dict[str, Any]]:
-    """Two PPO steps move the weights, and vLLM has them: its log-probs are Megatron's, its parameters bit for bit what
-    its own loader makes of the exported checkpoint."""
+    """Run two PPO steps. Check that the weights move and that vLLM has them: its log-probs are Megatron's, and its
+    parameters are bit for bit those that it loads from the exported checkpoint.
+    """
     export_to = directory / f"out_{tp}_{rollout_tp}_{len(overrides)}"
     config = write_config(directory)
     results = cases.run_two_steps(workers, config, (tp, 1, rollout_tp), export_to, overrides)

@@ -1,5 +1,5 @@
-"""Freezing: what is frozen stays bit for bit as it was on every rank, and all else has the gradient that it has
-anyway."""
+"""Freezing: frozen tensors stay bit-exact on every rank, and the others have the gradient that they have without
+freezing."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ EMBEDDING = ("model.embed_tokens.*", "model.layers.0.*", "model.layers.2.self_at
         (2, 1, 2, "actor", ("model.embed_tokens.*", "model.layers.[01].*"), ALL, {"use_distributed_optimizer": True}),
         (2, 1, 2, "critic", ("model.*",), ALL, {}),
         (2, 2, 1, "actor", EMBEDDING, ALL, {"sequence_parallel": True}),
-        # One sequence: the second replica runs a filler.
+        # One sequence: the second replica runs a dummy micro-batch.
         (2, 1, 1, "critic", ("model.*",), (0,), {}),
     ],
 )
-def test_what_is_frozen_stays(
+def test_frozen_tensors_stay_and_others_have_their_gradient(
     pool: Any,
     checkpoints: dict[str, str],
     batch: RaggedBatch,
@@ -46,7 +46,7 @@ def test_what_is_frozen_stays(
 ) -> None:
     checkpoint = checkpoints["qwen2_tied"]
     results = pool(world).run(
-        freeze_cases.frozen_step,
+        freeze_cases.train_step_with_frozen_tensors,
         checkpoint=checkpoint,
         role=role,
         patterns=patterns,
@@ -56,7 +56,7 @@ def test_what_is_frozen_stays(
         sequences=sequences,
         **settings,
     )
-    # The gradient of the weights after the step, which are no longer the checkpoint's.
+    # The gradient is taken after the step, with the updated weights.
     model = Reference(checkpoint)
     after = results[0]["after"]
     model.model.load_state_dict({name: x for name, x in after.items() if name != "score.weight"}, strict=False)
@@ -70,7 +70,7 @@ def test_what_is_frozen_stays(
             assert torch.equal(start, result["after"][name]) == (name in frozen), f"rank {rank}, {name}"
         assert result["metrics"]["lr"] == pytest.approx(1e-2) and result["metrics"]["skipped"] == 0
         if settings.get("use_distributed_optimizer"):
-            continue  # each rank has the gradient of its part alone
+            continue  # each rank holds only its shard of the gradient
         for name, got in result["gradients_after"].items():
             if name in frozen:
                 assert got.isnan().all(), f"rank {rank}, {name}"
@@ -83,11 +83,12 @@ def test_what_is_frozen_stays(
 
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"sequence_parallel": True}])
-def test_no_frozen_weight_is_copied_once_per_token(
+def test_frozen_weights_need_no_batched_matmul(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, settings: dict[str, Any]
 ) -> None:
-    """torch.matmul makes a batched product of [T, 1, hidden] and a frozen weight where the strides look transposed, as
-    they do behind a tensor-parallel embedding."""
+    """Catch torch.matmul expanding a frozen weight once per token: it makes a batched product of [T, 1, hidden] and the
+    weight if the strides look transposed, as they do after a tensor-parallel embedding.
+    """
     patterns = ("model.embed_tokens.*", "model.layers.[02].*")
     for rank, products in enumerate(
         pool(world).run(

@@ -1,5 +1,5 @@
-"""Log-probs and entropies in chunks of tokens, with the vocabulary over several ranks, against the plain computation
-with all logits at once."""
+"""Log-probs and entropies in chunks of tokens, with the vocabulary split over ranks, against the computation with all
+logits at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCAB = 130
 PADDED = 192
 HIDDEN = 24
 TOKENS = 37
-"""Of 4 ranks the last has no token at all: its 48 rows begin at 144."""
+"""With 4 ranks the last one holds only padding: its 48 rows begin at 144."""
 
 
 def plain(
@@ -27,8 +27,9 @@ def plain(
     terms: tuple[str, ...],
     wide: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """What head_cases.log_probs_of gives, by autograd through all logits of the whole vocabulary: in float64, or with
-    the logits in the type of the inputs and the rest in float32."""
+    """Compute the results of head_cases.chunked_log_probs by autograd through the logits of the whole vocabulary: in
+    float64 (`wide`), or with logits in the inputs' dtype and the rest in float32.
+    """
     states, rows = (x.double() if wide else x.clone() for x in (hidden, weight))
     states.requires_grad_()
     rows.requires_grad_()
@@ -51,14 +52,14 @@ def inputs(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {
         "hidden": torch.randn(TOKENS, HIDDEN, generator=draw).to(dtype),
         "weight": (0.5 * torch.randn(VOCAB, HIDDEN, generator=draw)).to(dtype),
-        # The first and the last token of the vocabulary among them.
+        # Including the first and the last token of the vocabulary.
         "targets": torch.cat([torch.tensor([0, VOCAB - 1]), torch.randint(VOCAB, (TOKENS - 2,), generator=draw)]),
         "upstream": torch.randn(2, TOKENS, generator=draw),
     }
 
 
 def errors(results: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest error of each result over ranks, as a part of the largest element."""
+    """Return the largest error of each result over ranks, relative to its largest element."""
     weight = torch.cat([result["weight"] for result in results])
     assert not weight[VOCAB:].any(), "padding has a gradient"
     out = {"weight": _error(weight[:VOCAB], wanted["weight"])}
@@ -75,13 +76,13 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("terms", [("log-prob", "entropy"), ("log-prob",), ("entropy",)])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_chunks_are_exact(pool: Any, world: int, terms: tuple[str, ...]) -> None:
+def test_chunks_match_the_full_computation(pool: Any, world: int, terms: tuple[str, ...]) -> None:
     given = inputs()
     wanted = plain(**given, temperature=0.7, terms=terms)
-    # One token a chunk; chunks that do not divide the tokens, tied and not; all in one.
+    # One token a chunk; chunks that do not divide the tokens, untied and tied; all tokens in one chunk.
     for tokens_per_chunk, tied in ((1, True), (8, False), (8, True), (1000, False)):
         results = pool(world).run(
-            head_cases.log_probs_of,
+            head_cases.chunked_log_probs,
             **given,
             temperature=0.7,
             tied=tied,
@@ -93,20 +94,26 @@ def test_chunks_are_exact(pool: Any, world: int, terms: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_bfloat16_loses_no_more_than_one_matrix_product_does(pool: Any, world: int) -> None:
-    """The softmax is in float32 and chunks add up in it: what is lost is the rounding of the logits and of the
-    gradients handed back, as in a bfloat16 output layer over all tokens at once."""
+def test_bfloat16_error_is_that_of_one_matrix_product(pool: Any, world: int) -> None:
+    """Bound the error by that of a bfloat16 output layer over all tokens at once. Softmax and sums over chunks are in
+    float32, so that only logits and returned gradients are rounded.
+    """
     given = inputs(torch.bfloat16)
     terms = ("log-prob", "entropy")
     exact = plain(**given, temperature=1.0, terms=terms)
     rounded = plain(**given, temperature=1.0, terms=terms, wide=False)
     results = pool(world).run(
-        head_cases.log_probs_of, **given, temperature=1.0, tied=False, terms=terms, chunk_logits=8 * PADDED // world
+        head_cases.chunked_log_probs,
+        **given,
+        temperature=1.0,
+        tied=False,
+        terms=terms,
+        chunk_logits=8 * PADDED // world,
     )
     assert results[0]["log-prob"].dtype == results[0]["entropy"].dtype == torch.float32
     assert results[0]["hidden"].dtype == results[0]["weight"].dtype == torch.bfloat16
     for name, error in errors(results, exact).items():
-        # Ranks add their parts of the states' gradient up in bfloat16, as Megatron-Core's output layer does.
+        # The all-reduce of the states' gradient is in bfloat16, as in Megatron-Core's output layer.
         allowed = 2.5 * _error(rounded[name], exact[name])
         assert error < allowed < 0.05, f"{name}: off by {error:.1e} of the largest, {allowed:.1e} allowed"
 

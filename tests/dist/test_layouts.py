@@ -1,5 +1,5 @@
-"""Two PPO steps in every layout: the same rollouts, losses, gradient norms and weights, and vLLM holds exactly
-what the exported checkpoint says."""
+"""Two PPO steps in every layout: the same rollouts, losses, gradient norms and weights, and vLLM holds exactly the
+exported weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import make_workspace, write_config
 
-# (world, tp, pp, rollout TP); data-parallel size is what remains.
+# (world, tp, pp, rollout TP); the data-parallel size follows.
 LAYOUTS = [
     (1, 1, 1, 1),
     (2, 2, 1, 1),
@@ -36,7 +36,7 @@ LAYOUTS = [
 ]
 
 QKV, QKV_BIAS = (f"model.layers.*.self_attn.qkv_proj.{kind}" for kind in ("weight", "bias"))
-EVERYTHING = (
+ALL_PARAMS = (
     "model.embed_tokens.weight",
     "model.layers.*.input_layernorm.weight",
     QKV,
@@ -69,13 +69,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(pool: Any, workspace: Path) -> dict[str, Any]:
-    """One process: what all layouts must reproduce."""
+    """Run on one process. Return the results that all layouts must reproduce."""
     result = cases.run_two_steps(pool(1), workspace / "config.yaml", (1, 1, 1), workspace / "ref")[0]
     return {**result, "weights": cases.exported_weights(str(workspace / "ref"))}
 
 
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), LAYOUTS)
-def test_every_layout_trains_alike(
+def test_every_layout_gives_the_same_training(
     pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, rollout_tp: int
 ) -> None:
     export_to = workspace / f"out_{world}_{tp}_{pp}_{rollout_tp}"
@@ -83,12 +83,12 @@ def test_every_layout_trains_alike(
         pool(world), workspace / "config.yaml", (tp, pp, rollout_tp), export_to, ["reshard.verify=always"]
     )
     for result in results:
-        # Equal tensor parallelism shares all but the joined q, k, v, and these too with one KV head on a rank, but not
-        # where a KV head is replicated: vLLM has it on several ranks, Megatron-Core on none as a whole.
-        expected = set(EVERYTHING) if pp == 1 and tp == rollout_tp else set()
+        # With equal tensor parallelism all parameters alias Megatron-Core's, except the fused q, k, v, which do only
+        # with one KV head a rank (TP 2). With TP 4 vLLM replicates each KV head, and Megatron-Core splits it.
+        expected = set(ALL_PARAMS) if pp == 1 and tp == rollout_tp else set()
         assert result["segments"] == []
         assert set(result["shared"]) >= expected - (set() if tp == 2 else {QKV, QKV_BIAS})
-    check_like(reference, results, export_to)
+    check_same_training(reference, results, export_to)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_every_layout_trains_alike(
         (2, 1, 1, "recompute_granularity=full"),
     ],
 )
-def test_settings_of_the_engine_train_alike(
+def test_engine_settings_give_the_same_training(
     pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, setting: str
 ) -> None:
     export_to = workspace / f"set_{setting}"
@@ -110,13 +110,13 @@ def test_settings_of_the_engine_train_alike(
         export_to,
         ["reshard.verify=always", f"actor.megatron.{setting}"],
     )
-    check_like(reference, results, export_to)
+    check_same_training(reference, results, export_to)
 
 
 @pytest.mark.parametrize(
     ("world", "actor", "critic", "ref"), [(2, (2, 1), (1, 1), (1, 2)), (4, (2, 2), (1, 1), (2, 1))]
 )
-def test_roles_in_layouts_of_their_own_train_alike(
+def test_role_layouts_give_the_same_training(
     pool: Any,
     reference: dict[str, Any],
     workspace: Path,
@@ -125,7 +125,7 @@ def test_roles_in_layouts_of_their_own_train_alike(
     critic: tuple[int, int],
     ref: tuple[int, int],
 ) -> None:
-    """(tp, pp) of each."""
+    """Run with these (tp, pp) for each role."""
     export_to = workspace / f"roles_{world}"
     overrides = [
         f"{role}.megatron.{kind}_model_parallel_size={size}"
@@ -133,7 +133,7 @@ def test_roles_in_layouts_of_their_own_train_alike(
         for kind, size in zip(("tensor", "pipeline"), layout, strict=True)
     ]
     results = cases.run_two_steps(pool(world), workspace / "config.yaml", (*actor, 1), export_to, overrides)
-    check_like(reference, results, export_to)
+    check_same_training(reference, results, export_to)
     for result in results:
         assert len(result["headlines"]) == 4
         for role, (tp, pp) in (("actor", actor), ("critic", critic), ("ref", ref)):
@@ -142,10 +142,10 @@ def test_roles_in_layouts_of_their_own_train_alike(
 
 
 @pytest.mark.parametrize(("world", "first", "last"), [(2, 3, None), (4, 1, 3)])
-def test_uneven_stages_train_alike(
+def test_uneven_stages_give_the_same_training(
     pool: Any, reference: dict[str, Any], workspace: Path, world: int, first: int, last: int | None
 ) -> None:
-    """Four layers as 3 and 1, and as 1 and 3 with both ends set."""
+    """Split four layers as 3 and 1, and as 1 and 3 with both ends set."""
     export_to = workspace / f"uneven_{world}"
     stages = {"first": first, "last": last}
     results = cases.run_two_steps(
@@ -155,11 +155,11 @@ def test_uneven_stages_train_alike(
         export_to,
         [f"actor.megatron.num_layers_in_{k}_pipeline_stage={v}" for k, v in stages.items() if v],
     )
-    check_like(reference, results, export_to)
+    check_same_training(reference, results, export_to)
 
 
-def check_like(reference: dict[str, Any], results: list[dict[str, Any]], export_to: Path) -> None:
-    """The same tokens, losses, gradient norms and weights as one process has, and in vLLM the exported weights."""
+def check_same_training(reference: dict[str, Any], results: list[dict[str, Any]], export_to: Path) -> None:
+    """Compare tokens, losses, gradient norms and weights with one process, and vLLM's weights with the export."""
     for rank, result in enumerate(results):
         assert result["different"] == [], f"rank {rank}: vLLM's weights are not the exported ones"
         assert result["digests"] == reference["digests"], f"rank {rank} drew other tokens"
@@ -173,18 +173,18 @@ def check_like(reference: dict[str, Any], results: list[dict[str, Any]], export_
         torch.testing.assert_close(weights[name], wanted, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_the_weights_moved(reference: dict[str, Any], workspace: Path) -> None:
-    """The comparison above is of weights that training has changed."""
+def test_training_changes_every_weight(reference: dict[str, Any], workspace: Path) -> None:
+    """Guard the comparisons above, which would pass with weights that do not train."""
     start = cases.exported_weights(str(workspace / "model"))
     assert all(not torch.equal(start[name], weight) for name, weight in reference["weights"].items())
 
 
-# (world, tp, pp, rollout TP): all shared; some of it; TP 4 whose order is not that of the ranks.
+# (world, tp, pp, rollout TP): all parameters aliased; some of them; rollout TP ranks in another order than the ranks.
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (4, 2, 1, 4)])
-def test_shared_memory_changes_nothing(
+def test_aliased_weights_change_no_number(
     pool: Any, workspace: Path, world: int, tp: int, pp: int, rollout_tp: int, tmp_path: Path
 ) -> None:
-    """The same metrics and weights to the last bit, whether vLLM's parameters are Megatron's memory or copies."""
+    """Compare metrics and weights bit for bit between aliased and copied vLLM parameters."""
     outcomes = {}
     for share in ("true", "false"):
         results = cases.run_two_steps(
@@ -207,9 +207,9 @@ def test_shared_memory_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "rollout_tp", "name", "where"),
+    ("world", "tp", "rollout_tp", "name", "location"),
     [
-        # Received from rank 1, copied on the rank, and (TP 2 to 2 without sharing) copied too.
+        # A block received from rank 1, and a block copied on the rank.
         (2, 2, 1, "model.layers.2.mlp.down_proj.weight", r"rank 0 differs from decoder\.layers\.2\.mlp\.linear_fc2"),
         (
             2,
@@ -220,11 +220,11 @@ def test_shared_memory_changes_nothing(
         ),
     ],
 )
-def test_verification_names_the_first_block_that_differs(
-    pool: Any, workspace: Path, world: int, tp: int, rollout_tp: int, name: str, where: str
+def test_verification_names_the_first_differing_block(
+    pool: Any, workspace: Path, world: int, tp: int, rollout_tp: int, name: str, location: str
 ) -> None:
     outcomes = pool(world).outcomes(
-        cases.spoil_an_update,
+        cases.corrupt_a_weight_update,
         config_path=str(workspace / "config.yaml"),
         tp=tp,
         rollout_tp=rollout_tp,
@@ -234,7 +234,7 @@ def test_verification_names_the_first_block_that_differs(
     )
     for ok, value in outcomes:
         assert not ok and value[0] == "UserError"
-        assert re.search(rf"reshard\.verify: {re.escape(name)}\[.*\].* on {where}.* on rank [01] \(1 of", value[1]), (
-            value[1]
-        )
+        assert re.search(
+            rf"reshard\.verify: {re.escape(name)}\[.*\].* on {location}.* on rank [01] \(1 of", value[1]
+        ), value[1]
         assert "1 rank(s)" in value[1]

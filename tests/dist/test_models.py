@@ -1,5 +1,5 @@
-"""Megatron's models on every layout against transformers' on one process: log-probs, entropies, and the gradients
-of PPO's losses, however the batch is cut and the model is spread. Whole PPO steps are in test_layouts.py."""
+"""Megatron's models in every layout against transformers' on one process: log-probs, entropies, and gradients of PPO's
+losses, for any split of the batch and the model. Whole PPO steps: test_layouts.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # Shorter than the sequences of the test, so that the scaled frequencies show.
+    # Shorter than the test's sequences, so that the scaled frequencies matter.
     "original_max_position_embeddings": 16,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -45,9 +45,9 @@ RESPONSE_LENS = (6, 1, 11, 5, 5, 16, 8)
 ALL = tuple(range(len(PROMPT_LENS)))
 BIG = 10_000
 SMALL = 32
-"""Token budgets: all sequences in one micro-batch, and no room for two long ones (the longest has 30 tokens)."""
+"""Token budgets: all sequences in one micro-batch, and no two long ones together (the longest has 30 tokens)."""
 FIXED = Sequences(2)
-"""Two sequences to a micro-batch, whatever their lengths."""
+"""Two sequences to a micro-batch, of any lengths."""
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
-    """Random tokens; all that the losses read, spread so that some tokens are clipped and some are not."""
+    """Return a batch of random tokens, with inputs of the losses such that only some tokens are clipped."""
     draw = torch.Generator().manual_seed(5)
     prompt_lens = torch.tensor(PROMPT_LENS)
     response_lens = torch.tensor(RESPONSE_LENS)
@@ -87,7 +87,7 @@ def batch(checkpoints: dict[str, str]) -> RaggedBatch:
 
 
 class Reference:
-    """A checkpoint in transformers, one sequence at a time: no packing, no padding, no parallelism."""
+    """Reference in transformers, one sequence at a time: no packing, no padding, no parallelism."""
 
     def __init__(self, checkpoint: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
@@ -95,7 +95,7 @@ class Reference:
         self.score = torch.nn.Parameter(model_cases.value_head_weight(size))
 
     def _states(self, batch: RaggedBatch) -> list[torch.Tensor]:
-        """Per sequence the final states [response, hidden] that predict its response."""
+        """Return for each sequence the final hidden states [response, hidden] at its response's logit positions."""
         parts = zip(batch.tokens.split(batch.seq_lens.tolist()), batch.prompt_lens.tolist(), strict=True)
         return [self.model.model(seq[None]).last_hidden_state[0, prompt - 1 : -1] for seq, prompt in parts]
 
@@ -107,7 +107,7 @@ class Reference:
         return all_log_probs.gather(1, targets[:, None])[:, 0], entropy
 
     def gradients(self, batch: RaggedBatch, job: Job) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """(statistics, gradients) of the whole mini-batch at once."""
+        """Return (statistics, gradients) of the whole mini-batch at once."""
         self.model.zero_grad()
         self.score.grad = None
         mini = batch.select(job.sequences)
@@ -165,7 +165,7 @@ def transformers_model(checkpoint: str) -> Reference:
         (2, 1, 2, {"vpp": 2}),
     ],
 )
-def test_log_probs_and_entropy_are_those_of_transformers(
+def test_log_probs_and_entropy_match_transformers(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, settings: dict[str, Any]
 ) -> None:
     results = pool(world).run(
@@ -175,15 +175,16 @@ def test_log_probs_and_entropy_are_those_of_transformers(
         with torch.no_grad():
             wanted = transformers_model(checkpoint).log_probs(batch)
         for rank, result in enumerate(results):
-            for what, got, want in zip(("log-prob", "entropy"), result[checkpoint], wanted, strict=True):
+            for name, got, want in zip(("log-prob", "entropy"), result[checkpoint], wanted, strict=True):
                 torch.testing.assert_close(
-                    got, want, rtol=0, atol=1e-5, msg=lambda m, w=what, f=family, r=rank: f"{f}, rank {r}, {w}: {m}"
+                    got, want, rtol=0, atol=1e-5, msg=lambda m, n=name, f=family, r=rank: f"{f}, rank {r}, {n}: {m}"
                 )
 
 
 def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
-    """Both losses in all aggregation modes and both budgets on one family; one of each on the others, and there
-    micro-batches of a fixed number of sequences."""
+    """Return jobs of both losses in all aggregation modes and token budgets on one family, and single jobs on others,
+    some with a fixed number of sequences per micro-batch.
+    """
     tied = checkpoints["qwen2_tied"]
     jobs = [Job(tied, r, mode, budget, ALL) for r in ("actor", "critic") for mode in MODES for budget in (BIG, SMALL)]
     others = [
@@ -196,7 +197,7 @@ def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
 
 
 def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
-    """Every rank's view of every job is what transformers and autograd give for the mini-batch as a whole."""
+    """Compare every job on every rank with transformers and autograd on the mini-batch as a whole."""
     for job in results[0]:
         stats, grads = transformers_model(job.checkpoint).gradients(batch, job)
         for rank, result in enumerate(results):
@@ -204,7 +205,7 @@ def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
             assert got_stats == pytest.approx(stats, rel=1e-4, abs=1e-5), f"rank {rank}, {job}"
             assert got.keys() == grads.keys()
             for name, want in grads.items():
-                # Rounding is in proportion to a tensor's largest gradient, not to each one.
+                # Rounding errors are relative to a tensor's largest gradient, not to each element.
                 error = float((got[name] - want).abs().max() / want.abs().max())
                 assert error < 1e-4, f"rank {rank}, {job}, {name}: off by {error:.1e} of the largest"
 
@@ -213,7 +214,7 @@ def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
     ("world", "tp", "pp"),
     [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 1)],
 )
-def test_the_gradient_depends_on_no_layout_and_no_micro_batch(
+def test_gradient_does_not_depend_on_layout_or_micro_batches(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
 ) -> None:
     jobs = gradient_jobs(checkpoints)
@@ -221,21 +222,21 @@ def test_the_gradient_depends_on_no_layout_and_no_micro_batch(
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    # The padded vocabulary has 320: 3 tokens at a time on one rank, 6 where it is over two.
+    # The padded vocabulary has 320 tokens: chunks of 3 tokens on one rank, of 6 on two.
     "chunks of logits": {"chunk_logits": 960},
     "selective recomputation": {"recompute_granularity": "selective"},
     "full recomputation": {"recompute_granularity": "full"},
     "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, full recomputation": {"sequence_parallel": True, "recompute_granularity": "full"},
-    "chunks of stages": {"vpp": 2},
-    "chunks of stages, full recomputation": {"vpp": 2, "recompute_granularity": "full"},
-    "chunks of stages, sequence parallel": {"vpp": 2, "sequence_parallel": True},
+    "virtual pipeline": {"vpp": 2},
+    "virtual pipeline, full recomputation": {"vpp": 2, "recompute_granularity": "full"},
+    "virtual pipeline, sequence parallel": {"vpp": 2, "sequence_parallel": True},
 }
-"""What must not change a gradient."""
+"""Settings that must not change a gradient."""
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "what"),
+    ("world", "tp", "pp", "name"),
     [
         (1, 1, 1, "chunks of logits"),
         (1, 1, 1, "selective recomputation"),
@@ -244,46 +245,46 @@ SETTINGS: dict[str, dict[str, Any]] = {
         (2, 2, 1, "sequence parallel"),
         (2, 2, 1, "sequence parallel, full recomputation"),
         (2, 1, 2, "full recomputation"),
-        (2, 1, 2, "chunks of stages"),
-        (2, 1, 2, "chunks of stages, full recomputation"),
+        (2, 1, 2, "virtual pipeline"),
+        (2, 1, 2, "virtual pipeline, full recomputation"),
         (4, 2, 2, "sequence parallel"),
-        (4, 1, 2, "chunks of stages"),
-        (4, 2, 2, "chunks of stages, sequence parallel"),
+        (4, 1, 2, "virtual pipeline"),
+        (4, 2, 2, "virtual pipeline, sequence parallel"),
     ],
 )
-def test_the_gradient_depends_on_no_setting_of_the_engine(
-    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, what: str
+def test_gradient_does_not_depend_on_engine_settings(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, name: str
 ) -> None:
     jobs = [Job(checkpoints["qwen2_tied"], role, "token-mean", SMALL, ALL) for role in ("actor", "critic")]
     jobs += [Job(checkpoints["llama_biases"], "actor", "seq-mean-token-mean", SMALL, ALL)]
-    settings = SETTINGS[what]
+    settings = SETTINGS[name]
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch, **settings), batch)
 
 
 @pytest.mark.parametrize("world", [1])
-def test_recomputation_changes_no_bit_and_keeps_less(
+def test_recomputation_is_bit_exact_and_saves_memory(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
     checkpoint = checkpoints["qwen2_tied"]
-    kept = {}
+    saved = {}
     grads = {}
-    for how in (None, "selective", "full"):
-        [(kept[how], grads[how])] = pool(world).run(
-            model_cases.kept_for_backward, checkpoint=checkpoint, batch=batch, recompute_granularity=how
+    for granularity in (None, "selective", "full"):
+        [(saved[granularity], grads[granularity])] = pool(world).run(
+            model_cases.saved_activations, checkpoint=checkpoint, batch=batch, recompute_granularity=granularity
         )
-    for how in ("selective", "full"):
+    for granularity in ("selective", "full"):
         for name, grad in grads[None].items():
-            assert torch.equal(grads[how][name], grad), f"{how}, {name}"
-    assert kept["selective"] < kept[None]
-    # Of each of the 4 layers its input alone is kept.
-    assert kept["full"] < 0.25 * kept[None]
+            assert torch.equal(grads[granularity][name], grad), f"{granularity}, {name}"
+    assert saved["selective"] < saved[None]
+    # Only the input of each of the 4 layers is saved.
+    assert saved["full"] < 0.25 * saved[None]
 
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "sequences"),
     [(2, 1, 1, (2,)), (4, 1, 1, (5, 1)), (4, 2, 1, (2,)), (4, 1, 2, (2,))],
 )
-def test_a_replica_without_sequences_changes_nothing(
+def test_replica_without_sequences_changes_no_gradient(
     pool: Any,
     checkpoints: dict[str, str],
     batch: RaggedBatch,
@@ -299,8 +300,8 @@ def test_a_replica_without_sequences_changes_nothing(
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch), batch)
 
 
-def test_the_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatch) -> None:
-    """The gradients above are not those of a plain surrogate."""
+def test_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: RaggedBatch) -> None:
+    """Guard the gradients above, which must not be those of a surrogate without clipping."""
     tied = checkpoints["qwen2_tied"]
     stats, _ = transformers_model(tied).gradients(batch, Job(tied, "actor", "token-mean", BIG, ALL))
     assert 0.1 < stats["pg_clipfrac"] < 0.9
@@ -319,7 +320,7 @@ def test_the_batch_has_clipped_tokens(checkpoints: dict[str, str], batch: Ragged
         (4, 1, 1, "qwen2_untied"),
     ],
 )
-def test_the_distributed_optimizer_takes_the_same_steps(
+def test_distributed_optimizer_takes_the_same_steps(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int, family: str
 ) -> None:
     checkpoint = checkpoints[family]
@@ -338,7 +339,7 @@ def test_the_distributed_optimizer_takes_the_same_steps(
         for distributed in (False, True)
     }
     norm, wanted = results[False][0]
-    assert norm > optim.clip_grad, "clipping must have a part in it"
+    assert norm > optim.clip_grad, "clipping must take effect"
     start = transformers_model(checkpoint).model.state_dict()
     for name, want in wanted.items():
         assert float((want - start[name]).abs().max()) > 1e-3, f"{name} has not moved"
@@ -354,7 +355,7 @@ def test_the_distributed_optimizer_takes_the_same_steps(
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 2, 2)])
-def test_the_first_ratio_is_one(
+def test_first_ratio_is_one(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
 ) -> None:
     results = pool(world).run(model_cases.first_update, checkpoint=checkpoints["qwen2_tied"], tp=tp, pp=pp, batch=batch)
@@ -369,7 +370,7 @@ def test_the_first_ratio_is_one(
     ("world", "settings"),
     [(2, {"use_distributed_optimizer": False}), (2, {"use_distributed_optimizer": True, "dtype": "bfloat16"})],
 )
-def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
+def test_nonfinite_update_on_one_rank_is_skipped_on_all(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, tmp_path: Path, world: int, settings: dict[str, Any]
 ) -> None:
     bad = (False, True, True, False, True, True, True)
@@ -390,7 +391,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
                 assert len(result["changed"]) > 10
                 continue
             assert result["changed"] == []
-            if step < 6:  # the two before the good one do not count
+            if step < 6:  # a finite update resets the count
                 assert result["metrics"] == {"actor/skipped": 1.0}
     errors = {results[6]["error"] for results in ranks}
     assert len(errors) == 1
@@ -400,18 +401,18 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         f"nonfinite_step_{step}.json" for step, is_bad in enumerate(bad) if is_bad
     ]
-    [kept] = json.loads((tmp_path / "run" / "nonfinite_step_1.json").read_text())
-    assert kept["model"] == "actor"
-    assert [s["token_ids"] for s in kept["sequences"]] == [
+    [sample] = json.loads((tmp_path / "run" / "nonfinite_step_1.json").read_text())
+    assert sample["model"] == "actor"
+    assert [s["token_ids"] for s in sample["sequences"]] == [
         seq.tolist() for seq in batch.tokens.split(batch.seq_lens.tolist())
     ]
-    assert [s["prompt_length"] for s in kept["sequences"]] == list(PROMPT_LENS)
-    assert [s["reward"] for s in kept["sequences"]] == list(range(batch.num_sequences))
-    assert torch.equal(torch.tensor([a for s in kept["sequences"] for a in s["advantages"]]), batch.advantages)
+    assert [s["prompt_length"] for s in sample["sequences"]] == list(PROMPT_LENS)
+    assert [s["reward"] for s in sample["sequences"]] == list(range(batch.num_sequences))
+    assert torch.equal(torch.tensor([a for s in sample["sequences"] for a in s["advantages"]]), batch.advantages)
 
 
 @pytest.mark.parametrize(("world", "distributed_optimizer"), [(1, False), (1, True), (2, True)])
-def test_bfloat16_weights_gather_updates_too_small_for_them(
+def test_bfloat16_weights_accumulate_updates_below_their_precision(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, distributed_optimizer: bool
 ) -> None:
     results = pool(world).run(
@@ -424,6 +425,6 @@ def test_bfloat16_weights_gather_updates_too_small_for_them(
     for result in results:
         assert result["weights"] == {"torch.bfloat16"}
         assert result["main"] == result["grads"] == result["moments"] == {"torch.float32"}
-        # 1e-5 is less than half a step of bfloat16 at 0.02; 40 of them are more than one at 0.1.
+        # 1e-5 is less than half the spacing of bfloat16 at 0.02; 40 * 1e-5 exceeds the spacing at 0.1.
         assert result["moved_first"] == 0
         assert result["moved_last"] > 0.3

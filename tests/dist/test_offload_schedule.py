@@ -1,5 +1,5 @@
-"""What is put away between phases: the loop trains alike to the last bit, the memory is really given back, and in each
-phase is on the device what the table says. vLLM's sleep, which needs a GPU, is acted out."""
+"""Offload between phases: training is bit-exact, the memory is freed, and in each phase the tensor groups of the table
+are on the device. vLLM's sleep, which needs a GPU, is simulated."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.vllm_engine import RolloutEngine
 from rlhf_mc.trainer.offload_schedule import TABLE, OffloadSchedule, row_of
 
-ALL_AWAY = [
+OFFLOAD_ALL = [
     "reshard.share_weights=false",
     *(f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")),  # critic and ref likewise
 ]
-ALL_BUT_SHARED = [
+OFFLOAD_ALL_BUT_ALIASED = [
     "actor.megatron.grad_offload=true",
     "actor.megatron.optimizer_offload=true",
     *(f"{role}.megatron.param_offload=true" for role in ("critic", "ref")),
 ]
-"""With vLLM on the actor's own weights (equal tensor parallelism)."""
-OF_THE_MACHINE = ("run_id", "timing_s/", "perf/", "reshard/", "memory/")
+"""Settings with vLLM's weights aliased to the actor's (equal tensor parallelism)."""
+MACHINE_METRICS = ("run_id", "timing_s/", "perf/", "reshard/", "memory/")
 
 
 @pytest.fixture(scope="module")
@@ -42,78 +42,79 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "tp", "rollout_tp", "dtype", "settings"),
     [
-        (1, 1, 1, "float32", ALL_AWAY),
-        (2, 1, 1, "bfloat16", ALL_AWAY),
-        (2, 2, 2, "bfloat16", ALL_BUT_SHARED),
+        (1, 1, 1, "float32", OFFLOAD_ALL),
+        (2, 1, 1, "bfloat16", OFFLOAD_ALL),
+        (2, 2, 2, "bfloat16", OFFLOAD_ALL_BUT_ALIASED),
     ],
 )
-def test_the_loop_trains_saves_and_resumes_alike_whoever_is_put_away(
+def test_loop_with_offload_is_bit_exact(
     pool: Any, workspace: Path, world: int, tp: int, rollout_tp: int, dtype: str, settings: list[str], tmp_path: Path
 ) -> None:
-    def fit(name: str, more: list[str]) -> list[dict[str, Any]]:
-        overrides = [f"trainer.default_local_dir={tmp_path / name}", f"actor.megatron.dtype={dtype}", *more]
+    def fit(name: str, extra: list[str]) -> list[dict[str, Any]]:
+        overrides = [f"trainer.default_local_dir={tmp_path / name}", f"actor.megatron.dtype={dtype}", *extra]
         results: list[dict[str, Any]] = pool(world).run(
             offload_cases.fit,
             config_path=str(workspace / "config.yaml"),
             overrides=[*overrides, "trainer.save_freq=2", *cases.layout_overrides(tp, 1, rollout_tp)],
-            vllm_sleeps=name == "away",
+            vllm_sleeps=name == "offloaded",
         )
         return results
 
-    here = fit("here", [])
-    away = fit("away", settings)
-    assert len(here[0]["steps"]) == 3
-    for mine, wanted in zip(away[0]["steps"], here[0]["steps"], strict=True):
-        assert of_training(mine) == of_training(wanted)
-    assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
+    plain = fit("plain", [])
+    offloaded = fit("offloaded", settings)
+    assert len(plain[0]["steps"]) == 3
+    for mine, wanted in zip(offloaded[0]["steps"], plain[0]["steps"], strict=True):
+        assert training_metrics(mine) == training_metrics(wanted)
+    assert checksums(tmp_path / "offloaded") == checksums(tmp_path / "plain")
     if tp < world:
-        fit("away", settings)  # resumes after the last step, and exports what it has read
-        assert files_of(tmp_path / "away") == files_of(tmp_path / "here")
+        fit("offloaded", settings)  # resumes after the last step, and exports the loaded weights
+        assert checksums(tmp_path / "offloaded") == checksums(tmp_path / "plain")
 
-    assert here[0]["told"] == [] and "timing_s/offload" not in here[0]["steps"][1]
-    assert not any(key.startswith("memory/") for key in here[0]["steps"][1])
-    last = away[0]["steps"][-1]
+    assert plain[0]["vllm_calls"] == [] and "timing_s/offload" not in plain[0]["steps"][1]
+    assert not any(key.startswith("memory/") for key in plain[0]["steps"][1])
+    last = offloaded[0]["steps"][-1]
     assert last["timing_s/offload"] > 0
     assert all(last[f"memory/{role}_offloaded_gb"] > 0 for role in ("actor", "critic", "ref"))
-    for result in away:
-        check_vllm(result["told"])
-        check_table(result["seen"], {"actor": {"params"}} if settings == ALL_BUT_SHARED else {})
+    for result in offloaded:
+        check_vllm(result["vllm_calls"])
+        check_table(result["on_device"], {"actor": {"params"}} if settings == OFFLOAD_ALL_BUT_ALIASED else {})
 
 
-def files_of(directory: Path) -> dict[str, str]:
-    """Checksums of the tensors of the training checkpoint and of the exported weights."""
+def checksums(directory: Path) -> dict[str, str]:
+    """Return the checksums of the training checkpoint's tensors and of the exported weights."""
     files = [*(directory / "global_step_2").rglob("*.distcp"), directory / "hf" / "model.safetensors"]
     assert len(files) > 1
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def of_training(metrics: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if not key.startswith(OF_THE_MACHINE)}
+def training_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if not key.startswith(MACHINE_METRICS)}
 
 
-def check_vllm(told: list[str]) -> None:
-    """Weights wake before the update, the KV cache after it; both sleep while models train. From validation to the next
-    rollout the KV cache makes room for the update."""
+def check_vllm(calls: list[str]) -> None:
+    """Check that weights wake before the weight update and the KV cache after it, that both sleep while models train,
+    and that the KV cache sleeps during the update between a validation and the next rollout.
+    """
     generate = ["wake weights", "wake kv_cache"]
     train = ["sleep 2"]
     make_room = train
     step = [*make_room, *generate, *train, *generate]  # rollout, training, validation
     validation_first = [*make_room, *generate]
     export = train
-    assert told == [*validation_first, *step, *step, *export]
+    assert calls == [*validation_first, *step, *step, *export]
 
 
-def check_table(seen: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
-    assert seen.keys() == TABLE.keys() - {"reward_model"}, "a phase that the table lacks, or one that is not entered"
-    for phase, parts in seen.items():
+def check_table(on_device: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
+    assert on_device.keys() == TABLE.keys() - {"reward_model"}, "a phase is missing in the table, or was not run"
+    for phase, groups in on_device.items():
         row = row_of(phase)
         # Adam's moments, in float32 the whole optimizer state, are made when they are loaded or first updated.
         unknown = {"optimizer"} if phase == "load_checkpoint" else set()
         if row is not None:
-            assert {role: set(names) - unknown for role, names in parts.items()} == {
-                role: (row[role] | always.get(role, set())) - unknown for role in parts
+            assert {role: set(names) - unknown for role, names in groups.items()} == {
+                role: (row[role] | always.get(role, set())) - unknown for role in groups
             }, phase
-    assert set(seen["update_actor"]["actor"]) == {"params", "grads", "optimizer"}
+    assert set(on_device["update_actor"]["actor"]) == {"params", "grads", "optimizer"}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def batch() -> RaggedBatch:
-    """Random tokens, and numbers for what the losses read."""
+    """Return a batch of random tokens, with random values in the fields that the losses read."""
     draw = torch.Generator().manual_seed(5)
     prompt_lens = torch.tensor([3, 9, 5, 4])
     response_lens = torch.tensor([6, 1, 11, 5])
@@ -150,7 +151,7 @@ def batch() -> RaggedBatch:
         (2, {"ep": 2}, "qwen3_moe", "bfloat16", True),
     ],
 )
-def test_all_that_an_optimizer_holds_comes_back(
+def test_optimizer_state_survives_offload(
     pool: Any,
     checkpoints: dict[str, str],
     batch: RaggedBatch,
@@ -161,26 +162,26 @@ def test_all_that_an_optimizer_holds_comes_back(
     distributed: bool,
 ) -> None:
     outcomes = []
-    for pauses in (False, True):
+    for offload in (False, True):
         results = pool(world).run(
-            offload_cases.steps_with_pauses,
+            offload_cases.steps_with_offload,
             checkpoint=checkpoints[family],
             mesh=mesh,
             batch=batch,
-            pauses=pauses,
+            offload=offload,
             dtype=dtype,
             use_distributed_optimizer=distributed,
         )
         outcomes.append(results)
-    for (held, norms, nothing), (held_away, norms_away, away) in zip(*outcomes, strict=True):
-        assert norms == norms_away and nothing == [0, 0, 0]
-        assert len(held) == len(held_away) and all(map(torch.equal, held, held_away))
-        # Adam's moments are there from the first step on.
-        assert 0 < away[0] < away[1] == away[2]
+    for (plain, norms, no_bytes), (offloaded, offloaded_norms, num_bytes) in zip(*outcomes, strict=True):
+        assert norms == offloaded_norms and no_bytes == [0, 0, 0]
+        assert len(plain) == len(offloaded) and all(map(torch.equal, plain, offloaded))
+        # Adam's moments exist from the first step on.
+        assert 0 < num_bytes[0] < num_bytes[1] == num_bytes[2]
 
 
 @pytest.mark.parametrize("world", [1])
-def test_a_frozen_model_scores_alike_and_is_copied_to_the_host_once(
+def test_frozen_model_is_copied_to_the_host_once(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
 ) -> None:
     result = pool(world).run(offload_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch)[0]
@@ -190,65 +191,65 @@ def test_a_frozen_model_scores_alike_and_is_copied_to_the_host_once(
     assert result["copies"] == 1
 
 
-class Recorded:
-    """Stands for a model's Offload: writes down what it is told, with the model's name."""
+class RecordingOffload:
+    """Stand-in for a model's Offload that records its calls with the model's name."""
 
-    def __init__(self, name: str, told: list[str]) -> None:
+    def __init__(self, name: str, calls: list[str]) -> None:
         self._name = name
-        self._told = told
+        self._calls = calls
         self.offloaded_bytes = 0
 
     def differs_from(self, on_device: Any) -> bool:
         return True
 
     def offload_all_but(self, on_device: Any) -> None:
-        self._told.append(f"put away {self._name}")
+        self._calls.append(f"offload {self._name}")
 
     def onload(self, on_device: Any) -> None:
-        self._told.append(f"bring back {self._name}")
+        self._calls.append(f"onload {self._name}")
 
 
-class RecordedRollout:
-    """Stands for the rollout engine, likewise."""
+class RecordingRollout:
+    """Stand-in for the rollout engine that records its calls."""
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
         self.awake = frozenset({"weights", "kv_cache"})
 
     def sleep(self) -> None:
-        self._told.append("sleep")
+        self._calls.append("sleep")
         self.awake = frozenset()
 
     def wake_up(self, part: str) -> None:
-        self._told.append(f"wake {part}")
+        self._calls.append(f"wake {part}")
         self.awake |= {part}
 
 
-def test_all_that_leaves_goes_before_anything_comes() -> None:
-    told: list[str] = []
-    places = OffloadSchedule()
+def test_offloads_precede_onloads() -> None:
+    calls: list[str] = []
+    schedule = OffloadSchedule()
     for role in ("actor", "critic"):
-        places.add(role, SimpleNamespace(offload=Recorded(role, told)))  # type: ignore[arg-type]
-    assert told == ["put away actor", "put away critic"], "a finished model makes room for the next"
-    places.add_rollout(RecordedRollout(told))  # type: ignore[arg-type]
-    away = ["put away actor", "put away critic"]
-    back = ["bring back actor", "bring back critic"]
+        schedule.add(role, SimpleNamespace(offload=RecordingOffload(role, calls)))  # type: ignore[arg-type]
+    assert calls == ["offload actor", "offload critic"], "a finished model makes room for the next"
+    schedule.add_rollout(RecordingRollout(calls))  # type: ignore[arg-type]
+    offloads = ["offload actor", "offload critic"]
+    onloads = ["onload actor", "onload critic"]
     for phase, wanted in {
-        "update_weights": [*away, "sleep", *back, "wake weights"],
-        "gen": [*away, *back, "wake kv_cache"],
+        "update_weights": [*offloads, "sleep", *onloads, "wake weights"],
+        "gen": [*offloads, *onloads, "wake kv_cache"],
         "reward": [],
-        "old_log_prob": [*away, "sleep", *back],
-        "update_actor": [*away, *back],
+        "old_log_prob": [*offloads, "sleep", *onloads],
+        "update_actor": [*offloads, *onloads],
     }.items():
-        told.clear()
+        calls.clear()
         timer = PhaseTimer()
-        with places.phase(timer, phase):
-            assert told == wanted, phase
+        with schedule.phase(timer, phase):
+            assert calls == wanted, phase
         assert set(timer.result()) == {f"timing_s/{phase}"} | ({"timing_s/offload"} if wanted else set())
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_buffer_that_vllm_loses_in_its_sleep_is_found(kept: bool) -> None:
+def test_buffer_lost_in_vllms_sleep_is_detected(kept: bool) -> None:
     model = torch.nn.Module()
     model.register_buffer("cos_sin_cache", torch.arange(6.0), persistent=False)
 
@@ -270,7 +271,7 @@ def test_a_buffer_that_vllm_loses_in_its_sleep_is_found(kept: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [1])
-def test_a_cpu_refuses_vllms_sleep(pool: Any, workspace: Path, world: int) -> None:
+def test_vllms_sleep_is_rejected_on_a_cpu(pool: Any, workspace: Path, world: int) -> None:
     sections = {"rollout": {"free_cache_engine": True}}
     [(ok, value)] = pool(world).outcomes(cases.try_to_build, directory=str(workspace), sections=sections)
     assert not ok and value[0] == "UserError"

@@ -1,4 +1,4 @@
-"""Settings that change which phases of a step do something, by the loop itself on one process."""
+"""Settings that change the phases of a step, in the loop on one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tiny import make_reward_model, make_workspace, write_config
 
 
-def test_while_the_critic_warms_up_the_actor_stays(pool: Any, tmp_path: Path) -> None:
+def test_actor_is_unchanged_during_critic_warmup(pool: Any, tmp_path: Path) -> None:
     make_workspace(tmp_path)
     result = cases.run_two_steps(
         pool(1), write_config(tmp_path), (1, 1, 1), tmp_path / "out", ["trainer.critic_warmup=1"]
@@ -19,16 +19,16 @@ def test_while_the_critic_warms_up_the_actor_stays(pool: Any, tmp_path: Path) ->
     assert "actor/loss" not in first and "actor/loss" in second
     assert first["critic/grad_norm"] > 0 and second["critic/values/mean"] != first["critic/values/mean"]
     result = cases.run_two_steps(
-        pool(1), tmp_path / "config.yaml", (1, 1, 1), tmp_path / "still", ["trainer.critic_warmup=2"]
+        pool(1), tmp_path / "config.yaml", (1, 1, 1), tmp_path / "during_warmup", ["trainer.critic_warmup=2"]
     )[0]
-    start, still = (cases.exported_weights(str(tmp_path / name)) for name in ("model", "still"))
+    start, during_warmup = (cases.exported_weights(str(tmp_path / name)) for name in ("model", "during_warmup"))
     moved = cases.exported_weights(str(tmp_path / "out"))
-    assert all(torch.equal(start[name], still[name]) for name in start)
+    assert all(torch.equal(start[name], during_warmup[name]) for name in start)
     assert any(not torch.equal(start[name], moved[name]) for name in start)
 
 
-def test_a_reward_model_scores_and_the_critic_starts_from_it(pool: Any, tmp_path: Path) -> None:
-    """With what else decides how passes run: parts of the models frozen, micro-batches by number of sequences."""
+def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path) -> None:
+    """Run with a reward model, partly frozen models, and micro-batches of a fixed number of sequences."""
     make_workspace(tmp_path)
     model = make_reward_model(tmp_path / "reward_model")
     result = cases.run_two_steps(
@@ -47,7 +47,7 @@ def test_a_reward_model_scores_and_the_critic_starts_from_it(pool: Any, tmp_path
         ],
     )[0]
     for step in result["steps"]:
-        tenths = step["critic/score/min"] * 10  # which tiny's reward function would give whole
+        tenths = step["critic/score/min"] * 10  # a whole number with tiny's reward function
         assert abs(tenths - round(tenths)) > 1e-3
         assert step["critic/values/max"] > step["critic/values/min"], "a value head from the checkpoint, not zeros"
         assert step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0

@@ -19,14 +19,14 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("bucket", [4096, 1 << 20])
-@pytest.mark.parametrize("way", ["shared", "sockets", "refused", "limited"])
+@pytest.mark.parametrize("kind", ["shared", "sockets", "refused", "limited"])
 @pytest.mark.parametrize(("world", "tp", "pp", "first", "rollout_tp"), LAYOUTS)
 def test_every_transport_delivers_every_block(
-    pool: Any, way: str, world: int, tp: int, pp: int, first: int | None, rollout_tp: int, bucket: int
+    pool: Any, kind: str, world: int, tp: int, pp: int, first: int | None, rollout_tp: int, bucket: int
 ) -> None:
     results = pool(world).run(
-        reshard_cases.update_by,
-        way=way,
+        reshard_cases.update_weights,
+        kind=kind,
         tp=tp,
         pp=pp,
         first_layers=first,
@@ -35,4 +35,4 @@ def test_every_transport_delivers_every_block(
         ranks_per_node=2 if bucket == 4096 else world,  # two nodes: some blocks are forwarded within a node
     )
     # If one rank may not read another's memory, no rank of the node does.
-    assert results == [(True, world if way == "shared" else 0)] * world
+    assert results == [(True, world if kind == "shared" else 0)] * world

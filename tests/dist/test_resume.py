@@ -1,5 +1,5 @@
-"""A run that goes on from a checkpoint is the run that wrote it: on the same layout bit for bit; in any other with the
-same models and optimizers, and the same curves but for rounding."""
+"""Resuming from a checkpoint: bit-exact on the same layout; in another layout with the same models and optimizers, and
+the same metrics up to rounding."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(make_workspace(tmp_path_factory.mktemp("resume")), **SETTINGS)
 
 
-class Uninterrupted:
-    """Whole runs by layout, each done once."""
+class UninterruptedRuns:
+    """Uninterrupted runs by layout, each run once."""
 
     def __init__(self, pool: Any, config: Path, root: Path) -> None:
         self.pool = pool
         self.config = config
         self.root = root
-        self._known: dict[str, list[dict[str, Any]]] = {}
+        self._results: dict[str, list[dict[str, Any]]] = {}
 
     def directory(self, layout: str) -> Path:
         return self.root / layout.replace(" ", "_")
 
     def results(self, layout: str) -> list[dict[str, Any]]:
-        if layout not in self._known:
-            self._known[layout] = self.train(layout, self.directory(layout), [])
-        return self._known[layout]
+        if layout not in self._results:
+            self._results[layout] = self.train(layout, self.directory(layout), [])
+        return self._results[layout]
 
     def train(self, layout: str, directory: Path, overrides: list[str]) -> list[dict[str, Any]]:
         world, settings = LAYOUTS[layout]
         overrides = [*overrides, *(f"actor.megatron.{s}" for s in settings), f"trainer.default_local_dir={directory}"]
         results: list[dict[str, Any]] = self.pool(world).run(
-            resume_cases.train, config_path=str(self.config), overrides=overrides, look_at=SAVED
+            resume_cases.train, config_path=str(self.config), overrides=overrides, record_at=SAVED
         )
         return results
 
@@ -77,12 +77,12 @@ class Uninterrupted:
 
 
 @pytest.fixture(scope="module")
-def runs(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    return Uninterrupted(pool, config, tmp_path_factory.mktemp("whole"))
+def runs(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> UninterruptedRuns:
+    return UninterruptedRuns(pool, config, tmp_path_factory.mktemp("whole"))
 
 
 def metrics(run: Path) -> dict[int, dict[str, float]]:
-    """By step, from the saved one on, without what a clock or the process's size decides."""
+    """Return the metrics by step, after the saved one, without timings and memory."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     varies = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
     rows = [{k: v for k, v in row.items() if not k.startswith(varies)} for row in rows]
@@ -90,25 +90,25 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 
 def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]:
-    """The whole tensors, as bytes of the elements, from all ranks' blocks; those that several ranks hold must agree."""
+    """Return the whole tensors, as bytes of the elements, from all ranks' blocks. Replicas of a block must agree."""
     out: dict[str, np.ndarray] = {}
     for result in results:
         for key, shape, box, data in result[when]:
-            place = tuple(slice(*side) for side in box)
+            slices = tuple(slice(*side) for side in box)
             size = data.size // int(np.prod([end - start for start, end in box]))
             data = data.reshape(*(end - start for start, end in box), size)
             whole, filled = (
                 out.setdefault(key + part, np.zeros((*shape, size), np.uint8)) for part in ("", " is filled")
             )
-            assert not filled[place].any() or (whole[place] == data).all(), key
-            whole[place] = data
-            filled[place] = 1
+            assert not filled[slices].any() or (whole[slices] == data).all(), key
+            whole[slices] = data
+            filled[slices] = 1
     assert all(tensor.all() for key, tensor in out.items() if key.endswith(" is filled"))
     return out
 
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2"])
-def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, layout: str) -> None:
+def test_resume_on_same_layout_is_bit_exact(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
     (tmp_path / success.NAME).write_text("an earlier run's")
     resumed = runs.resumed(layout, layout, tmp_path)
     whole = runs.results(layout)
@@ -128,8 +128,8 @@ def test_on_the_same_layout_bit_for_bit(runs: Uninterrupted, tmp_path: Path, lay
 
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2"])
-def test_a_checkpoint_is_exported_without_the_jobs_ranks(runs: Uninterrupted, tmp_path: Path, layout: str) -> None:
-    """As the run did after its last step; the critic in the form that a critic begins with."""
+def test_checkpoint_is_exported_on_other_ranks(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
+    """Compare with the run's own export after its last step. The critic is exported as a sequence classifier."""
     results = runs.results(layout)
     run = runs.directory(layout)
     tool = str(ROOT / "tools" / "convert_mcore_to_hf.py")
@@ -140,14 +140,14 @@ def test_a_checkpoint_is_exported_without_the_jobs_ranks(runs: Uninterrupted, tm
     exported = {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()} == exported
     assert json.loads(exported["run.json"])["step"] == STEPS
-    pieces = ["--checkpoint", checkpoint, "--output", str(tmp_path / "pieces"), "--max-shard-gb", "0.0004"]
-    done = forked.run_ranks(2, [tool, *pieces])
+    shards = ["--checkpoint", checkpoint, "--output", str(tmp_path / "shards"), "--max-shard-gb", "0.0004"]
+    done = forked.run_ranks(2, [tool, *shards])
     assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
-    files = sorted((tmp_path / "pieces").glob("model-*.safetensors"))
+    files = sorted((tmp_path / "shards").glob("model-*.safetensors"))
     whole = load_file(run / "hf" / "model.safetensors")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert len(files) > 2 and found.keys() == whole.keys()
-    assert len(files) % 2 == 1 or layout == "TP 2"  # once one rank has nothing to write at last
+    assert len(files) % 2 == 1 or layout == "TP 2"  # so that a rank without a last file to write is covered
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     critic = load_file(tmp_path / "critic" / "model.safetensors")
     wanted = assembled(results, "last")
@@ -160,23 +160,23 @@ def test_a_checkpoint_is_exported_without_the_jobs_ranks(runs: Uninterrupted, tm
     assert torch.equal(classifier.score.weight, critic["score.weight"].to(classifier.score.weight.dtype))
 
 
-def test_an_export_that_cannot_be(runs: Uninterrupted, tmp_path: Path) -> None:
+def test_export_errors_are_one_line(runs: UninterruptedRuns, tmp_path: Path) -> None:
     runs.results("one rank, bfloat16")
     tool = str(ROOT / "tools" / "convert_mcore_to_hf.py")
     whole = runs.directory("one rank, bfloat16") / f"global_step_{STEPS}"
-    harmed = shutil.copytree(whole, tmp_path / "harmed")
-    os.truncate(harmed / "__0_0.distcp", 1000)
-    for checkpoint, more, words in (
-        (harmed, [], "__0_0.distcp: damaged"),
+    corrupt = shutil.copytree(whole, tmp_path / "corrupt")
+    os.truncate(corrupt / "__0_0.distcp", 1000)
+    for checkpoint, options, words in (
+        (corrupt, [], "__0_0.distcp: damaged"),
         (whole, ["--hf-path", str(tmp_path / "nowhere")], "nowhere: no such directory"),
         (runs.config.parent / "model", ["--role", "actor"], "are for a run's global_step_N"),
     ):
-        done = forked.run([tool, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *more])
+        done = forked.run([tool, "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), *options])
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_every_file_has_the_umasks_mode(runs: Uninterrupted, tmp_path: Path) -> None:
+def test_file_modes_follow_the_umask(runs: UninterruptedRuns, tmp_path: Path) -> None:
     runs.results("TP 2")
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
@@ -196,7 +196,9 @@ def test_every_file_has_the_umasks_mode(runs: Uninterrupted, tmp_path: Path) -> 
         ("TP 4 of 2 KV heads", "TP 2 x DP 2"),
     ],
 )
-def test_in_another_layout(runs: Uninterrupted, tmp_path: Path, source: str, layout: str) -> None:
+def test_resume_in_another_layout_keeps_models_and_metrics(
+    runs: UninterruptedRuns, tmp_path: Path, source: str, layout: str
+) -> None:
     resumed = runs.resumed(source, layout, tmp_path)
     then = assembled(resumed, "then")
     saved = assembled(runs.results(source), "then")

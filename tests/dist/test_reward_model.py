@@ -1,4 +1,4 @@
-"""A reward model's scores, and the values of a critic that starts from one, against transformers' classifier."""
+"""Scores of a reward model, and values of a critic that starts from one, against transformers' classifier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("world", "tp", "pp", "settings"),
     [(1, 1, 1, {}), (2, 1, 1, {}), (2, 1, 2, {}), (2, 2, 1, {"sequence_parallel": True})],
 )
-def test_scores_and_values_are_those_of_transformers(
+def test_scores_and_values_match_transformers(
     pool: Any, checkpoint: Path, world: int, tp: int, pp: int, settings: dict[str, Any]
 ) -> None:
     draw = torch.Generator().manual_seed(7)

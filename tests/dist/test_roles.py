@@ -1,6 +1,5 @@
-"""Actor, critic, reference and reward model in layouts of their own, side by side on the same ranks: scores, gradients
-and steps are those of one process, and groups of the same ranks are made once. Whole PPO steps are in test_layouts.py.
-"""
+"""Actor, critic, reference and reward model in their own layouts on the same ranks: scores, gradients and steps match
+one process, and process groups of the same ranks are created once. Whole PPO steps: test_layouts.py."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         2,
         {"actor": {"checkpoint": "experts", "ep": 2}, "critic": {"tp": 2}, "ref": {"checkpoint": "experts"}},
     ),
-    # Stages in the middle are in no group of embeddings.
+    # Middle stages are in no embedding group.
     "4 ranks: PP, TP x PP, TP x DP": (
         4,
         {"actor": {"pp": 4}, "critic": {"tp": 2, "pp": 2}, "ref": {"tp": 2}, "reward_model": {}},
@@ -47,26 +46,28 @@ def role_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 
 @pytest.fixture(scope="session")
 def role_batch() -> RaggedBatch:
-    """Random tokens, and random numbers for all that the losses read."""
+    """Return a batch of random tokens, with random values in the fields that the losses read."""
     draw = torch.Generator().manual_seed(5)
     prompt_lens = torch.tensor(PROMPT_LENS)
     response_lens = torch.tensor(RESPONSE_LENS)
     responses = int(response_lens.sum())
     names = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
-    numbers = {name: torch.randn(responses, generator=draw) for name in names}
-    numbers |= {name: 0.3 * numbers[name] - 4.0 for name in ("old_log_probs", "ref_log_probs")}
+    values = {name: torch.randn(responses, generator=draw) for name in names}
+    values |= {name: 0.3 * values[name] - 4.0 for name in ("old_log_probs", "ref_log_probs")}
     return RaggedBatch(
         tokens=torch.randint(260, (int((prompt_lens + response_lens).sum()),), generator=draw),
         prompt_lens=prompt_lens,
         response_lens=response_lens,
         rollout_log_probs=torch.zeros(responses),
         finished=torch.ones(len(prompt_lens), dtype=torch.bool),
-        **numbers,
+        **values,
     )
 
 
-def places(checkpoints: dict[str, str], layouts: dict[str, dict[str, Any]], alone: bool) -> dict[str, RolePlacement]:
-    """alone: the same models, each whole."""
+def placements(
+    checkpoints: dict[str, str], layouts: dict[str, dict[str, Any]], alone: bool
+) -> dict[str, RolePlacement]:
+    """Return each role's checkpoint and layout; with `alone`, the layout of one process."""
     out = {}
     for role, layout in layouts.items():
         checkpoint = checkpoints[layout.get("checkpoint", "dense")]
@@ -77,33 +78,33 @@ def places(checkpoints: dict[str, str], layouts: dict[str, dict[str, Any]], alon
 
 @pytest.fixture(scope="session")
 def alone(pool: Any, role_checkpoints: dict[str, str], role_batch: RaggedBatch) -> dict[str, dict[str, Any]]:
-    """What one process makes of the models of each case."""
+    """Return for each case the results of its models on one process."""
     known: dict[frozenset[Any], dict[str, Any]] = {}
     out = {}
     for name, (_, layouts) in CASES.items():
-        models = places(role_checkpoints, layouts, alone=True)
+        models = placements(role_checkpoints, layouts, alone=True)
         key = frozenset(models.items())
         if key not in known:
-            [known[key]] = pool(1).run(role_cases.take_turns, places=models, batch=role_batch)
+            [known[key]] = pool(1).run(role_cases.step_all_roles, placements=models, batch=role_batch)
         out[name] = known[key]
     return out
 
 
-def assert_close(got: Any, want: Any, what: str) -> None:
-    """Trees of tensors and numbers, to fp32 rounding in proportion to a tensor's largest element."""
+def assert_close(got: Any, want: Any, name: str) -> None:
+    """Compare trees of tensors and numbers, up to fp32 rounding relative to a tensor's largest element."""
     if isinstance(want, dict):
-        assert got.keys() == want.keys(), what
+        assert got.keys() == want.keys(), name
         for key in want:
-            assert_close(got[key], want[key], f"{what}, {key}")
+            assert_close(got[key], want[key], f"{name}, {key}")
     elif isinstance(want, torch.Tensor):
         error = float((got - want).abs().max() / want.abs().max())
-        assert error < 1e-4, f"{what}: off by {error:.1e} of the largest"
+        assert error < 1e-4, f"{name}: off by {error:.1e} of the largest"
     else:
-        assert got == pytest.approx(want, rel=2e-4, abs=2e-6), what
+        assert got == pytest.approx(want, rel=2e-4, abs=2e-6), name
 
 
 @pytest.mark.parametrize(("world", "case"), [(world, case) for case, (world, _) in CASES.items()])
-def test_roles_in_layouts_of_their_own_do_as_on_one_process(
+def test_roles_in_their_own_layouts_match_one_process(
     pool: Any,
     alone: dict[str, dict[str, Any]],
     role_checkpoints: dict[str, str],
@@ -111,18 +112,18 @@ def test_roles_in_layouts_of_their_own_do_as_on_one_process(
     world: int,
     case: str,
 ) -> None:
-    models = places(role_checkpoints, CASES[case][1], alone=False)
-    results = pool(world).run(role_cases.take_turns, places=models, batch=role_batch)
+    models = placements(role_checkpoints, CASES[case][1], alone=False)
+    results = pool(world).run(role_cases.step_all_roles, placements=models, batch=role_batch)
     for rank, result in enumerate(results):
-        for what, want in alone[case].items():
-            if what != "communicators":
-                assert_close(result[what], want, f"rank {rank}, {what}")
-        # No two groups of the same ranks, whatever they are for and whichever role's.
+        for name, want in alone[case].items():
+            if name != "communicators":
+                assert_close(result[name], want, f"rank {rank}, {name}")
+        # No two groups of the same ranks, over all purposes and roles.
         assert len(set(result["communicators"])) == len(result["communicators"])
 
 
-def test_the_steps_above_change_the_models(alone: dict[str, dict[str, Any]]) -> None:
-    """But for the reference and the reward model."""
+def test_step_changes_only_actor_and_critic(alone: dict[str, dict[str, Any]]) -> None:
+    """Guard the comparison above: actor and critic train, reference and reward model do not."""
     for result in alone.values():
         for role in result["before"]:
             trained = role in ("actor", "critic")

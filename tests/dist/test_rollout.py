@@ -1,5 +1,5 @@
-"""Chunked prefill: where an engine step has fewer tokens than its prompts, vLLM cuts prompts, and the responses must
-be those of whole prompts. Real GSM8K prompts reach that at default rollout settings."""
+"""Chunked prefill: if a batch's prompts exceed max_num_batched_tokens, vLLM splits prompts into chunks. The responses
+must be those of unchunked prompts. Real GSM8K prompts need chunks at the default rollout settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tiny import make_checkpoint
 from rlhf_mc.config.schema import RolloutConfig
 
 MAX_MODEL_LEN = 72
-WHOLE = 8192
-CUTS = (72, 75, 88, 131)
-"""Values of max_num_batched_tokens that cut the prompts in different places, up to several of one step's."""
+UNCHUNKED = 8192
+CHUNKED = (72, 75, 88, 131)
+"""Values of max_num_batched_tokens that split the prompts at different places, up to several prompts of one step."""
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +37,22 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("world", "rollout_tp"), [(1, 1), (2, 2)])
-def test_chunked_prefill_draws_the_same_responses(
+def test_chunked_prefill_samples_the_same_responses(
     pool: Any, checkpoint: str, prompts: list[list[int]], world: int, rollout_tp: int
 ) -> None:
-    whole, *chunked = pool(world).run(
+    unchunked, *chunked = pool(world).run(
         rollout_cases.generate,
         checkpoint=checkpoint,
         rollout_tp=rollout_tp,
         max_model_len=MAX_MODEL_LEN,
         prompts=prompts,
         temperature=1.0,
-        budgets=(WHOLE, *CUTS),
+        budgets=(UNCHUNKED, *CHUNKED),
     )[0]
-    assert len({tuple(r.token_ids) for r in whole}) == len(prompts)  # sampled, each with a seed of its own
+    assert len({tuple(r.token_ids) for r in unchunked}) == len(prompts)  # sampled, each with its own seed
     for responses in chunked:
-        assert [r.token_ids for r in responses] == [r.token_ids for r in whole]
-        for mine, reference in zip(responses, whole, strict=True):
+        assert [r.token_ids for r in responses] == [r.token_ids for r in unchunked]
+        for mine, reference in zip(responses, unchunked, strict=True):
             torch.testing.assert_close(
                 torch.tensor(mine.log_probs), torch.tensor(reference.log_probs), atol=1e-5, rtol=0
             )
@@ -67,7 +67,7 @@ def test_vllm_still_needs_the_patch_of_chunked_prefill(
         checkpoint=checkpoint,
         max_model_len=MAX_MODEL_LEN,
         prompts=prompts,
-        budget=CUTS[0],
+        budget=CHUNKED[0],
     )
     assert "does not use offset" in error
 
@@ -129,7 +129,7 @@ def one_process(pool: Any, gsm8k: Path) -> dict[str, Any]:
 def test_gsm8k_at_default_rollout_settings(
     pool: Any, gsm8k: Path, one_process: dict[str, Any], world: int, source: str
 ) -> None:
-    """Every engine has more prompt tokens than max_num_batched_tokens. Two processes draw what one draws."""
+    """Check that every engine needs chunked prefill, and that two processes sample the same tokens as one."""
     config = str(gsm8k / "config.yaml")
     results = [one_process] if world == 1 else pool(world).run(rollout_cases.gsm8k_steps, config_path=config)
     for result in results:
@@ -137,6 +137,6 @@ def test_gsm8k_at_default_rollout_settings(
         for metrics in result["steps"]:
             assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
         assert result["samples"].count("[response]") == 8
-        # The second step's actor has been through an update: its tokens agree where no draw is a near tie.
+        # The second step's actor has been updated: its tokens agree unless two candidates are nearly tied.
         assert result["digests"] == one_process["digests"]
         assert result["samples"] == one_process["samples"]
