@@ -1,5 +1,5 @@
-"""Heartbeats between two ranks: a silent or disconnected rank ends the others, a rank that signs off does not. All ranks
-agree on a stop request. Conclusions from heartbeats: tests/unit/test_failure_detector.py."""
+"""Heartbeats between two ranks: a silent or disconnected rank ends the others, a rank that signs off does not. All
+ranks agree on a stop request. Conclusions from heartbeats: tests/unit/test_failure_detector.py."""
 
 from __future__ import annotations
 
