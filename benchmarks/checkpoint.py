@@ -1,11 +1,10 @@
-"""How long the training loop stands still for a checkpoint: one that is written at once, against one that is written in
-the background. Actor and critic with their optimizers, in turn, the same files, on the disk at hand:
+"""Time that a checkpoint blocks the training loop: written synchronously against written in the background. Actor and
+critic with their optimizers, the two in turn, the same files, on this machine's disk:
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
 
-Beside them what no program can go below: the bytes at the speed at which this machine copies memory, and at which this
-disk takes them.
+Lower bounds are printed with the times: the bytes at this machine's memory and disk bandwidth.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rlhf_mc.trainer.setup import layouts_of
 
 
 def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
-    """Actor and critic of about 12 x layers x hidden^2 parameters each, their optimizers as after a step."""
+    """Build actor and critic of about 12 x layers x hidden^2 parameters each, with optimizer states as after a step."""
     config = {
         "model_type": "qwen2",
         "hidden_size": hidden,
@@ -64,22 +63,22 @@ def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """From when all ranks begin to when the last is done."""
+    """Return the seconds from the common start of all ranks to the end of the last."""
     dist.barrier()
     start = time.perf_counter()
     action()
     return max(gather_objects(time.perf_counter() - start))
 
 
-def copy_speed(size: int) -> float:
-    """Bytes per second from one piece of memory to another, both in use before."""
+def memory_bandwidth(size: int) -> float:
+    """Return the bytes per second of a copy between two tensors whose pages are mapped."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.ones(size, dtype=torch.uint8)
     return size / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
 
 
-def disk_speed(directory: Path, size: int) -> float:
-    """Bytes per second of one rank, all writing at once, until they are on the disk."""
+def disk_bandwidth(directory: Path, size: int) -> float:
+    """Return the bytes per second of one rank, until they are synced to disk, while all ranks write."""
     data = memoryview(torch.ones(size, dtype=torch.uint8).numpy())
 
     def write() -> None:
@@ -93,8 +92,8 @@ def disk_speed(directory: Path, size: int) -> float:
     return size / seconds
 
 
-def work(seconds: float, until: Callable[[], bool]) -> float:
-    """Matrix products per second, for so long or until that holds."""
+def matmul_rate(seconds: float, until: Callable[[], bool]) -> float:
+    """Compute matrix products for `seconds` or until `until` is true. Return the products per second."""
     a = torch.randn(384, 384)
     start = time.perf_counter()
     count = 0
@@ -122,11 +121,11 @@ def main() -> None:
 
 
 def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
-    """Both ways in turn, a round after the other; the first is a warm-up, told apart."""
+    """Save the two in turn in each round, and report. The first round is a warm-up."""
     size = num_bytes(block for role in roles for block in blocks_of(role))
     buffers = HostBuffers()
-    blocked: dict[str, list[float]] = {"at once": [], "in the background": [], "commit": [], "written after": []}
-    speed: dict[str, list[float]] = {"alone": [], "beside": []}
+    blocked: dict[str, list[float]] = {"synchronous": [], "background": [], "commit": [], "written after": []}
+    speed: dict[str, list[float]] = {"alone": [], "during save": []}
     for number in range(rounds + 1):
         save: list[Save] = []
         step = 2 * number
@@ -134,22 +133,22 @@ def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
         def begin(step: int, background: bool, save: list[Save] = save) -> None:
             save.append(Save(root, step, roles, {}, {}, {}, "run", buffers if background else None))
 
-        at_once = seconds_of(lambda: begin(step, False)) + seconds_of(lambda: save[-1].commit())  # noqa: B023
+        synchronous = seconds_of(lambda: begin(step, False)) + seconds_of(lambda: save[-1].commit())  # noqa: B023
         started = time.perf_counter()
         begun = seconds_of(lambda: begin(step + 1, True))  # noqa: B023
-        speed["beside"].append(work(60, save[-1]._writing.is_done))
+        speed["during save"].append(matmul_rate(60, save[-1]._writing.is_done))
         while not save[-1].is_written():
             time.sleep(0.01)
         after = time.perf_counter() - started
         committed = seconds_of(lambda: save[-1].commit())  # noqa: B023
-        speed["alone"].append(work(1.0, lambda: False))
-        for name, value in zip(blocked, (at_once, begun, committed, after), strict=True):
+        speed["alone"].append(matmul_rate(1.0, lambda: False))
+        for name, value in zip(blocked, (synchronous, begun, committed, after), strict=True):
             blocked[name].append(value)
-    report(size, blocked, speed, copy_speed(min(size, 1 << 28)), disk_speed(root, min(size, 1 << 28)))
+    report(size, blocked, speed, memory_bandwidth(min(size, 1 << 28)), disk_bandwidth(root, min(size, 1 << 28)))
 
 
 def report(size: int, blocked: dict[str, list[float]], speed: dict[str, list[float]], copy: float, disk: float) -> None:
-    """One line a number, from rank 0."""
+    """Print the medians on rank 0."""
     if dist.get_rank() != 0:
         return
     sync, begun, committed, after = (statistics.median(values[1:]) for values in blocked.values())
@@ -159,17 +158,17 @@ def report(size: int, blocked: dict[str, list[float]], speed: dict[str, list[flo
         f"medians of {len(blocked['commit']) - 1}"
     )
     print(
-        f"written at once:          blocked for {sync:.3f} s "
+        f"synchronous:              blocked for {sync:.3f} s "
         f"(bound: {size / disk:.3f} s at {disk / 1e9:.2f} GB/s of disk)"
     )
     print(
-        f"written in background:    blocked for {begun + committed:.3f} s: {begun:.3f} s to copy "
+        f"background:               blocked for {begun + committed:.3f} s: {begun:.3f} s to copy "
         f"(bound: {size / copy:.3f} s at {copy / 1e9:.2f} GB/s of memory), {committed:.3f} s to commit"
     )
     print(f"ratio:                    {(begun + committed) / sync:.1%}")
-    print(f"the first in background:  {blocked['in the background'][0]:.3f} s to copy, into fresh memory")
-    slow = statistics.median(speed["beside"]) / statistics.median(speed["alone"])
-    print(f"written after {after:.2f} s, during which the rank computes at {slow:.0%} of its speed alone")
+    print(f"first in background:      {blocked['background'][0]:.3f} s to copy, into newly allocated memory")
+    slow = statistics.median(speed["during save"]) / statistics.median(speed["alone"])
+    print(f"written after {after:.2f} s, during which the rank computes at {slow:.0%} of its usual speed")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The log-prob pass of a frozen model (a reference) against that of the same model with an optimizer (an actor): time,
-and the largest memory beyond what was there before, on each tensor-parallel rank. On the CPU, both ways in turn:
+"""Log-prob pass of a frozen model (a reference) against the same model with an optimizer (an actor): time and peak
+additional memory of a tensor-parallel rank. On the CPU, both variants in turn:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/frozen_pass.py
 """
@@ -28,20 +28,20 @@ from rlhf_mc.topology.rendezvous import init_process_group
 from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
 
-WAYS = ("trainable", "frozen")
+VARIANTS = ("trainable", "frozen")
 
 
-def make_engines(directory: str, dtype: str) -> dict[str, ModelEngine]:
+def make_variants(directory: str, dtype: str) -> dict[str, ModelEngine]:
     """Build the checkpoint's model twice, over all ranks by tensor parallelism."""
     reader = HFReader(directory)
     world = dist.get_world_size()
     groups = build_groups(Mesh(world, world, 1))
     engines = {}
-    for way in WAYS:
+    for variant in VARIANTS:
         config = MegatronConfig(tensor_model_parallel_size=world, dtype=dtype, use_distributed_optimizer=False)
-        engine = ModelEngine(way, ModelShape.from_hf_config(reader.config), config, groups)
+        engine = ModelEngine(variant, ModelShape.from_hf_config(reader.config), config, groups)
         import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
-        engines[way] = engine
+        engines[variant] = engine
     engines["trainable"].make_trainable(OptimConfig(), total_steps=1)
     return engines
 
@@ -79,25 +79,28 @@ def main() -> None:
         shared = [directory]
         dist.broadcast_object_list(shared)
         for dtype in ("bfloat16", "float32"):
-            engines = make_engines(shared[0], dtype)
-            found: dict[str, list[tuple[float, int]]] = {way: [] for way in WAYS}
+            engines = make_variants(shared[0], dtype)
+            found: dict[str, list[tuple[float, int]]] = {variant: [] for variant in VARIANTS}
             scores: dict[str, Any] = {}
             for number in range(args.rounds + 1):  # the first is a warm-up
-                for way, engine in engines.items():
+                for variant, engine in engines.items():
 
-                    def run(way: str = way, engine: ModelEngine = engine, out: dict[str, Any] = scores) -> None:
-                        out[way] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
+                    def run(variant: str = variant, engine: ModelEngine = engine, out: dict[str, Any] = scores) -> None:
+                        out[variant] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
 
                     dist.barrier()
                     start = time.perf_counter()
                     peak = peak_bytes(run)
                     if number:
-                        found[way].append((time.perf_counter() - start, peak))
+                        found[variant].append((time.perf_counter() - start, peak))
             torch.testing.assert_close(scores["frozen"], scores["trainable"], rtol=0, atol=0.1)
-            medians = {way: [statistics.median(column) for column in zip(*found[way], strict=True)] for way in WAYS}
+            medians = {
+                variant: [statistics.median(column) for column in zip(*found[variant], strict=True)]
+                for variant in VARIANTS
+            }
             if rank == 0:
-                for way, (seconds, peak) in medians.items():
-                    print(f"{dtype:>9} {way:>10}: {seconds:6.2f} s {peak / 2**20:8.0f} MiB")
+                for variant, (seconds, peak) in medians.items():
+                    print(f"{dtype:>9} {variant:>10}: {seconds:6.2f} s {peak / 2**20:8.0f} MiB")
                 time_ratio, memory_ratio = (a / b for a, b in zip(medians["frozen"], medians["trainable"], strict=True))
                 print(f"{dtype:>9} frozen / trainable: {time_ratio:.2f} in time, {memory_ratio:.2f} in memory")
         dist.barrier()

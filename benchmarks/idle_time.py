@@ -1,10 +1,10 @@
-"""How long data-parallel ranks wait for each other before they add up their gradients: sequences dealt out in order,
-and spread by cost as the trainer does, over lengths like GSM8K's.
+"""Time that data-parallel ranks wait for each other before the gradient reduction: sequences assigned round-robin, and
+balanced by cost as the trainer does, over lengths like GSM8K's.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/idle_time.py
 
-Where the ranks do not have a core each to themselves, the share of processor time is the one to read: it leaves out the
-time in which a rank was ready to compute but had no core.
+If the ranks share cores, read the share of processor time: it excludes the time in which a rank was ready to compute
+but had no core.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCAB = 4096
 
 
 def gsm8k_like_batch(num_sequences: int, longest: int, seed: int) -> RaggedBatch:
-    """Log-normal prompts (median 100 tokens) and responses (median 180)."""
+    """Return a batch of log-normal prompts (median 100 tokens) and responses (median 180)."""
     draw = torch.Generator().manual_seed(seed)
     prompts = (100 * torch.exp(0.35 * torch.randn(num_sequences, generator=draw))).clamp(40, 512).long()
     responses = (180 * torch.exp(0.5 * torch.randn(num_sequences, generator=draw))).clamp(20, longest).long()
@@ -47,7 +47,7 @@ def gsm8k_like_batch(num_sequences: int, longest: int, seed: int) -> RaggedBatch
 
 
 def make_engine(hidden: int, layers: int) -> ModelEngine:
-    """A small Qwen2 with random weights, the same on every rank."""
+    """Build a small Qwen2 with random weights, the same on every rank."""
     config = {
         "model_type": "qwen2",
         "vocab_size": VOCAB,
@@ -70,7 +70,7 @@ def make_engine(hidden: int, layers: int) -> ModelEngine:
 
 
 class Waits:
-    """Takes the time from the start of a backward pass until this rank has its gradient, and until all have theirs."""
+    """Times from the start of a backward pass until this rank has its gradient, and until all ranks have theirs."""
 
     def __init__(self, engine: ModelEngine) -> None:
         config = engine.chunks[0].config
@@ -91,7 +91,7 @@ class Waits:
         self.begun_cpu = time.process_time()
 
     def shares(self) -> tuple[float, float]:
-        """(of wall time, of processor time) in which ranks had nothing to do, on all ranks together."""
+        """Return the idle shares (of wall time, of processor time) over all ranks."""
         mine = (self.ready - self.begun, self.all_ready - self.begun, self.ready_cpu - self.begun_cpu)
         busy, whole, cpu = zip(*gather_objects(mine), strict=True)
         return 1 - sum(busy) / sum(whole), 1 - sum(cpu) / (len(cpu) * max(cpu))
@@ -115,17 +115,17 @@ def main() -> None:
     def loss(model, states, micro):  # type: ignore[no-untyped-def]
         return log_probs(model, states, micro.targets, VOCAB, 1.0).sum(), {}
 
-    found: dict[str, list[tuple[float, float, float]]] = {"dealt out in order": [], "spread by cost": []}
+    found: dict[str, list[tuple[float, float, float]]] = {"round-robin": [], "balanced by cost": []}
     for number in range(args.rounds + 1):  # the first is a warm-up
         batch = gsm8k_like_batch(args.sequences, args.longest, seed=number)
         lens = batch.seq_lens.tolist()
         cost = engine.shape.sequence_cost
-        in_order = [list(range(r, len(lens), world)) for r in range(world)]
-        count = max(len(micro_batches([lens[i] for i in part], args.budget)) for part in in_order)
-        cut = [micro_batches([lens[i] for i in part], args.budget, count) for part in in_order]
+        round_robin = [list(range(r, len(lens), world)) for r in range(world)]
+        count = max(len(micro_batches([lens[i] for i in part], args.budget)) for part in round_robin)
+        cut = [micro_batches([lens[i] for i in part], args.budget, count) for part in round_robin]
         plans: dict[str, Sequence[Sequence[Sequence[int]]]] = {
-            "dealt out in order": [[[part[i] for i in g] for g in c] for part, c in zip(in_order, cut, strict=True)],
-            "spread by cost": plan_micro_batches(lens, world, args.budget, cost),
+            "round-robin": [[[part[i] for i in g] for g in c] for part, c in zip(round_robin, cut, strict=True)],
+            "balanced by cost": plan_micro_batches(lens, world, args.budget, cost),
         }
         for name, plan in plans.items():
             waits.start()
@@ -138,7 +138,7 @@ def main() -> None:
         print(
             f"{world} replicas, {args.sequences} sequences a mini-batch; median (largest) of {args.rounds} mini-batches"
         )
-        print(f"{'share of time without work':>28} {'wall clock':>16} {'processor time':>16} {'by the plan':>16}")
+        print(f"{'idle share of time':>28} {'wall clock':>16} {'processor time':>16} {'by the plan':>16}")
         for name, rows in found.items():
             columns = (f"{statistics.median(c):.1%} ({max(c):.1%})" for c in zip(*rows, strict=True))
             print(f"{name:>28} " + " ".join(f"{column:>16}" for column in columns))

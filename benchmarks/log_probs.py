@@ -1,5 +1,5 @@
-"""Log-probs from hidden states in chunks of tokens (rlhf_mc/models/heads.py) against full logits: time, and the
-largest memory beyond what was there before. One process, on the CPU:
+"""Log-probs from hidden states in chunks of tokens (rlhf_mc/models/heads.py) against full logits: time and peak
+additional memory. One process, on the CPU:
 
     OMP_NUM_THREADS=2 python benchmarks/log_probs.py
 """
@@ -22,17 +22,17 @@ from rlhf_mc.models import heads
 
 
 def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The plain computation: log-softmax over [tokens, vocabulary], then the target's column."""
+    """Return log-probs [tokens] by log-softmax over [tokens, vocabulary] and the target's column."""
     logits = torch.nn.functional.linear(hidden, weight).float() / temperature
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """The largest resident memory while `run` runs, less what is resident before it."""
+    """Return the peak resident memory of `run`, less the memory that is resident before it."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     run()
     return _status("VmHWM") - before
 
@@ -82,21 +82,23 @@ def main() -> None:
         peak = peak_bytes(run)
         return time.perf_counter() - start, peak
 
-    ways: list[int | None] = [None, *args.chunk_logits]
+    variants: list[int | None] = [None, *args.chunk_logits]
     print(f"{args.tokens} tokens, hidden {args.hidden}, vocabulary {args.vocab}, {args.dtype}, ", end="")
-    print(f"{torch.get_num_threads()} threads; medians of {args.rounds} rounds, ways in turn")
+    print(f"{torch.get_num_threads()} threads; medians of {args.rounds} rounds, variants in turn")
     print(f"weight gradient {args.vocab * args.hidden * dtype.itemsize >> 20} MiB (in forward + backward)")
     print(f"{'':>28} {'forward':>22} {'forward + backward':>22}")
     results: dict[tuple[int | None, bool], list[tuple[float, int]]] = {}
     for _ in range(args.rounds):
-        for way in ways:
+        for variant in variants:
             for backward in (False, True):
-                results.setdefault((way, backward), []).append(measure(way, backward))
-    for way in ways:
-        name = "full logits" if way is None else f"{way >> 20} Mi logits, {max(1, way // args.vocab)} tokens"
+                results.setdefault((variant, backward), []).append(measure(variant, backward))
+    for variant in variants:
+        name = (
+            "full logits" if variant is None else f"{variant >> 20} Mi logits, {max(1, variant // args.vocab)} tokens"
+        )
         cells = []
         for backward in (False, True):
-            seconds, peak = (statistics.median(column) for column in zip(*results[way, backward], strict=True))
+            seconds, peak = (statistics.median(column) for column in zip(*results[variant, backward], strict=True))
             cells.append(f"{seconds:>8.2f} s {int(peak) >> 20:>7} MiB")
         print(f"{name:>28} {cells[0]:>22} {cells[1]:>22}")
 

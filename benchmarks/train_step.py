@@ -1,6 +1,6 @@
 """Tokens per second of rlhf_mc's engine (packed sequences on Megatron-Core) against the same model in transformers:
-padded, packed in transformers' own way (position ids, block-diagonal mask), and one sequence at a time. One process,
-on the CPU, the same cores, all ways in turn; log-probs of response tokens alone in every way, padding never counted:
+padded, packed as transformers does (position ids, block-diagonal mask), and one sequence at a time. One process on the
+CPU, all variants in turn. Each computes log-probs of response tokens only; padding is not counted:
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py
 """
@@ -32,7 +32,7 @@ from rlhf_mc.trainer.setup import layouts_of
 PROMPT = 16
 """Tokens of each prompt."""
 Run = Callable[[], torch.Tensor]
-"""Scores all sequences, or leaves a gradient too; returns the log-probs [R] in the batch's order."""
+"""Function that scores all sequences, optionally with a backward pass. Returns log-probs [R] in the batch's order."""
 
 
 def make_batch(lens: list[int], vocab: int) -> RaggedBatch:
@@ -48,14 +48,14 @@ def make_batch(lens: list[int], vocab: int) -> RaggedBatch:
 
 
 def long_tailed(num_sequences: int, median: int, longest: int) -> list[int]:
-    """Log-normal lengths, as responses have them."""
+    """Return log-normal lengths, like those of responses."""
     draw = torch.Generator().manual_seed(5)
     lengths = median * torch.exp(0.8 * torch.randn(num_sequences, generator=draw))
     return [int(n) for n in lengths.clamp(PROMPT + 8, longest)]
 
 
-def ours(engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int, backward: bool) -> Run:
-    """Micro-batches by token budget, packed."""
+def engine_run(engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int, backward: bool) -> Run:
+    """Return a Run of the engine: micro-batches by token budget, packed."""
     plan = plan_micro_batches(batch.seq_lens.tolist(), 1, budget)[0]
 
     def run() -> torch.Tensor:
@@ -74,28 +74,29 @@ def ours(engine: ModelEngine, batch: RaggedBatch, budget: int, vocab: int, backw
     return run
 
 
-def _of_states(model: Qwen2ForCausalLM, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _log_probs(model: Qwen2ForCausalLM, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return model.lm_head(states).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def _padded(model: Qwen2ForCausalLM, batch: RaggedBatch, per_pass: int) -> Iterator[torch.Tensor]:
-    """Passes of per_pass sequences in the order in which they come, padded on the right."""
+    """Yield the log-probs of passes of `per_pass` sequences in the batch's order, padded on the right."""
     seqs = batch.tokens.split(batch.seq_lens.tolist())
     lens = batch.seq_lens.tolist()
     for start in range(0, len(seqs), per_pass):
         part = seqs[start : start + per_pass]
         length = lens[start : start + per_pass]
         ids = torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True)
-        place = torch.arange(ids.shape[1])[None]
-        mask = place < torch.tensor(length)[:, None]
+        positions = torch.arange(ids.shape[1])[None]
+        mask = positions < torch.tensor(length)[:, None]
         states = model.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-        is_target = mask & (place >= PROMPT)
-        yield _of_states(model, states[:, :-1][is_target[:, 1:]], ids[is_target])
+        is_target = mask & (positions >= PROMPT)
+        yield _log_probs(model, states[:, :-1][is_target[:, 1:]], ids[is_target])
 
 
 def _packed(model: Qwen2ForCausalLM, batch: RaggedBatch, budget: int) -> Iterator[torch.Tensor]:
-    """As many neighbours as the token budget takes, end to end; transformers sees from the positions where each
-    begins."""
+    """Yield the log-probs of passes of consecutive sequences up to the token budget, concatenated. transformers infers
+    from the position ids where each sequence begins.
+    """
     groups: list[list[torch.Tensor]] = [[]]
     for seq in batch.tokens.split(batch.seq_lens.tolist()):
         if sum(map(len, groups[-1])) + len(seq) > budget:
@@ -103,13 +104,13 @@ def _packed(model: Qwen2ForCausalLM, batch: RaggedBatch, budget: int) -> Iterato
         groups[-1].append(seq)
     for group in groups:
         ids = torch.cat(group)
-        places = torch.cat([torch.arange(len(seq)) for seq in group])
-        states = model.model(input_ids=ids[None], position_ids=places[None]).last_hidden_state[0]
-        targets = torch.nonzero(places >= PROMPT)[:, 0]
-        yield _of_states(model, states[targets - 1], ids[targets])
+        positions = torch.cat([torch.arange(len(seq)) for seq in group])
+        states = model.model(input_ids=ids[None], position_ids=positions[None]).last_hidden_state[0]
+        targets = torch.nonzero(positions >= PROMPT)[:, 0]
+        yield _log_probs(model, states[targets - 1], ids[targets])
 
 
-def theirs(model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torch.Tensor]], backward: bool) -> Run:
+def transformers_run(model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torch.Tensor]], backward: bool) -> Run:
     def run() -> torch.Tensor:
         model.zero_grad()
         out = []
@@ -123,27 +124,27 @@ def theirs(model: Qwen2ForCausalLM, passes: Callable[[], Iterator[torch.Tensor]]
     return run
 
 
-def compare(name: str, ways: dict[str, tuple[Run, Run]], batch: RaggedBatch, rounds: int) -> None:
-    """Prints tokens per second of each way, after checking that all give the same log-probs."""
+def compare(name: str, variants: dict[str, tuple[Run, Run]], batch: RaggedBatch, rounds: int) -> None:
+    """Print the tokens per second of each variant. Check that all give the same log-probs."""
     tokens = int(batch.seq_lens.sum())
     wanted = None
     times: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds + 1):  # the first is a warm-up
-        for way, runs in ways.items():
-            for which, run in enumerate(runs):
+        for variant, runs in variants.items():
+            for direction, run in enumerate(runs):
                 start = time.perf_counter()
                 scored = run()
                 seconds = time.perf_counter() - start
                 wanted = scored if wanted is None else wanted
                 torch.testing.assert_close(scored, wanted, rtol=0, atol=1e-4)
                 if number:
-                    times.setdefault((way, which), []).append(seconds)
+                    times.setdefault((variant, direction), []).append(seconds)
     lens = batch.seq_lens.float()
     print(f"\n{name}: {len(lens)} sequences of {int(lens.min())} to {int(lens.max())} tokens, {tokens} in all")
     print(f"{'':>34} {'forward':>16} {'forward + backward':>20}")
-    for way in ways:
-        rates = [tokens / statistics.median(times[way, which]) for which in (0, 1)]
-        print(f"{way:>34} {rates[0]:>10.0f} tok/s {rates[1]:>14.0f} tok/s")
+    for variant in variants:
+        rates = [tokens / statistics.median(times[variant, direction]) for direction in (0, 1)]
+        print(f"{variant:>34} {rates[0]:>10.0f} tok/s {rates[1]:>14.0f} tok/s")
 
 
 def main() -> None:
@@ -166,7 +167,7 @@ def main() -> None:
         num_key_value_heads=max(1, args.hidden // 256),
         tie_word_embeddings=False,
         attn_implementation="sdpa",
-        use_cache=False,  # with a cache transformers takes packed sequences for one
+        use_cache=False,  # with a cache transformers treats packed sequences as one
     )
     model = Qwen2ForCausalLM(config).float()
     engine = make_engine(model)
@@ -183,13 +184,17 @@ def main() -> None:
             "transformers, packed": lambda b=batch: _packed(model, b, args.budget),
             "transformers, one at a time": lambda b=batch: _padded(model, b, 1),
         }
-        ways = {"rlhf_mc, packed": tuple(ours(engine, batch, args.budget, args.vocab, b) for b in (False, True))}
-        ways |= {way: tuple(theirs(model, part, b) for b in (False, True)) for way, part in passes.items()}
-        compare(name, ways, batch, args.rounds)
+        variants = {
+            "rlhf_mc, packed": tuple(engine_run(engine, batch, args.budget, args.vocab, b) for b in (False, True))
+        }
+        variants |= {
+            variant: tuple(transformers_run(model, part, b) for b in (False, True)) for variant, part in passes.items()
+        }
+        compare(name, variants, batch, args.rounds)
 
 
 def make_engine(model: Qwen2ForCausalLM) -> ModelEngine:
-    """The same weights in an engine of one process."""
+    """Build an engine of one process with the model's weights."""
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         reader = HFReader(directory)

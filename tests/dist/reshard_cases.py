@@ -52,9 +52,10 @@ def numbered_tensors(layout: Layout) -> dict[str, torch.Tensor]:
 def update_weights(
     kind: str, tp: int, pp: int, first_layers: int | None, rollout_tp: int, bucket: int, ranks_per_node: int
 ) -> tuple[bool, int]:
-    """Run one weight update through shared memory, through sockets, or through sockets because one rank may not open the
-    others' memory (refused) or allocate its own (limited). Return whether the rank has exactly the expected tensors,
-    and the number of ranks that share memory."""
+    """Run one weight update through shared memory ("shared"), through sockets ("sockets"), or through sockets because
+    the last rank cannot open the others' memory ("refused") or allocate its own ("limited"). Return whether the rank
+    has exactly the expected tensors, and the number of ranks that share memory.
+    """
     rank = dist.get_rank()
     world = dist.get_world_size()
     mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)

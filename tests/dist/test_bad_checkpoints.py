@@ -168,9 +168,7 @@ def set_job(number: int) -> Callable[[Path], None]:
 
 
 def convert_to_earlier_version(path: Path) -> None:
-    """Remove the run's id, its inputs and the rows of metrics.jsonl, which earlier versions did not record, and rename a
-    key.
-    """
+    """Remove the run's id, its inputs and the rows of metrics.jsonl, as in earlier versions, and rename a key."""
 
     def change(state: dict[str, Any]) -> None:
         del state["inputs"], state["run_id"], state["loop"]["logged"]

@@ -139,7 +139,7 @@ MISSED = [
     (r"6.02 \times 10^{23}", "602000000000000000000000"),
     (r"\frac{1}{3}", r"0.\overline{3}"),
 ]
-"""Equal, and scored 0."""
+"""Equal pairs that the rule scores 0."""
 
 DIFFERENT = [
     ("5", "6"),
@@ -209,5 +209,5 @@ TAKEN_AS_EQUAL = [
     ("1.4142136", r"\sqrt{2}"),
     ("10_2", "10_3"),
 ]
-"""Different, and scored 1: math-verify compares a decimal with a fraction or an irrational number to six places, and
-does not look at subscripts."""
+"""Different pairs that the rule scores 1: math-verify compares a decimal with a fraction or an irrational number to six
+places, and ignores subscripts."""

@@ -1,8 +1,7 @@
-"""The built-in rules, the user's own functions, and what is said where they go wrong."""
+"""RewardManager: the built-in rules by data source, the user's reward functions, worker processes and errors."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -14,28 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from math_answers import DIFFERENT, EQUAL, MISSED, TAKEN_AS_EQUAL
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards import arithmetic, equivalence, gsm8k
-from rlhf_mc.rewards import math as math_rule
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.scoring import RULES
 
 
 @pytest.fixture(autouse=True)
-def no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def close_managers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close the managers that a test has built."""
     managers: list[RewardManager] = []
     initialize = RewardManager.__init__
 
-    def noted(self: RewardManager, *args: Any, **kwargs: Any) -> None:
+    def recorded_init(self: RewardManager, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         managers.append(self)
 
-    monkeypatch.setattr(RewardManager, "__init__", noted)
+    monkeypatch.setattr(RewardManager, "__init__", recorded_init)
     yield
     for manager in managers:
         manager.close()
@@ -49,127 +45,20 @@ def make_prompt(index: int = 0, data_source: str = "mine", truth: Any = "4", **e
     return Prompt(index, [1], "2+2=", data_source, truth, extra)
 
 
-# ---------------------------------------------------------------- rules
+# ---------------------------------------------------------------- the manager with the built-in rules
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "score"),
-    [
-        ("so 9 * 2 = 18\n#### 18", "18", 1.0),
-        ("#### 18", "19", 0.0),
-        ("the answer is 18", "18", 0.0),  # right, but not in the asked form
-        ("####18", "18", 0.0),
-        ("#### -3", "-3", 1.0),
-        ("#### 70,000", "70000", 1.0),
-        ("#### 70000", "70,000", 1.0),
-        ("#### 70000", 70000, 1.0),
-        ("#### 3.5", "3.5", 1.0),
-        ("#### 5 no, #### 18", "18", 1.0),  # the last one counts
-        ("#### 18 no, #### 5", "18", 0.0),
-        ("#### 18 dollars", "18", 1.0),
-        ("#### $18", "18", 0.0),  # as verl's strict rule
-        ("#### 18.", "18", 0.0),  # as verl's strict rule
-        ("#### 18" + " and" * 100, "18", 0.0),  # not at the end
-        ("", "18", 0.0),
-    ],
-)
-def test_gsm8k(response: str, truth: Any, score: float) -> None:
-    assert gsm8k.compute_score("openai/gsm8k", response, truth) == score
+def test_manager_uses_the_rule_of_each_row() -> None:
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
+    prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
+    manager.check(prompts)
+    assert score(manager, prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
 
 
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [("12", 1.0), (" 12\n", 1.0), ("012", 0.0), ("12 ", 1.0), ("12.", 0.0), ("1 2", 0.0), ("", 0.0)],
-)
-def test_arithmetic(response: str, score: float) -> None:
-    assert arithmetic.compute_score("arithmetic", response, "12") == score
-    assert arithmetic.compute_score("arithmetic", response, 12) == score
-
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        (r"\boxed{5}", "5"),
-        (r"first \boxed{1}, then \boxed{2}.", "2"),
-        (r"\boxed{\frac{1}{\sqrt{2}}} done", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{a\boxed{b}c}", "b"),  # the last one opened
-        (r"\boxed{1} and \boxed{2", "1"),  # the last one closed
-        (r"\fbox{7}", "7"),
-        ("no box", None),
-        (r"\boxed{never closed", None),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ x \right.} or so", r"\left\{ x \right."),  # an escaped brace closes nothing
-        (r"} \boxed{3} }", "3"),
-        (r"\boxed {4}", "4"),
-    ],
-)
-def test_last_boxed(text: str, inside: str | None) -> None:
-    assert math_rule.last_boxed(text) == inside
-
-
-def test_math_answers() -> None:
-    """The rule's verdict on a table of pairs, with its known mistakes."""
-
-    def scored(pairs: list[tuple[str, str]], score: float) -> list[tuple[str, str]]:
-        return [
-            (answer, truth)
-            for answer, truth in pairs
-            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth) == score
-        ]
-
-    assert scored(EQUAL, 0.0) == []
-    assert scored(DIFFERENT, 1.0) == []
-    assert scored(MISSED, 0.0) == MISSED, "now found: move them to EQUAL"
-    assert scored(TAKEN_AS_EQUAL, 1.0) == TAKEN_AS_EQUAL, "now told apart: move them to DIFFERENT"
-
-
-ENDLESS = {
-    "boxes": lambda n: "\\boxed{" * n,
-    "boxes, then one that is closed": lambda n: "\\boxed{" * n + "5}",
-    "closed boxes": lambda n: "\\boxed{1}" * n,
-    "box without its brace": lambda n: "\\boxed" + " " * n + "\\boxed" * n,
-    "braces": lambda n: "{" * n,
-    "closing braces": lambda n: "\\boxed{" + "}" * n,
-    "nested braces": lambda n: "\\boxed{" + "{" * n + "}" * n + "}",
-    "digits": lambda n: "1" * n + "x",
-    "digits and commas": lambda n: "1,234" * n + "x",
-    "commas": lambda n: "," * n + "x",
-    "marks": lambda n: "#### " * n,
-    "mark and digits": lambda n: "#### " + "1" * n,
-    "spaces": lambda n: "x" + " \t" * n + "x",
-    "equals and spaces": lambda n: "x=" + " \t" * n + "=",
-    "carets": lambda n: "^ " * n,
-    "fractions": lambda n: "\\frac{1" * n,
-    "texts": lambda n: "5\\text{" * n,
-    "unclosed text": lambda n: "\\text{" + "a" * n,
-    "backslashes": lambda n: "\\" * n,
-}
-
-
-@pytest.mark.parametrize("kind", ENDLESS)
-def test_a_response_without_end_is_scored_in_linear_time(kind: str) -> None:
-    """In four times the time for four times the length, here with a wide margin; a quadratic rule takes sixteen times.
-    As a whole response, and inside a box."""
-
-    def seconds(length: int) -> float:
-        text = ENDLESS[kind](length)
-        best = math.inf
-        for _ in range(3):
-            start = time.process_time()
-            gsm8k.compute_score("openai/gsm8k", text, "5")
-            math_rule.compute_score("lighteval/MATH", text, "5")
-            math_rule.compute_score("lighteval/MATH", f"\\boxed{{{text}}}", "5")
-            math_rule.normalise(text)
-            best = min(best, time.process_time() - start)
-        return best
-
-    assert seconds(4 * 30_000) < 10 * seconds(30_000) + 0.05
-
-
-def test_a_comparison_without_end_costs_its_own_time_limit(
+def test_endless_comparison_is_stopped_at_its_time_limit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where no Python runs in which a signal could be handled, as in the power of an integer."""
+    """Include the power of an integer, during which Python handles no signal."""
     manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
     prompts = [make_prompt(i, "lighteval/MATH", "x+x") for i in range(4)]
     responses = [r"\boxed{2x}", r"\boxed{9^{9^{9^9}}}", r"\boxed{x^2}", r"\boxed{x \cdot 2}"]
@@ -180,37 +69,6 @@ def test_a_comparison_without_end_costs_its_own_time_limit(
     [line] = capfd.readouterr().err.splitlines()
     for word in ("reward rule for MATH", "9^{9^{9^9}}", "scores 0", "'x+x'", "more than 3 s of processor time"):
         assert word in line
-
-
-def test_a_comparing_process_that_dies_between_two_rows_is_replaced() -> None:
-    comparison = equivalence.Comparison()
-    for _ in range(2):
-        assert comparison.same("2x", "x+x")
-        assert comparison._process is not None
-        comparison._process.kill()
-        comparison._process.wait()
-    comparison.close()
-
-
-def test_math_verify_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(UserError, match=r"rule for MATH cannot use the package math-verify.*ImportError: not here"):
-        equivalence.Comparison().same("x", "y")
-
-
-def test_math_without_a_box_scores_nothing() -> None:
-    assert math_rule.compute_score("lighteval/MATH", "5", "5") == 0.0
-
-
-# ---------------------------------------------------------------- the manager with the built-in rules
-
-
-def test_manager_takes_the_rule_of_each_row() -> None:
-    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
-    prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
-    manager.check(prompts)
-    assert score(manager, prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
 
 
 def test_unknown_data_source_is_found_before_training() -> None:
@@ -272,7 +130,7 @@ def test_custom_function_cannot_change_the_row(tmp_path: Path) -> None:
     assert score(manager, [prompt, prompt], ["", ""]) == [{"score": 2.0}, {"score": 2.0}]
 
 
-def test_async_functions_wait_together(tmp_path: Path) -> None:
+def test_async_functions_run_concurrently(tmp_path: Path) -> None:
     manager = custom(
         tmp_path,
         """
@@ -357,7 +215,7 @@ def test_custom_file_missing(tmp_path: Path) -> None:
         RewardManager(CustomRewardFunctionConfig(path=str(tmp_path / "reward.txt")), RewardConfig())
 
 
-def test_async_function_can_be_asked_again(tmp_path: Path) -> None:
+def test_async_function_can_be_called_again(tmp_path: Path) -> None:
     manager = custom(tmp_path, "async def compute_score(**row): return 1.0\n")
     assert [score(manager, [make_prompt()], ["4"]) for _ in range(2)] == [[{"score": 1.0}]] * 2
 
@@ -367,7 +225,7 @@ def test_async_function_can_be_asked_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def in_workers(tmp_path: Path) -> Callable[..., RewardManager]:
-    """in_workers(body, num_workers, timeout): a manager of the function."""
+    """Return in_workers(body, num_workers, timeout), which builds a manager of the function."""
 
     def make(body: str, num_workers: int = 1, timeout: float = 60.0) -> RewardManager:
         return custom(tmp_path, body, reward=RewardConfig(num_workers, timeout))
@@ -406,9 +264,8 @@ def test_workers_apply_the_rules_without_torch(in_workers: Callable[..., RewardM
     assert score(manager, [make_prompt()], [""]) == [{"score": 0.0}]
 
 
-def test_a_reward_function_ends_what_it_started(in_workers: Callable[..., RewardManager]) -> None:
-    """Though the rank blocks the signals that it waits for, and its workers mind none: a program, and a fork that never
-    looks up."""
+def test_reward_function_can_terminate_its_children(in_workers: Callable[..., RewardManager]) -> None:
+    """Terminate a program and a fork, although the rank blocks these signals and its workers ignore them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     try:
         manager = in_workers(
@@ -429,8 +286,8 @@ def test_a_reward_function_ends_what_it_started(in_workers: Callable[..., Reward
     assert score(manager, [make_prompt()], [""])[0]["score"] < 5
 
 
-def test_a_dead_worker_is_told_from_a_slow_one(in_workers: Callable[..., RewardManager]) -> None:
-    """A process that the function started, and that lives on, does not hide it."""
+def test_dead_worker_is_distinguished_from_a_slow_one(in_workers: Callable[..., RewardManager]) -> None:
+    """Leave a child of the worker alive, which must not hide the worker's end."""
     manager = in_workers(
         "import os, signal, subprocess\n"
         "def compute_score(**row):\n"
@@ -442,7 +299,7 @@ def test_a_dead_worker_is_told_from_a_slow_one(in_workers: Callable[..., RewardM
         score(manager, [make_prompt()], [""])
 
 
-def test_the_rank_goes_on_while_workers_score(in_workers: Callable[..., RewardManager]) -> None:
+def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardManager]) -> None:
     manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.6); return 1.0\n")
     start = time.perf_counter()
     pending = manager.submit([make_prompt()], [""])
@@ -451,7 +308,7 @@ def test_the_rank_goes_on_while_workers_score(in_workers: Callable[..., RewardMa
     hidden = pending.seconds_until(submitted + 0.1)
     assert hidden == pytest.approx(0.1, abs=0.05), "as long as the rank did something else"
     assert pending.result() == [{"score": 1.0}]
-    assert 0.5 < pending.seconds_until(time.perf_counter() + 100.0) < 50.0, "as long as the workers were at it"
+    assert 0.5 < pending.seconds_until(time.perf_counter() + 100.0) < 50.0, "as long as the workers scored"
 
 
 @pytest.mark.parametrize(
@@ -466,7 +323,7 @@ def test_the_rank_goes_on_while_workers_score(in_workers: Callable[..., RewardMa
         ("return None", ("returned None, expected a number",)),
     ],
 )
-def test_a_worker_that_cannot_score_a_row_says_so_in_one_line(
+def test_row_that_a_worker_cannot_score_is_a_one_line_error(
     in_workers: Callable[..., RewardManager], body: str, words: tuple[str, ...]
 ) -> None:
     manager = in_workers(
@@ -483,12 +340,12 @@ def test_a_worker_that_cannot_score_a_row_says_so_in_one_line(
     assert score(manager, [make_prompt()], ["fine"]) == [{"score": 0.5}], "by a new worker"
 
 
-def test_a_file_that_never_finishes_importing(tmp_path: Path) -> None:
+def test_endless_import_times_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reward\.py: not imported after 0\.3 s \(reward\.timeout_seconds\)"):
         custom(tmp_path, "import time\ntime.sleep(1000)\n", reward=RewardConfig(1, 0.3))
 
 
-def test_signals_to_the_process_group_do_not_reach_a_worker(in_workers: Callable[..., RewardManager]) -> None:
+def test_worker_ignores_signals_to_the_process_group(in_workers: Callable[..., RewardManager]) -> None:
     manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.3); return 1.0\n")
     pending = manager.submit([make_prompt()], [""])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -496,8 +353,8 @@ def test_signals_to_the_process_group_do_not_reach_a_worker(in_workers: Callable
     assert pending.result() == [{"score": 1.0}]
 
 
-def test_a_worker_ends_with_its_rank_however_that_ends(tmp_path: Path) -> None:
-    """The worker computes on, and never looks whether the rank is there."""
+def test_worker_ends_with_its_killed_rank(tmp_path: Path) -> None:
+    """Use a worker that never returns from the reward function, so that it cannot check whether its rank lives."""
     (tmp_path / "reward.py").write_text("def compute_score(**row):\n  while True: pass\n")
     rank = subprocess.Popen(
         [

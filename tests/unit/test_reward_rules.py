@@ -1,0 +1,152 @@
+"""The built-in reward rules: GSM8K, arithmetic, MATH, and the process that compares answers of MATH."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from math_answers import DIFFERENT, EQUAL, MISSED, TAKEN_AS_EQUAL
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.rewards import arithmetic, equivalence, gsm8k
+from rlhf_mc.rewards import math as math_rule
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so 9 * 2 = 18\n#### 18", "18", 1.0),
+        ("#### 18", "19", 0.0),
+        ("the answer is 18", "18", 0.0),  # right, but not in the asked form
+        ("####18", "18", 0.0),
+        ("#### -3", "-3", 1.0),
+        ("#### 70,000", "70000", 1.0),
+        ("#### 70000", "70,000", 1.0),
+        ("#### 70000", 70000, 1.0),
+        ("#### 3.5", "3.5", 1.0),
+        ("#### 5 no, #### 18", "18", 1.0),  # the last one counts
+        ("#### 18 no, #### 5", "18", 0.0),
+        ("#### 18 dollars", "18", 1.0),
+        ("#### $18", "18", 0.0),  # as verl's strict rule
+        ("#### 18.", "18", 0.0),  # as verl's strict rule
+        ("#### 18" + " and" * 100, "18", 0.0),  # not at the end
+        ("", "18", 0.0),
+    ],
+)
+def test_gsm8k_rule(response: str, truth: Any, score: float) -> None:
+    assert gsm8k.compute_score("openai/gsm8k", response, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("12", 1.0), (" 12\n", 1.0), ("012", 0.0), ("12 ", 1.0), ("12.", 0.0), ("1 2", 0.0), ("", 0.0)],
+)
+def test_arithmetic_rule(response: str, score: float) -> None:
+    assert arithmetic.compute_score("arithmetic", response, "12") == score
+    assert arithmetic.compute_score("arithmetic", response, 12) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"first \boxed{1}, then \boxed{2}.", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}} done", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{a\boxed{b}c}", "b"),  # the last one opened
+        (r"\boxed{1} and \boxed{2", "1"),  # the last one closed
+        (r"\fbox{7}", "7"),
+        ("no box", None),
+        (r"\boxed{never closed", None),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.} or so", r"\left\{ x \right."),  # an escaped brace closes nothing
+        (r"} \boxed{3} }", "3"),
+        (r"\boxed {4}", "4"),
+    ],
+)
+def test_last_boxed(text: str, inside: str | None) -> None:
+    assert math_rule.last_boxed(text) == inside
+
+
+def test_math_answers() -> None:
+    """Check the rule's scores on a table of pairs, including its known mistakes."""
+
+    def scored(pairs: list[tuple[str, str]], score: float) -> list[tuple[str, str]]:
+        return [
+            (answer, truth)
+            for answer, truth in pairs
+            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth) == score
+        ]
+
+    assert scored(EQUAL, 0.0) == []
+    assert scored(DIFFERENT, 1.0) == []
+    assert scored(MISSED, 0.0) == MISSED, "now found: move them to EQUAL"
+    assert scored(TAKEN_AS_EQUAL, 1.0) == TAKEN_AS_EQUAL, "now told apart: move them to DIFFERENT"
+
+
+LONG_RESPONSES = {
+    "boxes": lambda n: "\\boxed{" * n,
+    "boxes, then one that is closed": lambda n: "\\boxed{" * n + "5}",
+    "closed boxes": lambda n: "\\boxed{1}" * n,
+    "box without its brace": lambda n: "\\boxed" + " " * n + "\\boxed" * n,
+    "braces": lambda n: "{" * n,
+    "closing braces": lambda n: "\\boxed{" + "}" * n,
+    "nested braces": lambda n: "\\boxed{" + "{" * n + "}" * n + "}",
+    "digits": lambda n: "1" * n + "x",
+    "digits and commas": lambda n: "1,234" * n + "x",
+    "commas": lambda n: "," * n + "x",
+    "marks": lambda n: "#### " * n,
+    "mark and digits": lambda n: "#### " + "1" * n,
+    "spaces": lambda n: "x" + " \t" * n + "x",
+    "equals and spaces": lambda n: "x=" + " \t" * n + "=",
+    "carets": lambda n: "^ " * n,
+    "fractions": lambda n: "\\frac{1" * n,
+    "texts": lambda n: "5\\text{" * n,
+    "unclosed text": lambda n: "\\text{" + "a" * n,
+    "backslashes": lambda n: "\\" * n,
+}
+
+
+@pytest.mark.parametrize("kind", LONG_RESPONSES)
+def test_long_response_is_scored_in_linear_time(kind: str) -> None:
+    """Score texts as a whole response and inside a box. Four times the length takes four times the time, with a wide
+    margin; a quadratic rule takes sixteen times.
+    """
+
+    def seconds(length: int) -> float:
+        text = LONG_RESPONSES[kind](length)
+        best = math.inf
+        for _ in range(3):
+            start = time.process_time()
+            gsm8k.compute_score("openai/gsm8k", text, "5")
+            math_rule.compute_score("lighteval/MATH", text, "5")
+            math_rule.compute_score("lighteval/MATH", f"\\boxed{{{text}}}", "5")
+            math_rule.normalise(text)
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert seconds(4 * 30_000) < 10 * seconds(30_000) + 0.05
+
+
+def test_dead_comparison_process_is_replaced() -> None:
+    comparison = equivalence.Comparison()
+    for _ in range(2):
+        assert comparison.same("2x", "x+x")
+        assert comparison._process is not None
+        comparison._process.kill()
+        comparison._process.wait()
+    comparison.close()
+
+
+def test_missing_math_verify_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(UserError, match=r"rule for MATH cannot use the package math-verify.*ImportError: not here"):
+        equivalence.Comparison().same("x", "y")
+
+
+def test_math_without_a_box_scores_0() -> None:
+    assert math_rule.compute_score("lighteval/MATH", "5", "5") == 0.0
