@@ -62,14 +62,17 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-def merged(ranks: list[dict[str, torch.Tensor]], layouts: list[Layout]) -> tuple[dict[str, torch.Tensor], Layout]:
-    """The ranks' tensors as one process that holds them all, so that export runs here without a group."""
-    params, shapes, pieces, seen = {}, {}, [], set()
+def merge_ranks(ranks: list[dict[str, torch.Tensor]], layouts: list[Layout]) -> tuple[dict[str, torch.Tensor], Layout]:
+    """Merge the ranks' tensors into those of one process, so that export runs here without a process group."""
+    params = {}
+    shapes = {}
+    shards = []
+    seen = set()
     for rank, (tensors, layout) in enumerate(zip(ranks, layouts, strict=True)):
         params |= {f"{rank}:{name}": t for name, t in tensors.items()}
         shapes |= {f"{rank}:{name}": s for name, s in layout.shapes.items()}
         for p in layout.shards:
             if (p.tensor, p.box) not in seen:
                 seen.add((p.tensor, p.box))
-                pieces.append(type(p)(p.tensor, p.box, f"{rank}:{p.local}", p.offset))
-    return params, Layout(shapes, tuple(pieces))
+                shards.append(type(p)(p.tensor, p.box, f"{rank}:{p.local}", p.offset))
+    return params, Layout(shapes, tuple(shards))

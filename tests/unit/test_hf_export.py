@@ -1,4 +1,4 @@
-"""Export of Hugging Face checkpoints: after an import to a simulated TP 2 x PP 2, bit for bit; files and failures."""
+"""Export of Hugging Face checkpoints: a bit-exact round trip through a simulated TP 2 x PP 2, files, and failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_checkpoints import CONFIGS, all_tensors, assert_same_bits, import_all, merged, save_model, tp2_pp2
+from hf_checkpoints import CONFIGS, all_tensors, assert_same_bits, import_all, merge_ranks, save_model, tp2_pp2
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -22,7 +22,7 @@ from rlhf_mc.config.errors import UserError
 
 @pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_round_trip_is_bit_identical(tmp_path: Path, name: str, dtype_name: str) -> None:
+def test_round_trip_is_bit_exact(tmp_path: Path, name: str, dtype_name: str) -> None:
     dtype = getattr(torch, dtype_name)
     start = save_model(tmp_path / "start", name, dtype)
     reader = HFReader(start)
@@ -31,7 +31,7 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, dtype_name: str)
     layouts = tp2_pp2(shape)
     ranks = import_all(reader, layouts, dtype=dtype)
     assert (ranks[1]["embedding.word_embeddings.weight"][447 - 224 :] == 7).all(), "padding was touched"
-    params, layout = merged(ranks, layouts)
+    params, layout = merge_ranks(ranks, layouts)
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, dtype_name, start)
     assert_same_bits(all_tensors(tmp_path / "end"), all_tensors(start))
     with safe_open(tmp_path / "end" / "model.safetensors", "pt") as file:
@@ -41,15 +41,16 @@ def test_round_trip_is_bit_identical(tmp_path: Path, name: str, dtype_name: str)
     assert after.dtype == dtype and torch.equal(before(tokens).logits, after(tokens).logits)
 
 
-def test_a_rank_reads_its_own_blocks_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where the file is sliced: as many elements as the rank's parameters have, padding left out."""
+def test_rank_reads_only_its_own_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the elements that are sliced from the file: those of the rank's parameters, without padding."""
     reader = HFReader(save_model(tmp_path / "start"))
     shape = ModelShape.from_hf_config(reader.config)
     read: list[int] = []
 
     class Counting:
         def __init__(self, found) -> None:
-            self.found, self.get_shape = found, found.get_shape
+            self.found = found
+            self.get_shape = found.get_shape
 
         def __getitem__(self, index):
             block = self.found[index]
@@ -64,15 +65,15 @@ def test_a_rank_reads_its_own_blocks_and_no_others(tmp_path: Path, monkeypatch: 
     for layout in tp2_pp2(shape):
         read.clear()
         import_all(reader, [layout])
-        held = sum(math.prod(b - a for a, b in piece.box) for piece in layout.shards)
-        assert sum(read) == held < 0.5 * total
+        num_own = sum(math.prod(b - a for a, b in shard.box) for shard in layout.shards)
+        assert sum(read) == num_own < 0.5 * total
 
 
-def test_an_export_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_holds_one_file_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = save_model(tmp_path / "start")
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config)
-    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     alive: list[weakref.ref] = []
     largest = 0
 
@@ -88,15 +89,15 @@ def test_an_export_holds_one_file_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert len(alive) == len(all_tensors(start)) and 0 < largest <= 120_000
 
 
-def test_sharded_files_both_ways(tmp_path: Path) -> None:
+def test_sharded_files_are_read_and_written(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start", max_shard_size="100KB")
     assert not (start / "model.safetensors").exists()
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config)
     reader.check(shape)
-    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     end = tmp_path / "end"
-    for max_shard_bytes in (50_000, 120_000):  # a second export replaces the first, whose files are more
+    for max_shard_bytes in (50_000, 120_000):  # the second export replaces the first, which has more files
         export_hf(params, [layout], shape, end, 0, None, "float32", start, max_shard_bytes)
     files = sorted(end.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
@@ -108,12 +109,12 @@ def test_sharded_files_both_ways(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(end).lm_head.weight.shape == (447, 64)
 
 
-def test_export_casts_and_takes_the_tokenizer_along(tmp_path: Path) -> None:
+def test_export_casts_and_copies_the_tokenizer(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start", "qwen2-tied")
     (start / "tokenizer.json").write_text("{}")
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config)
-    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, "bfloat16", start)
     assert_same_bits(all_tensors(tmp_path / "end"), {n: t.bfloat16() for n, t in all_tensors(start).items()})
     config = json.loads((tmp_path / "end" / "config.json").read_text())
@@ -127,7 +128,7 @@ def test_export_casts_and_takes_the_tokenizer_along(tmp_path: Path) -> None:
     }
 
 
-def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> None:
+def test_critic_is_exported_as_a_classifier(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start", "qwen2-tied")
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config, value_head=True)
@@ -136,7 +137,7 @@ def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> No
     ranks = import_all(reader, tp2_pp2(shape), skip={"score.weight"})
     assert all((r["output_layer.weight"] == 7).all() and r["output_layer.weight"].shape == (1, 64) for r in ranks[2:])
     assert "output_layer.weight" not in ranks[0]
-    params, layout = merged(ranks, tp2_pp2(shape))
+    params, layout = merge_ranks(ranks, tp2_pp2(shape))
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "end")
     assert again.num_labels == 1 and (again.score.weight == 7).all()
@@ -148,11 +149,11 @@ def test_critic_keeps_its_head_and_exports_as_a_classifier(tmp_path: Path) -> No
         import_all(HFReader(start), tp2_pp2(shape))
 
 
-def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch) -> None:
+def test_failed_export_leaves_the_previous_one(tmp_path: Path, monkeypatch) -> None:
     start = save_model(tmp_path / "start")
     reader = HFReader(start)
     shape = ModelShape.from_hf_config(reader.config)
-    params, layout = merged(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
+    params, layout = merge_ranks(import_all(reader, tp2_pp2(shape)), tp2_pp2(shape))
     end = tmp_path / "end"
     export_hf(params, [layout], shape, end, 0, None, "float32", start)
 

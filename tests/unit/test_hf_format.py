@@ -1,4 +1,4 @@
-"""Reading of Hugging Face checkpoints: tied heads, values that are not finite, corrupt or unsupported files."""
+"""Reading of Hugging Face checkpoints: tied heads, nonfinite values, corrupt or unsupported files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_checkpoints import all_tensors, import_all, merged, save_model, tp2_pp2
+from hf_checkpoints import all_tensors, import_all, merge_ranks, save_model, tp2_pp2
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +22,9 @@ from rlhf_mc.config.errors import UserError
 
 
 def add_head(start: Path, change: float) -> torch.Tensor:
-    """Give a tied checkpoint a language-model head: the embedding, with `change` added to its last element. The two
-    are in different files."""
+    """Add a language-model head to a tied checkpoint, in another file: the embedding, with `change` added to its last
+    element. Return the head.
+    """
     head = load_file(start / "model.safetensors")["model.embed_tokens.weight"].clone()
     head[-1, -1] += change
     save_file({"lm_head.weight": head}, start / "head.safetensors")
@@ -36,10 +37,10 @@ def add_head(start: Path, change: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("change", [0.0, 1.0])
 @pytest.mark.parametrize("compared_bytes", [1000, hf_format.COMPARED_BYTES])
-def test_a_tied_checkpoint_with_a_head_of_its_own(
+def test_tied_checkpoint_with_its_own_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, change: float, compared_bytes: int
 ) -> None:
-    """An equal head is tied. Another one is untied, as transformers has it, and so in what is exported."""
+    """Check that an equal head is tied, and a different one untied as in transformers, also in the export."""
     monkeypatch.setattr(hf_format, "COMPARED_BYTES", compared_bytes)
     start = save_model(tmp_path / "start", "qwen2-tied")
     assert "lm_head.weight" not in HFReader(start).names
@@ -50,7 +51,7 @@ def test_a_tied_checkpoint_with_a_head_of_its_own(
     assert ("lm_head.weight differs" in caplog.text) == (change != 0)
     reader.check(shape)
     layouts = tp2_pp2(shape)
-    params, layout = merged(import_all(reader, layouts), layouts)
+    params, layout = merge_ranks(import_all(reader, layouts), layouts)
     export_hf(params, [layout], shape, tmp_path / "end", 0, None, "float32", start)
     exported = all_tensors(tmp_path / "end")
     assert torch.equal(exported["lm_head.weight"], head) if change else "lm_head.weight" not in exported
@@ -64,7 +65,7 @@ def test_a_tied_checkpoint_with_a_head_of_its_own(
 
 
 @pytest.mark.parametrize("size", [(448, 64), (447, 0), ()])
-def test_a_head_of_another_size_is_refused(tmp_path: Path, size: tuple[int, ...]) -> None:
+def test_head_of_another_size_is_rejected(tmp_path: Path, size: tuple[int, ...]) -> None:
     start = save_model(tmp_path / "start", "qwen2-tied")
     rewrite(start, lambda tensors: tensors.update({"lm_head.weight": torch.ones(size)}))
     reader = HFReader(start)
@@ -74,7 +75,7 @@ def test_a_head_of_another_size_is_refused(tmp_path: Path, size: tuple[int, ...]
 
 
 @pytest.mark.parametrize("size", [(447, 0), ()])
-def test_head_and_embedding_of_no_size_are_refused(tmp_path: Path, size: tuple[int, ...]) -> None:
+def test_empty_head_and_embedding_are_rejected(tmp_path: Path, size: tuple[int, ...]) -> None:
     start = save_model(tmp_path / "start", "qwen2-tied")
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         rewrite(start, lambda tensors, name=name: tensors.update({name: torch.ones(size)}))
@@ -88,7 +89,7 @@ def rewrite(start: Path, change) -> None:
     save_file(tensors, start / "model.safetensors")
 
 
-def cut_short(start: Path) -> None:
+def truncate(start: Path) -> None:
     content = (start / "model.safetensors").read_bytes()
     (start / "model.safetensors").write_bytes(content[: len(content) // 2])
 
@@ -96,14 +97,14 @@ def cut_short(start: Path) -> None:
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def with_tensors(**more: torch.Tensor):
-    """Write more tensors, or others; `__` stands for a dot."""
+def write_tensors(**more: torch.Tensor):
+    """Return a change that adds or replaces tensors. In names `__` stands for a dot."""
     renamed = {name.replace("__", "."): tensor for name, tensor in more.items()}
     return lambda d: rewrite(d, lambda tensors: tensors.update(renamed))
 
 
 def to_shards(index: dict[str, str] | None = None, **more: dict[str, torch.Tensor]):
-    """Write the checkpoint as one shard, a.safetensors, beside those given, with an index that says `index` besides."""
+    """Return a change to shards: the checkpoint as a.safetensors, and those given. `index` goes over their index."""
 
     def change(directory: Path) -> None:
         (directory / "model.safetensors").rename(directory / "a.safetensors")
@@ -126,23 +127,23 @@ def empty_directory(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, message",
+    "corrupt, message",
     [
         (lambda d: rewrite(d, lambda t: t.pop(NORM)), f"tensor {NORM} is missing"),
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(63)})), rf"{NORM} has shape \(63,\).*\(64,\)"),
         (lambda d: rewrite(d, lambda t: t.update({NORM: torch.ones(0)})), rf"{NORM} has shape \(0,\).*\(64,\)"),
-        (with_tensors(model__layers__3__x=torch.ones(1)), "model.layers.3.x is no part of the qwen2 model"),
-        (with_tensors(v_head__weight=torch.ones(1, 64)), "v_head.weight is no part of the qwen2 model"),
-        (with_tensors(empty=torch.ones(0)), "empty is no part of the qwen2 model"),
+        (write_tensors(model__layers__3__x=torch.ones(1)), "model.layers.3.x is no part of the qwen2 model"),
+        (write_tensors(v_head__weight=torch.ones(1, 64)), "v_head.weight is no part of the qwen2 model"),
+        (write_tensors(empty=torch.ones(0)), "empty is no part of the qwen2 model"),
         (
-            with_tensors(**{f"base_model__{i}__lora_A": torch.ones(1) for i in range(9)}),
+            write_tensors(**{f"base_model__{i}__lora_A": torch.ones(1) for i in range(9)}),
             r"base_model\.0\.lora_A, .*base_model\.4\.lora_A and 4 more are no part",
         ),
         (
             lambda d: rewrite(d, lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
             rf"tensors of I8 \({NORM}\); expected float32, bfloat16, float16",
         ),
-        (cut_short, "model.safetensors: not a readable safetensors file"),
+        (truncate, "model.safetensors: not a readable safetensors file"),
         (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors: not a readable safetensors file"),
         (empty_directory, "model.safetensors: not a readable safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
@@ -170,17 +171,17 @@ def empty_directory(directory: Path) -> None:
         (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": []}'), "expected a weight_map from"),
     ],
 )
-def test_a_bad_checkpoint_gives_one_clear_line(tmp_path: Path, damage, message: str) -> None:
+def test_bad_checkpoint_is_a_one_line_error(tmp_path: Path, corrupt, message: str) -> None:
     start = save_model(tmp_path / "start")
     shape = ModelShape.from_hf_config(HFReader(start).config)
-    damage(start)
+    corrupt(start)
     with pytest.raises(UserError, match=message) as caught:
         HFReader(start).check(shape)
     assert "\n" not in str(caught.value) and str(start) in str(caught.value)
 
 
-def test_rotary_tables_are_no_weights(tmp_path: Path) -> None:
-    """Older checkpoints have them, in float32 beside weights of another type."""
+def test_rotary_tables_are_not_weights(tmp_path: Path) -> None:
+    """Read an older checkpoint, which has rotary tables in float32 next to weights of another dtype."""
     start = save_model(tmp_path / "start", dtype=torch.bfloat16)
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(3)}
     rewrite(start, lambda tensors: tensors.update(buffers))
@@ -198,35 +199,35 @@ def test_tensors_of_several_types_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn.v_proj.weight", "model.embed_tokens.weight"])
-def test_values_that_are_not_finite_are_counted(tmp_path: Path, name: str) -> None:
-    """Where they lie, and on no rank that has no part of the tensor."""
+def test_nonfinite_values_are_counted_on_the_rank_that_reads_them(tmp_path: Path, name: str) -> None:
+    """Check that only the rank with the block of the nonfinite values raises."""
     start = save_model(tmp_path / "start")
 
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def set_nonfinite(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name][5, :3] = torch.tensor([math.nan, math.inf, -math.inf])
 
-    rewrite(start, spoil)
+    rewrite(start, set_nonfinite)
     reader = HFReader(start)
     layouts = tp2_pp2(reader.shape())
-    bad = 0
+    num_raised = 0
     for layout in layouts:
         if any(p.tensor == name and p.box[0][0] <= 5 < p.box[0][1] for p in layout.shards):
-            bad += 1
+            num_raised += 1
             with pytest.raises(UserError, match=rf"model\.safetensors: {name} has values that are not finite .*: 3$"):
                 import_all(reader, [layout])
         else:
             import_all(reader, [layout])
-    assert bad == 1
+    assert num_raised == 1
 
 
-def test_a_sum_that_overflows_is_no_value_that_is_not_finite() -> None:
+def test_overflow_of_a_sum_is_not_a_nonfinite_value() -> None:
     assert num_not_finite(torch.full((4,), 6e4, dtype=torch.float16)) == 0
     assert num_not_finite(torch.full((4,), 3e38)) == 0
     assert num_not_finite(torch.tensor([math.inf, -math.inf, 1.0, math.nan], dtype=torch.bfloat16)) == 3
     assert num_not_finite(torch.empty(0)) == 0
 
 
-def test_values_that_a_narrower_type_cannot_hold_are_told(tmp_path: Path) -> None:
+def test_values_too_large_for_the_dtype_are_counted(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start")
     rewrite(start, lambda tensors: tensors[NORM][:2].fill_(1e5))
     reader = HFReader(start)
@@ -235,7 +236,7 @@ def test_values_that_a_narrower_type_cannot_hold_are_told(tmp_path: Path) -> Non
         import_all(reader, tp2_pp2(reader.shape()), dtype=torch.float16)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start", max_shard_size="100KB")
     reader = HFReader(start)
     gone = sorted(start.glob("*.safetensors"))[1]
@@ -244,7 +245,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         reader.check(ModelShape.from_hf_config(reader.config))
 
 
-def test_a_message_about_config_json_names_its_directory(tmp_path: Path) -> None:
+def test_error_in_config_json_names_its_directory(tmp_path: Path) -> None:
     start = save_model(tmp_path / "start")
     config = json.loads((start / "config.json").read_text())
     (start / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": 0.5}))
