@@ -1,13 +1,13 @@
 """The losses of actor and critic on the ragged response tokens of one micro-batch.
 
-A loss here is a weighted *sum*. The weights come from aggregation_weights, once for the whole
-mini-batch (all data-parallel ranks, all micro-batches), and each micro-batch uses its slice of them. So
-the sum over all micro-batches of all ranks is the mini-batch's loss, and its gradient does not depend on
-how the mini-batch was split. A mean inside a micro-batch would not add up when lengths differ.
+A loss is a weighted *sum*. aggregation_weights computes the weights once for the whole mini-batch (all data-parallel
+ranks, all micro-batches), and each micro-batch uses its slice. The sum over all micro-batches of all ranks is then the
+mini-batch's loss, and the gradient does not depend on the split. A mean within a micro-batch would not add up if
+lengths differ.
 
-The statistics follow the same rule: sums that add up over micro-batches and ranks to true values of the
-mini-batch, each a detached scalar tensor. `num_tokens` is always the whole mini-batch's number of response
-tokens. [r] below: the response tokens of this micro-batch.
+Statistics are sums too: over micro-batches and ranks they add up to the values of the mini-batch. Each is a detached
+scalar tensor. `num_tokens` is the number of response tokens of the whole mini-batch. [r] is the number of response
+tokens of this micro-batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Stats = dict[str, torch.Tensor]
 
 
 def aggregation_weights(response_lens: torch.Tensor, mode: LossAggMode) -> torch.Tensor:
-    """One weight per response token of the WHOLE mini-batch, such that loss = sum_t weight_t * loss_t.
+    """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t weight_t * loss_t.
 
-    response_lens: [S] integers, each at least 1, of the mini-batch over all ranks. Returns [R] float32, sequence
+    response_lens: [S] integers, each at least 1, of the mini-batch over all ranks. The result is [R] float32, sequence
     after sequence: 1 / R for token-mean, 1 / S for seq-mean-token-sum, 1 / (S * len_s) for seq-mean-token-mean.
     """
     num_sequences = len(response_lens)
@@ -53,14 +53,16 @@ def policy_loss(
     clip_high: float,
     clip_c: float,
 ) -> tuple[torch.Tensor, Stats]:
-    """PPO's clipped surrogate with separate ranges and dual clip; all tensors [r], the loss a scalar.
+    """Return PPO's clipped surrogate loss, a scalar, with separate clip ranges and dual clip, and its statistics.
+
+    All tensors are [r].
 
     r = exp(clamp(log_prob - old, -20, 20));  L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));
     where A < 0 also L <= -A clip_c. Sources: arXiv 1707.06347 eq. 7; dual clip: arXiv 1912.09729 eq. 5;
     separate ranges: arXiv 2503.14476.
 
-    Statistics: pg_loss (aggregated as the loss); pg_clipfrac (share of tokens where the range's clip
-    raised L); pg_clipfrac_lower (share where the dual clip lowered it); ppo_kl (mean of old - log_prob).
+    Statistics: pg_loss (aggregated as the loss); pg_clipfrac (share of tokens whose L is raised by the clip range);
+    pg_clipfrac_lower (share whose L is lowered by the dual clip); ppo_kl (mean of old - log_prob).
     """
     log_ratio = log_probs - old_log_probs
     ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -82,20 +84,20 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class ActorLossInputs:
-    """What the actor's loss reads of one micro-batch. All [r]; log-probs at the sampling temperature."""
+    """Inputs of the actor's loss for one micro-batch, all [r]. Log-probs are at the sampling temperature."""
 
     log_probs: torch.Tensor
-    """The current policy's, with gradient."""
+    """Log-probs of the current policy, with gradient."""
     old_log_probs: torch.Tensor
-    """The policy's before the update."""
+    """Log-probs of the policy before the update."""
     advantages: torch.Tensor
-    """Whitened over the global batch."""
+    """Advantages, whitened over the global batch."""
     weights: torch.Tensor
     """This micro-batch's slice of aggregation_weights."""
     entropy: torch.Tensor | None = None
-    """Of the policy at each position, in nats; None: neither bonus nor statistic."""
+    """Entropy of the policy at each position, in nats; None for no bonus and no statistic."""
     ref_log_probs: torch.Tensor | None = None
-    """The reference's; None: no KL loss."""
+    """Log-probs of the reference; None for no KL loss."""
 
 
 def actor_loss(
@@ -109,10 +111,10 @@ def actor_loss(
     kl_loss_coef: float = 0.0,
     kl_loss_type: KLEstimator = "k3",
 ) -> tuple[torch.Tensor, Stats]:
-    """policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), all aggregated by the weights.
+    """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its statistics.
 
-    A term whose input is None is left out. Statistics: policy_loss's, and loss (the sum), entropy (mean over
-    tokens), kl_loss (aggregated as the loss, before its coefficient).
+    All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: those of policy_loss,
+    loss (the sum), entropy (mean over tokens), kl_loss (aggregated as the loss, without its coefficient).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
     assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, "a KL loss needs the reference's log-probs"
@@ -147,12 +149,12 @@ def value_loss(
     num_tokens: int,
     cliprange: float,
 ) -> tuple[torch.Tensor, Stats]:
-    """The critic's clipped loss; all tensors [r], the loss a scalar.
+    """Return the critic's clipped loss, a scalar, and its statistics. All tensors are [r].
 
     L = 0.5 * max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) with e = cliprange. Source: OpenAI baselines'
-    ppo2; the maximum is what keeps the values near the old ones.
+    ppo2; the maximum keeps the values near the old ones.
 
-    Statistics: vf_loss (aggregated as the loss); vf_clipfrac (share of tokens where the clip raised L);
+    Statistics: vf_loss (aggregated as the loss); vf_clipfrac (share of tokens whose L is raised by the clip);
     vpred_mean (mean of v).
     """
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)

@@ -1,7 +1,7 @@
-"""Who gets which sequence: sequences over data-parallel replicas, and a replica's sequences into micro-batches.
+"""Load balancing: the assignment of sequences to data-parallel replicas, and of a replica's sequences to micro-batches.
 
-Plain arithmetic on lengths. Every rank holds the lengths of the whole batch and gets the same answer
-from them, so nothing here communicates. Sequences are named by their index in the given lengths.
+Arithmetic on lengths alone. Every rank has the lengths of the whole batch and computes the same assignment, so nothing
+here communicates. A sequence is given by its index in the list of lengths.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Cost = Callable[[int], float]
-"""What a sequence of so many tokens costs to compute, in any unit, > 0. Attention makes long sequences dearer than
-their tokens (ModelShape.sequence_cost)."""
+"""Cost of a sequence as a function of its number of tokens, > 0, in any unit. Attention makes it grow faster than the
+number of tokens (ModelShape.sequence_cost)."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The limit of a micro-batch where it counts sequences, whatever their lengths."""
+    """A limit on the number of sequences of a micro-batch."""
 
     at_most: int
 
 
 Limit = int | Sequences
-"""How large a micro-batch may be: so many tokens, or so many sequences."""
+"""The limit of a micro-batch: a number of tokens, or of sequences."""
 
 
 def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = float) -> list[list[int]]:
-    """Spreads the sequences so that the replicas' costs are as equal as the lengths allow.
+    """Return the indices of each replica's sequences, ascending, such that the replicas' costs are nearly equal.
 
-    Returns the indices of each replica, ascending. With at least num_replicas sequences each replica gets at
-    least one; with fewer, some get none. How many a replica gets may differ. Deterministic. `cost` is the
-    number of tokens by default.
+    Replicas may get different numbers of sequences. Each gets at least one if there are at least num_replicas
+    sequences. Deterministic. The default cost is the number of tokens.
     """
     return [sorted(group) for group in _largest_differencing([cost(n) for n in seq_lens], num_replicas)]
 
 
 def num_micro_batches_needed(seq_lens: Sequence[int], budget: int) -> int:
-    """How many micro-batches of at most `budget` tokens micro_batches can cut the sequences into; 0 for none."""
+    """Return the smallest number of micro-batches of `budget` tokens that `micro_batches` accepts; 0 for none."""
     return len(_first_fit_decreasing(seq_lens, budget))
 
 
 def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int | None = None) -> list[list[int]]:
-    """Cuts the sequences into micro-batches of at most `budget` tokens each, as equal in tokens as that allows.
+    """Split the sequences into micro-batches of at most `budget` tokens each, with nearly equal numbers of tokens.
 
-    seq_lens: each 1 to budget. num_micro_batches: at least num_micro_batches_needed, which is also the default; more
-    than there are sequences leaves empty lists at the end. Returns the indices of each micro-batch, ascending;
-    the largest micro-batch comes first, so that memory peaks, or runs out, at once. Deterministic.
+    seq_lens: each 1 to budget. num_micro_batches: at least num_micro_batches_needed, which is also the default; if it
+    is larger than the number of sequences, the last micro-batches are empty. Return the indices of each micro-batch,
+    ascending. The largest micro-batch comes first, so that an out-of-memory error comes early. Deterministic.
     """
     packed = _first_fit_decreasing(seq_lens, budget)
     count = len(packed) if num_micro_batches is None else num_micro_batches
@@ -59,7 +58,7 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
 
     groups = _largest_differencing(list(seq_lens), count)
     if max(map(load, groups)) > budget:
-        # Balancing knows no budget; a tight one needs the packing.
+        # Balancing ignores the budget; a tight one needs the packing.
         groups = packed + [[] for _ in range(count - len(packed))]
         _fill_empty([groups], seq_lens)
     groups = [sorted(group) for group in groups]
@@ -69,26 +68,26 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
 def even_micro_batches(
     seq_lens: Sequence[int], limit: Sequences, num_micro_batches: int | None = None
 ) -> list[list[int]]:
-    """As micro_batches, with at most limit.at_most sequences in each, as equal in their number, then in tokens, as
-    dealing them out to and fro makes them."""
+    """Split the sequences, by decreasing length, over micro-batches of at most limit.at_most sequences, in alternating
+    directions: numbers of sequences differ by at most one, numbers of tokens little. Return as `micro_batches` does."""
     count = -(-len(seq_lens) // limit.at_most) if num_micro_batches is None else num_micro_batches
     assert count * limit.at_most >= len(seq_lens)
     groups: list[list[int]] = [[] for _ in range(count)]
     for k, i in enumerate(sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i))):
-        turn, place = divmod(k, count)
-        groups[place if turn % 2 == 0 else count - 1 - place].append(i)
+        turn, position = divmod(k, count)
+        groups[position if turn % 2 == 0 else count - 1 - position].append(i)
     return sorted((sorted(group) for group in groups), key=lambda g: (-sum(seq_lens[i] for i in g), g))
 
 
 def plan_micro_batches(
     seq_lens: Sequence[int], num_replicas: int, limit: Limit, cost: Cost = float
 ) -> list[list[list[int]]]:
-    """[replica][micro-batch] -> indices: assign_to_replicas, then micro-batches, as many for every replica.
+    """Return the indices of the sequences of each micro-batch of each replica: [replica][micro-batch] -> indices.
 
-    The same number everywhere, since a replica's forward and backward passes are collective with the others'
-    and with its own pipeline stages; it is the largest number that some replica needs. Each micro-batch
-    keeps to the limit. A micro-batch is empty only if there are fewer sequences than micro-batches in all (sequences
-    move between replicas to avoid it): the caller then runs a dummy whose weights are 0.
+    Sequences are assigned to replicas, then split within the limit. All replicas have the same number of micro-batches,
+    the largest that one of them needs, since their passes are collective. A micro-batch is empty only if there are
+    fewer sequences than micro-batches in total; the caller then runs a dummy micro-batch. Otherwise sequences move
+    between replicas to fill it.
     """
     replicas = assign_to_replicas(seq_lens, num_replicas, cost)
     lens = [[seq_lens[i] for i in replica] for replica in replicas]
@@ -107,10 +106,10 @@ def plan_micro_batches(
 
 
 def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
-    """Moves single sequences into the empty micro-batches of `plan`, in place, as long as another can spare one.
+    """Move single sequences into the empty micro-batches of `plan`, in place, from micro-batches of several sequences.
 
-    The dearest replica that can spare one gives its cheapest such sequence. Taking a sequence out, and putting
-    one alone, both keep to any limit.
+    The donor is the replica with the highest cost that has one; it gives the cheapest such sequence. No limit is
+    violated: one micro-batch gets smaller, the other has one sequence.
     """
     for replica in plan:
         for empty in (group for group in replica if not group):
@@ -125,7 +124,7 @@ def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
 
 
 def _first_fit_decreasing(seq_lens: Sequence[int], budget: int) -> list[list[int]]:
-    """Longest first, each sequence into the first micro-batch that has room (at most 11/9 of the optimum + 1)."""
+    """Assign the sequences, longest first, to the first micro-batch with room (at most 11/9 of the optimum + 1)."""
     groups: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):
@@ -141,11 +140,11 @@ def _first_fit_decreasing(seq_lens: Sequence[int], budget: int) -> list[list[int
 
 
 def _largest_differencing(costs: Sequence[float], num_groups: int) -> list[list[int]]:
-    """Karmarkar and Karp's largest differencing method: the indices of `costs` (> 0) in groups of near equal sum.
+    """Return the indices of `costs` (> 0) in groups of nearly equal sum, by Karmarkar and Karp's largest differencing.
 
-    A partial solution is num_groups groups, dearest first; it starts as one item and empty groups. The two
-    solutions with the largest spread are merged, one's dearest group with the other's cheapest, until one
-    remains. Empty groups are the cheapest, so they fill first: no group stays empty if the items suffice.
+    A partial solution is num_groups groups, by decreasing sum; it starts as one item and empty groups. The two
+    solutions with the largest spread are merged, the largest group of one with the smallest of the other, until one
+    solution remains. Empty groups are the smallest and filled first: none stays empty if there are enough items.
     """
     if not costs:
         return [[] for _ in range(num_groups)]
@@ -154,7 +153,7 @@ def _largest_differencing(costs: Sequence[float], num_groups: int) -> list[list[
     empty = [(0.0, ())] * (num_groups - 1)
     solutions: list[tuple[float, int, list[tuple[float, tuple[int, ...]]]]] = [
         (-cost, i, [(cost, (i,)), *empty]) for i, cost in enumerate(costs)
-    ]  # the number in the middle breaks ties, and is unique
+    ]  # the unique index breaks ties
     heapq.heapify(solutions)
     for serial in range(len(costs), 2 * len(costs) - 1):
         a = heapq.heappop(solutions)[2]

@@ -1,5 +1,5 @@
-"""Parquet files of prompts in verl's schema, written and read as plain rows: one dict per prompt.
-What a row means (chat template, tokens, lengths) is prompts.py's subject, not this file's.
+"""Parquet files of prompts in verl's schema, written and read as rows: one dict per prompt. prompts.py makes prompts of
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROW_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows to a parquet file; the directory is made where it is missing.
+    """Write rows to a parquet file. A missing directory is created.
 
     Each row: data_source (str), prompt (list of {role, content}), ability (str),
     reward_model {style, ground_truth}, extra_info {split, index, ...}. Parquet has one type per
@@ -34,20 +34,20 @@ def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) 
 
 
 def columns_of(cfg: DataConfig) -> tuple[str, ...]:
-    """Return the columns that a file of prompts must have."""
+    """Return the required columns of a file of prompts."""
     return cfg.prompt_key, cfg.reward_fn_key, "reward_model"
 
 
 def check_columns(path: str, required: Sequence[str]) -> None:
-    """Raise a UserError unless the file is parquet and has the columns. Only its footer is read."""
+    """Raise NodeError unless the file is parquet and has the columns. Only its footer is read."""
     with _opened(path) as file:
         _require(file, required)
 
 
 def read_rows(path: str, required: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows of one parquet file, with the required columns and those optional ones that it has.
+    """Return the rows of one parquet file, with the required columns and the optional ones that exist.
 
-    UserError where the file is missing, not readable as parquet, or lacks a required column.
+    Raise NodeError if the file is missing, not readable as parquet, or lacks a required column.
     """
     with _opened(path) as file:
         _require(file, required)
@@ -58,8 +58,8 @@ def read_rows(path: str, required: Sequence[str], optional: Sequence[str] = ()) 
 
 
 def _values(table: pa.Table, name: str) -> list[Any]:
-    """Return a column as Python values. A damaged file may hold texts that are none; of times and dates Python knows
-    fewer than parquet."""
+    """Return a column as Python values. Raise NodeError if a value has no Python form, such as a text that is not UTF-8
+    or a date out of Python's range."""
     try:
         values: list[Any] = table.column(name).to_pylist()
     except (pa.ArrowException, ValueError, ArithmeticError, LookupError, TypeError) as error:

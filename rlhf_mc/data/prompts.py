@@ -1,6 +1,5 @@
-"""From parquet rows to tokenised prompts, and the order in which training draws them.
-
-The files themselves are read by parquet.py; what is generated and scored afterwards is in batch.py.
+"""Tokenizers, the tokenised prompts of parquet rows, and the order in which training draws them. parquet.py reads the
+files.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from rlhf_mc.data.template import render
 
 logger = logging.getLogger(__name__)
 
-_OURS = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
-"""Arguments of apply_chat_template that load_prompts sets itself."""
+_RESERVED = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
+"""Arguments of apply_chat_template that the program sets."""
 
 
 # ---------------------------------------------------------------- tokenizer
 
 
 def load_tokenizer(path: str, key: str = "tokenizer") -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a Hugging Face directory: local files only, and no code from the checkpoint is run.
+    """Return the tokenizer of a Hugging Face directory. Only local files are read and no code of the checkpoint is run.
 
-    UserError, beginning with `key` (the setting that names it), where the directory is missing, holds no tokenizer, or
-    its tokenizer has no end-of-sequence token.
+    Raise UserError, beginning with `key` (the setting that names the directory), if the directory is missing, contains
+    no tokenizer, or one without an end-of-sequence token.
     """
     if not os.path.isdir(path):
         raise UserError(f"{key} {path}: no such directory")
@@ -44,7 +43,7 @@ def load_tokenizer(path: str, key: str = "tokenizer") -> PreTrainedTokenizerBase
         _check_json(key, os.path.join(path, name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises nothing more definite for a damaged file
+    except Exception as error:  # the tokenizers library has no narrower type for a corrupt file
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{key} {path}: cannot be loaded ({type(error).__name__}: {reason})") from error
     if tokenizer.eos_token_id is None:
@@ -71,12 +70,12 @@ def load_prompts(
     max_samples: int,
     key: str = "data.train_files",
 ) -> list[Prompt]:
-    """Return the prompts of all files, in their order; of the first `max_samples` rows, or of all where that is -1.
+    """Return the prompts of all files, in order: those of the first `max_samples` rows, or of all rows if it is -1.
 
-    Chat messages go through the tokenizer's chat template with the generation prompt added. A plain string is
-    one user message where the tokenizer has a chat template, and is encoded as it is where it has none. Prompts
-    of more than cfg.max_prompt_length tokens are dropped (their number is logged) or refused, as configured.
-    UserError, naming `key` (the setting that lists the files), file and row, for whatever cannot be used.
+    Chat messages are rendered by the tokenizer's chat template, with the generation prompt added. A plain string is
+    one user message if the tokenizer has a chat template, else it is encoded as it is. Prompts of more than
+    cfg.max_prompt_length tokens are dropped with a warning, or refused, by cfg.filter_overlong_prompts. Raise
+    UserError, naming `key` (the setting that lists the files), file and row, for an unusable row.
     """
     _check_template_arguments(cfg)
     prompts: list[Prompt] = []
@@ -112,20 +111,20 @@ def load_prompts(
 
 
 class _TooLong(Exception):
-    """A prompt of more than data.max_prompt_length tokens; the message says how many."""
+    """A prompt of more than data.max_prompt_length tokens. The message states its length."""
 
 
 def _most_characters_of_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many characters a token of a prompt may stand for, on average: four times the longest entry of the
-    vocabulary. Tokenizers of the supported families fall back on bytes, so a token stands for at most as many
-    characters as its entry is long; the rest is for normalisation that composes accents, and for special tokens that
-    swallow spaces."""
+    """Return an upper bound of a prompt's average characters per token: four times the longest vocabulary entry.
+
+    Tokenizers of the supported families fall back to bytes, so a token has at most the characters of its entry. The
+    factor of four allows for normalisation that composes accents and for special tokens that absorb spaces."""
     return 4 * max(16, max(map(len, tokenizer.get_vocab())))
 
 
 def _check_template_arguments(cfg: DataConfig) -> None:
     for name in cfg.apply_chat_template_kwargs:
-        if name in _OURS:
+        if name in _RESERVED:
             raise UserError(f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it")
 
 
@@ -137,8 +136,8 @@ def _to_prompt(
     cfg: DataConfig,
     most_characters: int,
 ) -> Prompt:
-    """Return the row's prompt. _TooLong where it has too many tokens; a text of more than `most_characters` has, and is
-    not tokenised to count them."""
+    """Return the row's prompt. Raise _TooLong if it has too many tokens. A text of more than `most_characters` has too
+    many, and is not tokenised."""
     data_source = row[cfg.reward_fn_key]
     if not isinstance(data_source, str):
         raise UserError(f"{where}: column {cfg.reward_fn_key!r} is {repr(data_source)[:60]}, expected a string")
@@ -167,7 +166,7 @@ def _to_prompt(
 
 
 def _text(prompt: Any, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> tuple[str, bool]:
-    """Return the text, and whether special tokens are added when it is encoded: the template's holds them already."""
+    """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them."""
     if isinstance(prompt, str) and prompt and tokenizer.chat_template is None:
         return prompt, True
     messages = _messages(prompt, where, cfg.prompt_key)
@@ -188,7 +187,7 @@ def _tokenised(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens
 
 
 def _messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
-    """Chat messages of a prompt; fields that parquet filled with null are left out."""
+    """Return the chat messages of a prompt, without the fields that parquet filled with null."""
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -207,16 +206,17 @@ def _messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
 
 
 def steps_per_epoch(num_prompts: int, batch_size: int) -> int:
-    """Whole batches in one pass over the prompts; the remainder of each pass is not used."""
+    """Return the number of whole batches in one pass over the prompts. The remainder is not used in that pass."""
     if batch_size > num_prompts:
         raise UserError(f"data.train_batch_size is {batch_size}; there are only {num_prompts} training prompts")
     return num_prompts // batch_size
 
 
 def prompt_indices(num_prompts: int, batch_size: int, step: int, seed: int, shuffle: bool) -> list[int]:
-    """Positions of the prompts of a step (0-based), a function of its arguments alone: a resumed run goes on in place.
+    """Return the indices of the prompts of a step (from 0), a function of the arguments alone, so that a resumed run
+    continues with the next batch.
 
-    Each epoch has an order of its own, drawn from (seed, epoch), or the files' order without shuffle.
+    The order of each epoch is drawn from (seed, epoch); without shuffle it is that of the files.
     """
     epoch, batch = divmod(step, steps_per_epoch(num_prompts, batch_size))
     order = np.random.default_rng((seed, epoch)).permutation(num_prompts) if shuffle else np.arange(num_prompts)

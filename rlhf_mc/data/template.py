@@ -1,5 +1,5 @@
-"""A tokenizer's chat template, which is a program of the checkpoint's: rendered within a time limit, and whatever goes
-wrong in it is said in one line.
+"""Rendering of a tokenizer's chat template. A template is a program of the checkpoint, so it has a time limit, and each
+of its failures becomes one line.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.errors import UserError
 
 LIMIT_SECONDS = 10.0
-"""Of processor time, for one prompt. Templates take less than a thousandth of it."""
+"""Limit of processor time for one prompt. Templates take less than a thousandth of it."""
 
 
-class _TimeIsUp(BaseException):
-    """Raised inside the template. Not an Exception: the libraries that it passes through must not handle it."""
+class _Timeout(BaseException):
+    """Raised inside the template. Not an Exception, so that the libraries in between do not handle it."""
 
 
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], where: str
 ) -> str:
-    """Return the text of a prompt, with the generation prompt added. UserError, naming `where`, if the template fails
-    or does not end."""
+    """Return the text of a prompt, with the generation prompt added. Raise UserError, naming `where` (file and row), if
+    the template fails or does not end."""
     try:
         with _time_limit():
             text = tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **dict(arguments)
             )
-    except _TimeIsUp:
+    except _Timeout:
         raise UserError(
             f"{where}: the tokenizer's chat template has not ended after {LIMIT_SECONDS:g} s of processor time"
         ) from None
-    except Exception as error:  # code of the checkpoint's: anything may come
+    except Exception as error:  # a template is arbitrary code
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{where}: the tokenizer's chat template refuses the prompt ({reason})") from error
     if not isinstance(text, str):
@@ -47,15 +47,15 @@ def render(
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise _TimeIsUp inside, once this process has computed for LIMIT_SECONDS.
+    """Raise _Timeout inside after LIMIT_SECONDS of this process's processor time. In a thread there is no limit.
 
-    By a signal, which interrupts Python code in the main thread. Processor time, so that a process that was suspended
-    or is slow has as much; and SIGVTALRM, which neither preemption.py blocks nor another library uses."""
+    A signal interrupts Python code in the main thread. Processor time excludes the time for which a process is
+    suspended. SIGVTALRM is neither blocked by preemption.py nor used by another library."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = signal.signal(signal.SIGVTALRM, _raise)
-    # Repeated: the first may come where exceptions are discarded, as in a destructor.
+    # Repeated, since an exception is discarded in a destructor.
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_SECONDS, LIMIT_SECONDS)
     try:
         yield
@@ -65,4 +65,4 @@ def _time_limit() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    raise _TimeIsUp
+    raise _Timeout

@@ -1,12 +1,9 @@
-"""When training checkpoints are written, which are kept, and where a run goes on. What is in them is the subject of
-checkpoint/.
-"""
+"""The training checkpoints of a run: resume, save, retention. Their content is the subject of checkpoint/."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +19,13 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
+from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.run_lock import Lock
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer import run_directory, success
 from rlhf_mc.trainer.setup import Run, layouts_of
 
-_OF_NO_EFFECT = {
+_WITHOUT_EFFECT = {
     f"trainer.{key}"
     for key in (
         "default_local_dir",
@@ -47,28 +45,28 @@ _OF_NO_EFFECT = {
         "stop_before_minutes",
     )
 }
-"""Settings whose change does not change what is computed."""
+"""Settings that do not change what is computed."""
 _SKIPPED = "consecutive_skipped_updates"
 
 
 @dataclass
 class Position:
-    """Where a run stands between two steps, beside its models."""
+    """The position of a run between two steps, without its models."""
 
     step: int = 0
-    """The last one that is complete."""
+    """The last complete step."""
     accuracy: float | None = None
-    """Mean validation accuracy after that step; None: it was not measured then."""
+    """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
-    """The saved step of the highest accuracy, of equal ones the latest."""
+    """The saved step of the highest accuracy, the latest of equal ones."""
     best_accuracy: float | None = None
 
 
 class Checkpoints:
-    """The training checkpoints of one run. Every rank must make each of its calls, unless it says otherwise."""
+    """The training checkpoints of one run. Every rank must call each method, unless its docstring says otherwise."""
 
     def __init__(self, run: Run) -> None:
-        """Takes hold of the directory. UserError where another run holds it."""
+        """Lock trainer.default_local_dir. Raise UserError if another run has locked it."""
         self._run = run
         self._cfg = run.config.trainer
         self._root = Path(self._cfg.default_local_dir)
@@ -79,45 +77,45 @@ class Checkpoints:
         self._lock = Lock(self._root)
         self.position = Position()
         self.run_id = ""
-        """Of the run that the directory belongs to; `resume` finds or makes it."""
+        """Id of the run that the directory belongs to; `resume` reads or makes it."""
         self._logged: list[list[int]] = []
-        """First and last step of each piece of metrics.jsonl that was there when the run began or resumed."""
+        """First and last step of each consecutive range of rows in metrics.jsonl at the start of this process."""
         self._logs_from: int | None = None
-        """The first step that this process logs there; None: trainer.logger has no jsonl."""
+        """The first step that this process logs there; None if trainer.logger has no jsonl."""
         self._skipped: dict[str, int] = {}
-        """Consecutive skipped updates by model, as the checkpoint has them."""
+        """Consecutive skipped updates by model, from the checkpoint."""
         self._loop_state: dict[str, Any] = {}
-        on_rank_0(self._take, f"trainer.default_local_dir: {self._root}")
+        on_rank_0(self._acquire, f"trainer.default_local_dir: {self._root}")
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         self._lock.take()
         if (moved := run_directory.finish_moving(self._root)) is not None:
-            self._say(f"WARNING: an interrupted move of an earlier run's files is completed; they are in {moved}")
+            _say(f"WARNING: an interrupted move of an earlier run's files is completed; they are in {moved}")
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume
 
     def resume(self) -> Position:
-        """Load the checkpoint of trainer.resume_mode, if there is one, and make the directory the run's own.
-        UserError where a checkpoint that was named, or all there are, cannot be used."""
+        """Load the checkpoint of trainer.resume_mode, if there is one, and claim the directory for the run. Raise
+        UserError if the named checkpoint, or every checkpoint, is unusable."""
         path = self._find_and_load()
         if path is None:
-            self._begin(None)
+            self._begin_run(None)
         elif self._is_own(path):
-            self._continue(path)
+            self._continue_run(path)
         else:
-            self.position.best_step = self.position.best_accuracy = None  # that one lies elsewhere
-            self._begin(path)
+            self.position.best_step = self.position.best_accuracy = None  # it is in another directory
+            self._begin_run(path)
         if "jsonl" in self._cfg.logger:
             validates_first = self.position.step == 0 and self._run.schedule.is_validation_due(0)
             self._logs_from = 0 if validates_first else self.position.step + 1
         skipped = self._run.skipped
         on_every_rank(lambda: skipped.resume_from(self.position.step, self._skipped), str(self._root))
-        self._note()
+        self._record_loop_state()
         return self.position
 
-    def _begin(self, start: Path | None) -> None:
-        """Make the directory that of a new run, which begins at a checkpoint of another directory or at none."""
+    def _begin_run(self, start: Path | None) -> None:
+        """Begin a new run in the directory. start: the checkpoint of another directory that it begins with, if any."""
         self.run_id = gather_objects(run_directory.new_id())[0]
         self._logged = []
         on_rank_0(lambda: self._claim(start), str(self._root))
@@ -126,19 +124,19 @@ class Checkpoints:
         inputs = [*paths(self._run.config), *([] if start is None else [("trainer.resume_from_path", start)])]
         moved = run_directory.move_away(self._root, inputs)
         if moved is not None:
-            self._say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
+            _say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
         run_directory.claim(self._root, self.run_id, self.position.step, start)
 
-    def _continue(self, path: Path) -> None:
+    def _continue_run(self, path: Path) -> None:
         """Resume the run that the directory belongs to."""
         self._saved = self.position.step
         on_rank_0(self._check_and_clear, str(self._root))
         self.run_id = gather_objects(self.run_id)[0]
 
     def _check_and_clear(self) -> None:
-        """Refuse files of another run, and remove those of later steps, that would be taken for this run's."""
+        """Refuse files of another run. Quarantine or remove those of later steps, which this run repeats."""
         owner = run_directory.owner(self._root)
-        self.run_id = self.run_id or owner or run_directory.new_id()  # an earlier version's checkpoint has none
+        self.run_id = self.run_id or owner or run_directory.new_id()  # checkpoints of an earlier version have none
         if owner not in (None, self.run_id):
             raise UserError(
                 f"{self._root}: its {run_directory.RUN_FILE} says run {owner}, its newest checkpoint is of run "
@@ -152,30 +150,28 @@ class Checkpoints:
             run_directory.claim(self._root, self.run_id, 0, None)
         for step in directory.steps_with_checkpoint(self._root):
             if step > self.position.step:
-                self._say(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
+                _say(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
-            self._say(
+            _say(
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
                 "dropped: the run does those steps again"
             )
             keep_up_to(self._root / METRICS_FILE, self.position.step)  # also where trainer.logger has no jsonl
         for line in run_directory.drop_later(self._root, self.position.step):
-            self._say(line)
+            _say(line)
 
     def _is_own(self, path: Path) -> bool:
         return path.resolve() == directory.final_path(self._root, self.position.step).resolve()
 
     def _find_and_load(self) -> Path | None:
-        """Load the checkpoint that the run resumes from, its checksums found right. Return where it is."""
+        """Verify and load the checkpoint that the run resumes from. Return its path, or None for a new run."""
         steps = on_rank_0(self._list, str(self._root))
         mode = self._cfg.resume_mode
         given = self._cfg.resume_from_path if mode == "resume_path" else None
         if mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
         if mode == "disable" and on_rank_0(lambda: run_directory.is_of_requeued_job(self._root), str(self._root)):
-            self._say(
-                "this job began the run here and has been requeued: trainer.resume_mode=disable holds for its start"
-            )
+            _say("this job began the run here and has been requeued: trainer.resume_mode=disable holds for its start")
             return self._load_newest(steps)
         if given is None:
             return None
@@ -189,15 +185,15 @@ class Checkpoints:
 
     def _list(self) -> list[int]:
         for line in directory.ignored(self._root):
-            self._say(f"WARNING: {line}")
+            _say(f"WARNING: {line}")
         return directory.steps_with_checkpoint(self._root)
 
     def _began_at(self, given: str, steps: list[int]) -> bool:
-        """Whether the newest checkpoint whose settings can be read is of a run that began at the given one too: the
-        same command, started again by a job's requeue, goes on from there."""
+        """Return whether the newest checkpoint with readable settings is of a run that began at the given one too. The
+        same command, restarted by a job's requeue, then resumes from the newest checkpoint."""
         mine = None
         for step in reversed(steps) if dist.get_rank() == 0 else ():
-            with contextlib.suppress(Exception):  # not verified yet, so it may be anything
+            with contextlib.suppress(Exception):  # not verified yet, so its content is arbitrary
                 mine = stored_config(directory.final_path(self._root, step))["trainer"]["resume_from_path"]
                 break
         return gather_objects(mine == given)[0]
@@ -209,10 +205,10 @@ class Checkpoints:
                 self._load(path)
                 return path
             except directory.CorruptCheckpoint as error:
-                self._say(f"WARNING: {error}; going back to the checkpoint before it")
+                _say(f"WARNING: {error}; going back to the checkpoint before it")
         if steps:
             raise UserError(
-                f"{self._root}: none of the {len(steps)} training checkpoints is whole; to begin anew, give another "
+                f"{self._root}: none of the {len(steps)} training checkpoints is intact; to begin anew, give another "
                 "trainer.default_local_dir, or trainer.resume_mode=disable"
             )
         return None
@@ -228,31 +224,33 @@ class Checkpoints:
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
-            self._logged = loop.get("logged", [])  # an earlier version counted on none
+            self._logged = loop.get("logged", [])  # an earlier version did not record them
             # An earlier version named the counts otherwise.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
             self.run_id = run_id or ""
-        self._say(f"resumed after step {self.position.step} from {path}")
-        self._say_what_changed(config)
+        _say(f"resumed after step {self.position.step} from {path}")
+        self._say_changed_settings(config)
         for line in changed:
-            self._say(f"WARNING: {line}")
+            _say(f"WARNING: {line}")
 
-    def _say_what_changed(self, stored: dict[str, Any]) -> None:
-        before, now = (_flat(tree) for tree in (stored, to_dict(self._run.config)))
-        changed = [key for key in now if before.get(key) != now[key] and key not in _OF_NO_EFFECT]
+    def _say_changed_settings(self, stored: dict[str, Any]) -> None:
+        before = _flat(stored)
+        now = _flat(to_dict(self._run.config))
+        changed = [key for key in now if before.get(key) != now[key] and key not in _WITHOUT_EFFECT]
         if changed:
             listed = ", ".join(f"{key} {before.get(key)} -> {now[key]}" for key in changed)
-            self._say(f"settings that differ from the checkpoint's: {listed}")
+            _say(f"settings that differ from the checkpoint's: {listed}")
 
     # ------------------------------------------------------------ save
 
     def step_done(self, step: int, accuracy: float | None) -> None:
-        """Takes note that a step is complete; accuracy: of a validation after it. A rank may call it by itself."""
-        self.position.step, self.position.accuracy = step, accuracy
-        self._note()
+        """Record that a step is complete. accuracy: of a validation after it, if any. A rank may call it by itself."""
+        self.position.step = step
+        self.position.accuracy = accuracy
+        self._record_loop_state()
 
-    def _note(self) -> None:
-        """The small state as it is now: what a later phase changes of it is not of the step that is complete."""
+    def _record_loop_state(self) -> None:
+        """Copy the loop's state at the end of a step. Phases of the next step change it before `save_now` saves it."""
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
             _SKIPPED: dict(self._run.skipped.consecutive),
@@ -265,18 +263,21 @@ class Checkpoints:
         position = self.position
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
         if position.accuracy is not None and position.accuracy >= best:
-            position.best_step, position.best_accuracy = position.step, position.accuracy
+            position.best_step = position.step
+            position.best_accuracy = position.accuracy
         loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
-        with self._saying_what_is_kept():
+        with self._naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
-            config, inputs = to_dict(self._run.config), self._run.inputs
+            config = to_dict(self._run.config)
+            inputs = self._run.inputs
             self._in_flight = Save(self._root, position.step, self._roles, loop, config, inputs, self.run_id, buffers)
 
     def _all_logged(self) -> list[list[int]]:
-        """Return which steps have a row in metrics.jsonl once that of the complete step is there, as it is when the
-        checkpoint counts."""
-        first, last = self._logs_from, self.position.step
+        """Return the ranges of rows in metrics.jsonl up to the complete step, whose row is written before the
+        checkpoint is committed."""
+        first = self._logs_from
+        last = self.position.step
         if first is None or first > last:
             return self._logged
         if self._logged and self._logged[-1][1] + 1 == first:
@@ -289,15 +290,15 @@ class Checkpoints:
             self.commit()
 
     def save_now(self) -> None:
-        """The checkpoint of the complete step is on the disk and counts when this returns. No weight may have changed
-        since that step: a run gives way between two steps, or before the updates of one."""
-        under_way = self._in_flight.step if self._in_flight is not None else None
-        if self.position.step > 0 and self.position.step not in (self._saved, under_way):
+        """Save and commit the checkpoint of the complete step, if that is not done yet. No weight may have changed
+        since that step: a run is preempted between two steps, or before the updates of one."""
+        in_flight = self._in_flight.step if self._in_flight is not None else None
+        if self.position.step > 0 and self.position.step not in (self._saved, in_flight):
             self.begin(wait=True)
         self.commit()
 
     def release(self) -> None:
-        """Gives the directory free, however the run ended. A rank calls it by itself."""
+        """Unlock the directory. A rank may call it by itself."""
         if dist.get_rank() == 0:
             self._lock.release()
 
@@ -305,8 +306,9 @@ class Checkpoints:
         """Wait for the checkpoint in progress, if any, and commit it. Every rank must call it."""
         if self._in_flight is None:
             return
-        save, self._in_flight = self._in_flight, None
-        with self._saying_what_is_kept():
+        save = self._in_flight
+        self._in_flight = None
+        with self._naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             save.commit()
         self._saved = save.step
@@ -315,7 +317,7 @@ class Checkpoints:
                 with disk_errors(str(self._root)):
                     self._remove_old()
             except UserError as error:
-                self._say(f"WARNING: an old checkpoint cannot be deleted: {error}")
+                _say(f"WARNING: an old checkpoint cannot be deleted: {error}")
 
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)
@@ -324,7 +326,8 @@ class Checkpoints:
             directory.remove(self._root, step)
 
     @contextlib.contextmanager
-    def _saying_what_is_kept(self) -> Iterator[None]:
+    def _naming_last_checkpoint(self) -> Iterator[None]:
+        """Add the last complete checkpoint to the message of a UserError that is raised inside."""
         try:
             yield
         except UserError as error:
@@ -338,14 +341,13 @@ class Checkpoints:
             )
             raise UserError(f"{error}; {kept}") from error
 
-    def _say(self, line: str) -> None:
-        if dist.get_rank() == 0:
-            with contextlib.suppress(OSError, ValueError):  # standard error may be full or closed
-                print(f"rlhf_mc: {line}", file=sys.stderr, flush=True)
+
+def _say(line: str) -> None:
+    say(line, rank_0_only=True)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{section.key: value}"""
+    """Return {section.key: value} of nested settings."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}

@@ -1,5 +1,5 @@
-"""The checks that take about a second: before torch is imported and any rank waits for another. Each rank makes them
-for itself. What needs weights, tokenizer, rows or a GPU is checked by setup.py.
+"""Checks that take about a second, before torch is imported and before a rank waits for another. Each rank makes them
+by itself. setup.py makes the checks that need weights, tokenizer, rows or a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rlhf_mc.reshard.layout import check_vllm
 
 
 def world_size() -> int:
-    """Return the number of ranks that torchrun or srun has started; 1 without either."""
+    """Return the number of ranks that torchrun or srun has started; 1 without them. Raise UserError if the environment
+    variable is not a number."""
     text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"the environment variable WORLD_SIZE is {text!r}; it must be the number of ranks")
@@ -30,8 +31,8 @@ def world_size() -> int:
 
 
 def check_early(cfg: Config, world: int) -> None:
-    """Raise a UserError where the settings, the files that they name, or a config.json tell that the run cannot start
-    on so many ranks."""
+    """Raise UserError if the settings, the files that they name, or a config.json show that the run cannot start on
+    `world` ranks."""
     validate(cfg, world)
     check_present(cfg)
     _check_models(cfg)
@@ -43,7 +44,7 @@ def check_early(cfg: Config, world: int) -> None:
 
 
 def _check_environment() -> None:
-    """Raise a UserError where this is a rank and the environment does not say where rank 0 is."""
+    """Raise UserError if this is a rank and the environment lacks the address of rank 0."""
     if "RANK" not in os.environ:
         return
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
@@ -54,12 +55,11 @@ def _check_environment() -> None:
 
 
 def _check_models(cfg: Config) -> None:
-    """Raise a UserError for a config.json of no supported model, or of one that cannot be split as the layouts say."""
+    """Raise UserError if a config.json is of an unsupported model, or of one that the layouts cannot shard."""
     actor = _shape("model.path", cfg.model.path, for_vllm=True)
-    critic, value_path = "model.path", cfg.model.path
-    if cfg.critic.model_path is not None:
-        critic, value_path = "critic.model_path", cfg.critic.model_path
-    roles = {"actor": ("model.path", actor), "critic": (critic, _shape(critic, value_path, value_head=True))}
+    key = "model.path" if cfg.critic.model_path is None else "critic.model_path"
+    critic = _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True)
+    roles = {"actor": ("model.path", actor), "critic": (key, critic)}
     if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
         roles["ref"] = ("model.path", actor)
     if cfg.reward_model.model_path is not None:
@@ -76,7 +76,7 @@ def _check_models(cfg: Config) -> None:
 
 @contextlib.contextmanager
 def _in_section(section: str, model: str) -> Iterator[None]:
-    """Name the section of a setting that a UserError begins with, and the setting of the model that it is about."""
+    """Add to a UserError inside the section of the setting that it begins with, and the setting of its model."""
     try:
         yield
     except UserError as error:
@@ -85,6 +85,8 @@ def _in_section(section: str, model: str) -> Iterator[None]:
 
 
 def _shape(key: str, directory: str, value_head: bool = False, for_vllm: bool = False) -> ModelShape:
+    """Return the shape of the model of config.json in the directory that the setting `key` names. Raise NodeError if
+    the file is unreadable, UserError if the model is not supported (by vLLM, for_vllm)."""
     path = Path(directory) / "config.json"
     with about(f"{key}:"):
         try:

@@ -1,4 +1,4 @@
-"""Validation: generate for the validation prompts, score, report accuracy by data source, write samples as text."""
+"""Validation: responses to the validation prompts, their scores, accuracy by data source, samples as text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlhf_mc.trainer.scoring import collect_scores, submit_responses
 
 
 def accuracy(row: dict[str, float]) -> float:
-    """A response's accuracy: "acc" where the reward function gives one, else its score."""
+    """Return a response's accuracy: "acc" if the reward function returns one, else the score."""
     return row.get("acc", row["score"])
 
 
 def accuracy_metrics(prompts: Sequence[Prompt], scores: Sequence[dict[str, float]], n: int) -> dict[str, float]:
-    """{val-core/<data_source>/acc/mean@n: mean accuracy}. prompts and scores: one entry per response."""
+    """Return {val-core/<data_source>/acc/mean@n: mean accuracy}. prompts, scores: one entry per response."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, scores, strict=True):
         by_source[prompt.data_source].append(accuracy(row))
@@ -40,9 +40,9 @@ def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> tuple[dict[str, float], float, list[str]]:
-    """Returns metrics, the mean accuracy over all responses, and one readable text per response, on every rank."""
+    """Return metrics, the mean accuracy over all responses, and one readable text per response, on every rank."""
     rows = repeat_prompts(prompts, cfg.n)
-    # The same seeds at every validation: what changes between two is the model.
+    # The same seeds at every validation: only the model differs between two.
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
     generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
     scores = collect_scores(submit_responses(rewards, tokenizer, rows, [g.token_ids for g in generations]), len(rows))
@@ -60,7 +60,7 @@ def _as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, generation: Gen
 
 
 def write_generations(directory: Path, step: int, texts: Sequence[str], limit: int) -> None:
-    """Writes the first `limit` samples to generations/step_<n>.txt."""
+    """Write the first `limit` samples to generations/step_<n>.txt."""
     path = directory / GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts[:limit]), encoding="utf-8")

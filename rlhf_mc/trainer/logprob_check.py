@@ -1,5 +1,5 @@
-"""Whether vLLM and the trainer compute the same model: after each rollout their log-probs of the sampled tokens are
-compared. Where they disagree the trainer would learn from samples of another distribution.
+"""The check that vLLM and the trainer compute the same model: after each rollout their log-probs of the sampled tokens
+are compared. A trainer that disagrees with vLLM would learn from samples of another distribution.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rlhf_mc.data.batch import RaggedBatch
 logger = logging.getLogger(__name__)
 
 DEFAULT_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
-"""trainer.max_rollout_logprob_diff where it is null, by the type of the weights.
+"""Default of trainer.max_rollout_logprob_diff by the dtype of the weights.
 
 On a CPU, models of 4 to 24 layers with random weights and 10,000 tokens each had means of 6e-7 in float32 and of 0.006
 to 0.04 in bfloat16 (99th percentiles to 0.14, largest differences to 0.54). Wrong rotary angles, a layer without
 attention and a head of zeros had means of 0.4 to 0.8 in bfloat16, and 99th percentiles of 1.6 to 2.5."""
 TAIL = 10.0
-"""The 99th percentile may be this many times as large as the mean."""
+"""Bound of the 99th percentile, as a multiple of the mean's."""
 WORST = 3
-"""Tokens that a message names."""
+"""Number of tokens that a message names."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Difference:
 
     mean: float
     p99: float
-    """All but 1 % of the tokens, at least one token, differ by at most this."""
+    """Bound that all but 1 % of the tokens keep, at least one token."""
     max: float
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> Difference:
-        """Return the statistics; NaN where a log-prob is NaN."""
+        """Return the statistics of the batch. They are NaN if a log-prob is NaN."""
         each = token_differences(batch)
         p99 = each.kthvalue(max(1, int(0.99 * len(each)))).values
         return cls(float(each.mean()), float(p99), float(each.max()))
@@ -52,30 +52,31 @@ def token_differences(batch: RaggedBatch) -> torch.Tensor:
 
 @dataclass
 class LogProbCheck:
-    """Judges each rollout of a run. Every rank holds the whole batch, so all ranks raise together."""
+    """The check of each rollout of a run. Every rank has the whole batch, so all ranks raise together."""
 
     bound: float
-    """Of the mean, at temperature 1."""
+    """Bound of the mean, at temperature 1."""
     temperature: float
-    """Both engines divide logits by it, and so their differences."""
+    """Both engines divide the logits, and so the differences, by it."""
     dtype: str
     token_text: Callable[[int], str]
     is_first: bool = True
-    """No rollout has been judged since the process started."""
+    """No rollout has been checked since the process started."""
 
-    def judge(self, batch: RaggedBatch, step: int) -> None:
-        """Raise a UserError where the first rollout's difference is beyond the bounds; warn for later ones."""
-        wrong = self._what_is_wrong(batch)
-        if wrong is not None and self.is_first:
+    def check(self, batch: RaggedBatch, step: int) -> None:
+        """Raise UserError if the difference of the first rollout exceeds the bounds; warn of later ones."""
+        fault = self._fault(batch)
+        if fault is not None and self.is_first:
             raise UserError(
-                f"step {step}: {wrong}; check that config.json means the same to vLLM and to Megatron-Core (rope "
+                f"step {step}: {fault}; check that config.json means the same to vLLM and to Megatron-Core (rope "
                 "scaling, a tied or untied lm_head), and that the weights arrive (reshard.verify=always)"
             )
         self.is_first = False
-        if wrong is not None:
-            logger.warning("warning: step %d: %s", step, wrong)
+        if fault is not None:
+            logger.warning("warning: step %d: %s", step, fault)
 
-    def _what_is_wrong(self, batch: RaggedBatch) -> str | None:
+    def _fault(self, batch: RaggedBatch) -> str | None:
+        """Return a description of log-probs that are not finite or differ too much; None if all is well."""
         assert batch.old_log_probs is not None
         engines = {"Megatron-Core (trainer)": batch.old_log_probs, "vLLM (rollout)": batch.rollout_log_probs}
         for engine, log_probs in engines.items():
@@ -85,7 +86,9 @@ class LogProbCheck:
                     f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; the first: "
                     f"{self._token(batch, int(broken.nonzero()[0]))}"
                 )
-        found, mean, tail = Difference.of(batch), self.bound / self.temperature, TAIL * self.bound / self.temperature
+        found = Difference.of(batch)
+        mean = self.bound / self.temperature
+        tail = TAIL * self.bound / self.temperature
         if found.mean <= mean and found.p99 <= tail:
             return None
         each = token_differences(batch)
@@ -97,12 +100,13 @@ class LogProbCheck:
         )
 
     def _token(self, batch: RaggedBatch, index: int) -> str:
-        """Return where the index-th response token is, what it is, and both log-probs."""
+        """Return a description of the index-th response token: its position, its text and both log-probs."""
         assert batch.old_log_probs is not None
         ends = batch.response_lens.cumsum(0)
         row = int(torch.searchsorted(ends, index, right=True))
         position = index - int(ends[row] - batch.response_lens[row])
         token = batch.responses()[row][position]
-        sampled, scored = float(batch.rollout_log_probs[index]), float(batch.old_log_probs[index])
+        sampled = float(batch.rollout_log_probs[index])
+        scored = float(batch.old_log_probs[index])
         where = f"response {row}, position {position}, token {token} {self.token_text(token)!r}"
         return f"{where}: {sampled:.4g} by vLLM, {scored:.4g} by the trainer"

@@ -1,5 +1,5 @@
-"""Who is on the device in which phase. TABLE says it; the rest of this file moves what changes when a phase begins. How
-tensors are moved is in models/offload.py, how vLLM's memory is given back in rollout/vllm_engine.py.
+"""The offload schedule: TABLE gives the device placement of each phase, and OffloadSchedule offloads and onloads what
+changes between two phases. Tensors are moved by models/offload.py, vLLM sleeps by rollout/vllm_engine.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.vllm_engine import KV_CACHE, WEIGHTS, RolloutEngine
 
 UNCHANGED = None
-"""A phase that uses nothing on the device: nothing moves."""
+"""Row of a phase that needs nothing on the device: the placement stays."""
 ROLES = ("actor", "critic", "ref", "vllm", "reward_model")
 
 # fmt: off
@@ -38,25 +38,25 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
     "export":          ("params",                 "",                       "",        "",                   ""),
 }
 # fmt: on
-"""By phase, what must be on the device. All else is away, as far as the settings let it go: params, grads and optimizer
-by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
-rollout.free_cache_engine. Weights that vLLM shares with the actor (reshard.share_weights) stay: the actor's params may
-then not go away, and vLLM's sleep does not touch them."""
+"""The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
+optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
+rollout.free_cache_engine. Weights that vLLM shares with the actor (reshard.share_weights) stay on the device: the
+actor's params then cannot be offloaded, and vLLM's sleep skips them."""
 
 Row = Mapping[str, frozenset[str]]
 
 
 def row_of(phase: str) -> Row | None:
-    """By role, what the phase needs on the device."""
+    """Return the parts that the phase needs on the device, by role; None for UNCHANGED."""
     row = TABLE[phase]
     return row and {role: frozenset(names.split()) for role, names in zip(ROLES, row, strict=True)}
 
 
 def check_offload(rollout: RolloutConfig) -> None:
-    """Refuses, before anything is built, what this machine cannot put away."""
+    """Raise UserError, before anything is built, if this machine cannot offload or hold vLLM's memory."""
     if rollout.free_cache_engine and not platform.use_cuda():
         raise UserError(
-            "rollout.free_cache_engine is true; vLLM can give its memory back on a GPU only, and this run is on a CPU: "
+            "rollout.free_cache_engine is true; vLLM can release its memory on a GPU only, and this run is on a CPU: "
             "set it to false"
         )
     if not platform.use_cuda():
@@ -70,27 +70,27 @@ def check_offload(rollout: RolloutConfig) -> None:
 
 
 class OffloadSchedule:
-    """Where the models and the rollout engine of a run are."""
+    """The device placement of a run's models and its rollout engine."""
 
     def __init__(self) -> None:
         self._engines: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
-        self._most_offloaded: dict[str, int] = {}
+        self._peak_offloaded_bytes: dict[str, int] = {}
 
     def add(self, role: str, engine: ModelEngine) -> None:
-        """Puts a finished model away until a phase needs it, so that the next one has room to be built."""
+        """Add a model and offload it until a phase needs it, so that the next model can be built."""
         self._engines[role] = engine
         engine.offload.offload_all_but(())
-        self._count()
+        self._record_peak()
 
     def add_rollout(self, rollout: RolloutEngine) -> None:
-        """Takes over an engine that can sleep; others stay awake."""
+        """Add a rollout engine that sleeps between its phases (rollout.free_cache_engine)."""
         self._rollout = rollout
 
     @contextmanager
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
-        """One phase of the loop: its row of TABLE comes true, then the body runs and is timed. What moves is timed as
-        "offload"; nothing is, where nothing moves."""
+        """Establish the phase's row of TABLE, then run and time the body. Moves are timed as "offload"; without a move
+        there is no such time."""
         row = row_of(name)
         if row is not None and self._differs(row):
             with timer.phase("offload"):
@@ -99,19 +99,19 @@ class OffloadSchedule:
             yield
 
     def metrics(self) -> dict[str, float]:
-        """GiB of device memory by role, the most that was put away at a time; of roles with something to put away."""
-        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._most_offloaded.items() if size}
+        """Return the largest amount of offloaded device memory, in GiB, of each role that has offloaded any."""
+        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._peak_offloaded_bytes.items() if size}
 
     def _differs(self, row: Row) -> bool:
         moves = any(engine.offload.differs_from(row[role]) for role, engine in self._engines.items())
         return moves or (self._rollout is not None and self._rollout.awake != row["vllm"])
 
     def _enter(self, row: Row) -> None:
-        """First all that leaves, then what comes, which so has room."""
+        """Establish the row: offload first, to make room, then onload."""
         for role, engine in self._engines.items():
             engine.offload.offload_all_but(row[role])
         if self._rollout is not None and self._rollout.awake - row["vllm"]:
-            # With the KV cache go the weights; the phase that needs these alone is about to bring new ones.
+            # vLLM discards the weights with the KV cache. The one phase that needs the weights alone overwrites them.
             self._rollout.sleep()
         for role, engine in self._engines.items():
             engine.offload.onload(row[role])
@@ -119,8 +119,8 @@ class OffloadSchedule:
             for part in (WEIGHTS, KV_CACHE):
                 if part in row["vllm"] - self._rollout.awake:
                     self._rollout.wake_up(part)
-        self._count()
+        self._record_peak()
 
-    def _count(self) -> None:
+    def _record_peak(self) -> None:
         for role, engine in self._engines.items():
-            self._most_offloaded[role] = max(self._most_offloaded.get(role, 0), engine.offload.offloaded_bytes)
+            self._peak_offloaded_bytes[role] = max(self._peak_offloaded_bytes.get(role, 0), engine.offload.offloaded_bytes)

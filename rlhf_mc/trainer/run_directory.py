@@ -1,7 +1,7 @@
 """trainer.default_local_dir belongs to one run, whose id is in run.json there, in the metrics, the checkpoints and the
-exports. Another run that begins there first moves all files of the earlier one to earlier_runs/<its id>/.
+exports. Another run that begins there first moves all files of the earlier run to earlier_runs/<its id>/.
 
-One rank calls these functions, and holds the directory's lock.
+One rank alone calls these functions, with the directory locked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from rlhf_mc.runtime.run_lock import Owner
 from rlhf_mc.trainer import success
 
 EARLIER = "earlier_runs"
-HF, EXPORT, GENERATIONS, PLOT = "hf", "export", "generations", "training.png"
+HF = "hf"
+EXPORT = "export"
+GENERATIONS = "generations"
+PLOT = "training.png"
 _OUTPUTS = (
     success.NAME,
     METRICS_FILE,
@@ -37,27 +40,29 @@ _OUTPUTS = (
     "nonfinite_step_*.json",
     "global_step_*",
 )
-"""What a run writes, beside run.json. Anything else in the directory (a quickstart's models and data, logs) stays."""
-_LEAVES = "is_moving_away"
-_JOB, _RESTARTS = "slurm_job", "slurm_restarts"
-"""Of the process that began the run."""
+"""Files of a run, beside run.json. Other files in the directory (a quickstart's models and data, logs) stay there."""
+_MOVING = "is_moving_away"
+"""Set in run.json until all files of the run have been moved."""
+_JOB = "slurm_job"
+_RESTARTS = "slurm_restarts"
+"""Slurm's job id and restart count of the process that began the run."""
 _ID = re.compile(r"\w[\w.-]*")
 
 
 def new_id() -> str:
-    """Return an id that no other run has: when it began, and six random digits."""
+    """Return a unique id: the time, and six random hexadecimal digits."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
 
 
 def owner(root: Path) -> str | None:
-    """Return the id of the run that the directory belongs to. None: of no run, or of one before there were ids."""
+    """Return the id of the run that the directory belongs to; None if there is no run, or one without an id."""
     run_id = _read(root).get("run_id")
     return run_id if isinstance(run_id, str) and _ID.fullmatch(run_id) else None
 
 
 def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None) -> None:
-    """Make the directory the run's. resumed_from: the checkpoint of another directory, of the step `begins_after`,
-    that it begins with."""
+    """Record in run.json that the directory belongs to the run. resumed_from: the checkpoint of another directory, of
+    step `begins_after`, that the run begins with."""
     about: dict[str, Any] = {"run_id": run_id, "begins_after_step": begins_after}
     if resumed_from is not None:
         about["resumed_from"] = str(resumed_from)
@@ -67,17 +72,18 @@ def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None)
 
 
 def is_of_requeued_job(root: Path) -> bool:
-    """Return whether the run in the directory was begun by this Slurm job, before it was requeued."""
-    process, begun = Owner.this_process(), _read(root)
+    """Return whether this Slurm job began the run in the directory, before a requeue."""
+    process = Owner.this_process()
+    begun = _read(root)
     restarts = begun.get(_RESTARTS)
     return bool(process.job) and begun.get(_JOB) == process.job and restarts in range(process.restarts)
 
 
 def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
-    """Move all files of the run that was here to a directory of their own, which is returned; None: there are none.
-    Where this is interrupted, `finish_moving` completes it. UserError where the new run reads one of them.
+    """Move all files of the earlier run to a directory of their own. Return that directory, or None if there are no
+    files. `finish_moving` completes an interrupted move. Raise UserError if the new run reads one of the files.
 
-    inputs: (setting, file) of all that the new run reads."""
+    inputs: (setting, file) of everything that the new run reads."""
     outputs = list(_outputs(root))
     if not outputs and not (root / RUN_FILE).exists():
         return None
@@ -89,13 +95,13 @@ def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
                 f"{setting}: {path} is of {inside}, a file of the earlier run {run_id} in this directory, which would "
                 "be moved away when another run begins here; give another trainer.default_local_dir"
             )
-    _write(root, {**_read(root), "run_id": run_id, _LEAVES: True})
+    _write(root, {**_read(root), "run_id": run_id, _MOVING: True})
     return _move(root)
 
 
 def finish_moving(root: Path) -> Path | None:
-    """Complete a `move_away` that was interrupted. Return where the files are; None: there was none."""
-    return _move(root) if _read(root).get(_LEAVES) else None
+    """Complete an interrupted `move_away`. Return the directory of the moved files; None if none was interrupted."""
+    return _move(root) if _read(root).get(_MOVING) else None
 
 
 def _move(root: Path) -> Path:
@@ -104,7 +110,7 @@ def _move(root: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     for path in _outputs(root):
         os.rename(path, directory.free_name(target / path.name))
-    about.pop(_LEAVES)
+    about.pop(_MOVING)
     _write(target, about)
     (root / RUN_FILE).unlink()
     durable.sync(root)
@@ -112,8 +118,8 @@ def _move(root: Path) -> Path:
 
 
 def drop_later(root: Path, step: int) -> list[str]:
-    """Remove the generations of later steps, which the run will do again, and quarantine its exports of later steps.
-    Return one line for each of those."""
+    """Remove the generations of later steps, which the run repeats, and quarantine its exports of later steps. Return
+    one line for each quarantined export."""
     for path in (root / GENERATIONS).glob("step_*.txt"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
@@ -135,9 +141,9 @@ def _outputs(root: Path) -> Iterator[Path]:
 
 
 def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
-    """Return the id of a run that left no run.json: its checkpoints', or one of the time when it wrote last."""
+    """Return the id of a run without run.json: that of its checkpoints, or one made of the time of its last output."""
     for step in directory.steps_with_checkpoint(root):
-        with contextlib.suppress(UserError):  # damaged, or of a newer program
+        with contextlib.suppress(UserError):  # corrupt, or of a newer program
             run_id = directory.read_manifest(directory.final_path(root, step)).run_id
             if run_id is not None:
                 return run_id
@@ -146,7 +152,7 @@ def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
 
 
 def _read(root: Path) -> dict[str, Any]:
-    """Return what run.json says; nothing where there is none, or another file of that name."""
+    """Return the content of run.json; an empty dict if it is missing or not a JSON object."""
     try:
         content = json.loads((root / RUN_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,5 +1,5 @@
-"""Builds a run from its config: data, models, rollout engine, the plan of the weight update. All that can be
-wrong with what the user gave is found here, before the first step, cheapest checks first.
+"""Building a run from its config: data, models, rollout engine, the plan of the weight update. Every mistake in the
+user's input is found here, before the first step; the cheapest checks come first.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from rlhf_mc.trainer.weight_sync import WeightSync
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. The same on every rank but for the rank's own shards."""
+    """The parts of a run. They are the same on every rank, except for the rank's own shards."""
 
     config: Config
     groups: Groups
-    """The actor's; each model has those of its own layout."""
+    """The actor's process groups; each model has those of its own layout."""
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train_prompts: list[Prompt]
@@ -63,26 +63,27 @@ class Run:
     limits: dict[str, Limit]
     """By phase, the limit of a micro-batch."""
     inputs: Inputs
-    """Size and content hash of every file that the run reads."""
+    """Size and content hash of every input file."""
     rewards: RewardManager
     actor: ModelEngine
     critic: ModelEngine
     reference: ModelEngine | None
     reward_model: ModelEngine | None
-    """In place of `rewards` in training."""
+    """Scores in place of `rewards` in training."""
     rollout: RolloutEngine
     weight_sync: WeightSync
     """From the actor's parameters to vLLM's."""
     offload_schedule: OffloadSchedule
-    """Who is on the device in which phase."""
+    """Device placement of the models by phase."""
     kl_controller: KLController
     skipped: SkippedUpdates
     log_prob_check: LogProbCheck
 
 
 def build_run(cfg: Config) -> Run:
-    """Builds everything. Every rank must call it, with the same config, after init_process_group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Build all parts of a run. Every rank must call it, with the same config, after init_process_group."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     validate(cfg, world)
     check_free(Path(cfg.trainer.default_local_dir))
     check_offload(cfg.rollout)
@@ -90,7 +91,7 @@ def build_run(cfg: Config) -> Run:
     train_prompts, val_prompts = on_every_rank(lambda: _prompts(cfg, tokenizer))
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
-    # One node may lack the user's file.
+    # The user's file may be missing on one node.
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward))
     rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
 
@@ -99,16 +100,16 @@ def build_run(cfg: Config) -> Run:
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
-    # Each model is finished and put away before the next is built, and all are before vLLM measures memory.
+    # Each model is offloaded before the next is built, and all of them before vLLM measures free memory.
     offload_schedule = OffloadSchedule()
     models: dict[str, ModelEngine] = {}
     for role, start in starts.items():
         models[role] = _load(role, start, layouts(cfg)[role], groups[role])
         if start.optim is not None:
             frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
-            # The actor's schedule counts the steps in which it is updated.
-            waits = cfg.trainer.critic_warmup if role == "actor" else 0
-            models[role].make_trainable(start.optim, max(1, total_steps - waits), frozen)
+            # The actor's learning-rate schedule counts the steps in which the actor is updated.
+            warmup = cfg.trainer.critic_warmup if role == "actor" else 0
+            models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
         offload_schedule.add(role, models[role])
     weight_sync, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
@@ -145,7 +146,7 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
 
 
 def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
-    """Return those of training, and those of validation."""
+    """Return the training prompts and the validation prompts."""
     data = cfg.data
     train = load_prompts(data.train_files, tokenizer, data, data.train_max_samples)
     if not data.val_files:
@@ -154,7 +155,7 @@ def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prom
 
 
 def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
-    """The training mesh that the settings describe."""
+    """Return the training mesh of the settings."""
     return Mesh(
         world,
         megatron.tensor_model_parallel_size,
@@ -167,26 +168,26 @@ def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
 
 
 def layouts_of(engine: ModelEngine) -> list[Layout]:
-    """What each rank holds of an engine's model."""
+    """Return each rank's layout of an engine's model."""
     return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())
 
 
 @dataclass(frozen=True)
 class _Start:
-    """What a role's model begins as."""
+    """The start of a role's model."""
 
     shape: ModelShape
     reader: HFReader
     mcore: str | None = None
-    """Megatron checkpoint to read in place of the reader's weights."""
+    """Megatron checkpoint that is read in place of the reader's weights."""
     optim: OptimConfig | None = None
-    """None: it is never trained."""
+    """None for a model that is never trained."""
     frozen: frozenset[str] = frozenset()
-    """The checkpoint's tensors that training leaves as they are."""
+    """Names in the checkpoint of the tensors that are not trained."""
 
 
 def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start]:
-    """The models that this run has, in the order in which they are built. UserError where one of them cannot be."""
+    """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
     mcore = cfg.model.dist_checkpointing_path
     with about("model.path:"):
         reader = HFReader(cfg.model.path)
@@ -198,7 +199,8 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
     if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
         starts["ref"] = _Start(shape, reader, mcore)
     if cfg.critic.model_path is not None:
-        reader, mcore = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader, None
+        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader
+        mcore = None
     else:
         check_value_head("model.path", reader)
     shape = reader.shape(value_head=True)
@@ -208,31 +210,30 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
         scorer = reward_model_checkpoint(cfg, tokenizer)
         starts["reward_model"] = _Start(scorer.shape, scorer.reader)
     for role, start in starts.items():
-        _check_layout(cfg, role, start.shape)
+        if role != "actor":  # checked above
+            _check_layout(cfg, role, start.shape)
     starts["critic"].reader.check(starts["critic"].shape)
     return starts
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:
-    """UserError, naming the role and its layout, where its model cannot be cut so."""
+    """Raise UserError, naming the role and its layout, if its model cannot be sharded so."""
     megatron = layouts(cfg)[role]
     try:
         check_layout(shape, megatron, role)
     except UserError as error:
-        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        tp = megatron.tensor_model_parallel_size
+        pp = megatron.pipeline_model_parallel_size
         raise UserError(f"{error} ({role}.megatron: TP {tp} x PP {pp})") from None
 
 
 def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the actor's checkpoint, its layouts, the data's lengths and the tokenizer do not match."""
+    _check_layout(cfg, "actor", shape)
     try:
-        check_layout(shape, cfg.actor.megatron)
         check_rollout_layout(shape, cfg.rollout)
     except UserError as error:
-        at = cfg.actor.megatron
-        raise UserError(
-            f"{error} (training TP {at.tensor_model_parallel_size} x PP {at.pipeline_model_parallel_size}, "
-            f"rollout TP {cfg.rollout.tensor_model_parallel_size})"
-        ) from None
+        raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
     with about("model.path:"):
         check_architecture(reader.config, shape.family, FAMILIES[shape.family].architecture)
     if cfg.model.dist_checkpointing_path is None:
@@ -247,8 +248,8 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
 
 
 def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) -> ModelEngine:
-    """A role's model in its own layout with its start weights, from the Megatron checkpoint if one is given, else from
-    the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
+    """Return a role's model in its own layout with its initial weights, from the Megatron checkpoint if there is one,
+    else from the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
     if start.mcore is not None:
@@ -261,7 +262,7 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) ->
 
 
 def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
-    """vLLM, and how the actor's weights come to it."""
+    """Return vLLM, and the synchronisation of its weights with the actor's."""
     per_node = ranks_per_node()
     engine_ranks = choose_rollout_groups(
         actor.shape, actor.groups.mesh, cfg.rollout.tensor_model_parallel_size, per_node
@@ -284,14 +285,15 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
         max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
         dtype=cfg.actor.megatron.dtype,
         seed=cfg.trainer.seed,
-        # The optimizer has given the actor's parameters their final place by now.
+        # make_trainable has moved the actor's parameters to their final storage before.
         storage=aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {},
     )
     return weight_sync, rollout
 
 
 def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbCheck:
-    dtype, bound = cfg.actor.megatron.dtype, cfg.trainer.max_rollout_logprob_diff
+    dtype = cfg.actor.megatron.dtype
+    bound = cfg.trainer.max_rollout_logprob_diff
     return LogProbCheck(
         bound=DEFAULT_BOUND[dtype] if bound is None else bound,
         temperature=cfg.rollout.temperature,
@@ -301,7 +303,7 @@ def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbC
 
 
 def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end token and those of generation_config.json, as vLLM and transformers take them."""
+    """Return the tokenizer's end token and those of generation_config.json, as vLLM and transformers use them."""
     ids = {int(tokenizer.eos_token_id)}
     path = Path(model_path) / "generation_config.json"
     if path.exists():

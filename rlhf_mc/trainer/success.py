@@ -1,5 +1,5 @@
-"""The success mark of a run: a file in trainer.default_local_dir, written last. A directory without it holds a run that
-has not finished, whatever its processes ended with.
+"""The success marker of a run: a file in trainer.default_local_dir, written last. A run without it has not finished,
+whatever the exit codes of its processes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ NAME = "success.json"
 
 
 def clear(root: Path) -> None:
-    """Remove the mark of a run that resumes, before anything else is written. (With an earlier run's files its mark is
-    moved away.)"""
+    """Remove the success marker of a run that resumes, before anything else is written. (The marker of an earlier run
+    is moved with that run's files.)"""
     (root / NAME).unlink(missing_ok=True)
 
 
 def write(root: Path, run_id: str, step: int) -> None:
-    """Write the mark in one piece, to the disk itself. `step` is the last one of the run. Rank 0 calls it, after every
-    other file of the run is written."""
+    """Write the success marker atomically and durably. step: the last step of the run. Only rank 0 calls it, after
+    every other file of the run is written."""
     durable.replace(root / NAME, (json.dumps({"run_id": run_id, "step": step}) + "\n").encode())

@@ -1,5 +1,5 @@
-"""The two update phases: PPO epochs over mini-batches, for the critic and for the actor. What a loss is, is in
-algorithms/losses.py; how a gradient comes about on the mesh, in models/engine.py.
+"""Updates of critic and actor: PPO epochs over mini-batches. Losses are in algorithms/losses.py;
+models/engine.py computes gradients on the mesh.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rlhf_mc.trainer.micro_batching import my_micro_batches
 def mini_batches(
     num_prompts: int, responses_per_prompt: int, mini_batch_size: int, epochs: int, shuffle: bool, seed: tuple[int, ...]
 ) -> Iterator[list[int]]:
-    """The sequences of each mini-batch, epoch after epoch. A prompt's responses stay together.
+    """Yield the sequences of each mini-batch, epoch after epoch. A prompt's responses stay together.
 
-    The order is a function of `seed` alone: the same for every layout and after a resume."""
+    mini_batch_size: in prompts. The order is a function of `seed` alone: layout and resume do not change it."""
     n = responses_per_prompt
     for epoch in range(epochs):
         order = np.arange(num_prompts)
@@ -43,14 +43,16 @@ def mini_batches(
 
 
 def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float) -> Loss:
-    """The actor's loss over this mini-batch, as shares of its micro-batches."""
+    """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its share."""
     assert mini.old_log_probs is not None and mini.advantages is not None
-    old_log_probs, advantages, ref = mini.old_log_probs, mini.advantages, mini.ref_log_probs
+    old_log_probs = mini.old_log_probs
+    advantages = mini.advantages
+    ref = mini.ref_log_probs
     weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode)
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        take = _taker(micro, states.device)
+        take = _selector(micro, states.device)
         inputs = ActorLossInputs(
             log_probs=log_probs,
             old_log_probs=take(old_log_probs),
@@ -74,13 +76,14 @@ def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temper
 
 
 def critic_objective(mini: RaggedBatch, cfg: CriticConfig) -> Loss:
-    """The critic's loss over this mini-batch, as shares of its micro-batches."""
+    """Return the critic's loss of this mini-batch, as a function of a micro-batch that returns its share."""
     assert mini.values is not None and mini.returns is not None
-    old_values, returns = mini.values, mini.returns
+    old_values = mini.values
+    returns = mini.returns
     weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode)
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        take = _taker(micro, states.device)
+        take = _selector(micro, states.device)
         return value_loss(
             values(model, states),
             take(old_values),
@@ -93,7 +96,8 @@ def critic_objective(mini: RaggedBatch, cfg: CriticConfig) -> Loss:
     return loss
 
 
-def _taker(micro: MicroBatch, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _selector(micro: MicroBatch, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that selects the micro-batch's entries [r] of a per-token vector [R], on the device."""
     return lambda per_token: per_token[micro.response_index].to(device)
 
 
@@ -102,18 +106,18 @@ _SAMPLES = "nonfinite_step_{}.json"
 
 @dataclass
 class SkippedUpdates:
-    """Counts updates that were skipped because loss or gradient were not finite, and ends the run after too many."""
+    """The count of updates that were skipped because loss or gradient were not finite, with the limit of the run."""
 
     limit: int
-    """So many in a row of one model end the run."""
+    """The run is aborted after this number of consecutive skipped updates of one model."""
     directory: Path
-    """Where the samples of such updates are written."""
+    """Directory of the files with the samples of skipped updates."""
     consecutive: dict[str, int] = field(default_factory=dict)
-    """By the model's name."""
+    """Consecutive skipped updates by the model's name."""
 
     def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool, params: Mapping[str, torch.Tensor]) -> None:
-        """Count one update of the model with these parameters. UserError once too many consecutive ones were skipped.
-        Every rank must call it."""
+        """Count one update of the model with these parameters. Write the samples of a skipped update. Raise UserError
+        after `limit` consecutive skipped updates. Every rank must call it."""
         self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
@@ -121,22 +125,22 @@ class SkippedUpdates:
         on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
         if self.consecutive[name] >= self.limit:
             raise UserError(
-                f"{name}: loss or gradient not finite in {self.limit} updates in a row "
+                f"{name}: loss or gradient not finite in {self.limit} consecutive updates "
                 f"(trainer.max_consecutive_skipped_updates), the last in step {step}; their samples are in {path}; "
-                f"{_what_is_not_finite(name, mini, params)}"
+                f"{_find_not_finite(name, mini, params)}"
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
-        """Takes over the counts of a checkpoint, and deletes the samples of later steps, which are done again. One rank
-        deletes."""
+        """Set the counts to those of a checkpoint. On rank 0 delete the samples of later steps, which are repeated."""
         self.consecutive = dict(consecutive)
         for path in self.directory.glob(_SAMPLES.format("*")) if dist.get_rank() == 0 else ():
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
 
 
-def _what_is_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
-    """Return where NaN and infinite values were found: weights, batch, or neither. Every rank must call it."""
+def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
+    """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
+    call it."""
     mine = next((local for local, param in params.items() if num_not_finite(param)), None)
     for rank, found in enumerate(gather_objects(mine)):
         if found is not None:
@@ -150,8 +154,9 @@ def _what_is_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
-    """Adds the mini-batch to a JSON file: one list of sequences per update of the step."""
-    seq_lens, response_lens = mini.seq_lens.tolist(), mini.response_lens.tolist()
+    """Append the mini-batch to a JSON file: one list of sequences per update of the step."""
+    seq_lens = mini.seq_lens.tolist()
+    response_lens = mini.response_lens.tolist()
     advantages = mini.advantages.split(response_lens) if mini.advantages is not None else [None] * len(seq_lens)
     sequences = [
         {

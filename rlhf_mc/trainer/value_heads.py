@@ -1,4 +1,4 @@
-"""Checkpoints with a value head: what the critic may start from, and what a reward model must be."""
+"""Checkpoints with a value head: requirements of the critic's start and of a reward model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import Config, DataConfig
 from rlhf_mc.data.prompts import load_tokenizer
 
-HEAD, BIAS = "score.weight", "score.bias"
+HEAD = "score.weight"
+BIAS = "score.bias"
 
 
 @dataclass(frozen=True)
 class ValueCheckpoint:
-    """A checkpoint with a value head, checked."""
+    """A checkpoint whose value head has been checked."""
 
     reader: HFReader
     shape: ModelShape
 
 
 def check_value_head(key: str, reader: HFReader) -> None:
-    """UserError unless the head, if the checkpoint has one, gives one number and adds nothing to it."""
+    """Raise UserError if the checkpoint has a value head of several outputs, or one with a bias other than 0."""
     where = f"{key} {reader.directory}"
     if HEAD in reader.names:
         labels = reader.slices([HEAD])[HEAD].get_shape()[0]
@@ -39,7 +40,8 @@ def check_value_head(key: str, reader: HFReader) -> None:
 
 
 def reward_model_checkpoint(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
-    """The reward model's. UserError where it is none, or reads other tokens than the actor writes."""
+    """Return the reward model's checkpoint. Raise UserError if it has no value head, or another vocabulary than the
+    actor."""
     path = cfg.reward_model.model_path
     assert path is not None
     found = value_checkpoint("reward_model.model_path", path, cfg.data, tokenizer)
@@ -51,8 +53,8 @@ def reward_model_checkpoint(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def value_checkpoint(key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
-    """The checkpoint of the setting `key`, with a value head or without. UserError where it cannot read the actor's
-    prompts and responses, or where the head is no value head."""
+    """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if the actor's prompts
+    and responses are too long for it or of another vocabulary, or if its head is not a value head."""
     with about(f"{key}:"):
         reader = HFReader(path)
     where = f"{key} {path}"
@@ -71,7 +73,7 @@ def value_checkpoint(key: str, path: str, data: DataConfig, tokenizer: PreTraine
 
 
 def _check_tokenizer(key: str, path: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
-    """It is given the actor's tokens as they are."""
+    """Raise UserError unless the model has the actor's vocabulary: it reads the actor's tokens unchanged."""
     where = f"{key} {path}"
     if len(tokenizer) > shape.vocab_size:
         raise UserError(f"{where}: vocab_size is {shape.vocab_size}, the tokenizer has {len(tokenizer)} tokens")

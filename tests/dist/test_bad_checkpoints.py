@@ -208,7 +208,7 @@ def test_resume_from_corrupt_and_foreign_checkpoints(pool: Any, config: Path, go
     auto("truncated", truncate, "step 2")
     auto("flipped", flip_a_bit, "step 2")
     auto("two truncated", truncate, "step 1", (2, 3))
-    auto("all truncated", truncate, "none of the 3 training checkpoints is whole", (1, 2, 3))
+    auto("all truncated", truncate, "none of the 3 training checkpoints is intact", (1, 2, 3))
     auto("vocabulary", edit_state(set_vocabulary), "the actor's vocab_size is")
     auto("type", edit_state(set_dtype), "the critic was trained in bfloat16; set its megatron.dtype to that")
     auto("one model", edit_state(remove_critic), "holds no critic; it is a checkpoint of actor")

@@ -20,7 +20,7 @@ from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace, 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.rollout.vllm_engine import _check_same_tokens
-from rlhf_mc.trainer.update import _what_is_not_finite
+from rlhf_mc.trainer.update import _find_not_finite
 
 pytestmark = pytest.mark.dist
 
@@ -112,14 +112,14 @@ def test_sequences_longer_than_the_models_positions(pool: Any, good: Path) -> No
                 "num_key_value_heads is 3",
                 "model.layers.0.self_attn.k_proj.weight [96, 192]",
                 "sizes that work: 1, 3, 6",
-                "(training TP 2 x PP 1, rollout TP 1)",
+                "(actor.megatron: TP 2 x PP 1)",
             ],
         ),
         ({"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, {"actor": layout(tp=2)}, ["heads is 3"]),
         (
             {"num_attention_heads": 3, "num_kv_heads": 3, "hidden_size": 96},
             {"rollout": {"tensor_model_parallel_size": 2}},
-            ["tensor_model_parallel_size 2", "vLLM", "num_key_value_heads is 3"],
+            ["tensor_model_parallel_size 2", "vLLM", "num_key_value_heads is 3", "(rollout: TP 2)"],
         ),
         (
             {},
@@ -371,7 +371,7 @@ def test_nonfinite_update_message_names_the_cause() -> None:
         (good, with_nan, r"weights are finite, and of the batch these have values that are not: ref_log_probs \(1\)$"),
         (bad, with_nan, r"the model's weights are not finite \(b on rank 0\): resume from an earlier checkpoint$"),
     ):
-        message = _what_is_not_finite("critic", mini, params)
+        message = _find_not_finite("critic", mini, params)
         assert re.search(words, message), message
         assert ("optim.lr" in message) == (params is good and mini is batch)
 

@@ -396,7 +396,7 @@ def test_nonfinite_update_on_one_rank_is_skipped_on_all(
     errors = {results[6]["error"] for results in ranks}
     assert len(errors) == 1
     message = errors.pop()
-    assert "actor: loss or gradient not finite in 3 updates in a row" in message
+    assert "actor: loss or gradient not finite in 3 consecutive updates" in message
     assert "weights and batch are finite" in message
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         f"nonfinite_step_{step}.json" for step, is_bad in enumerate(bad) if is_bad

@@ -35,7 +35,7 @@ def make_check(bound: float = 0.1, temperature: float = 1.0) -> LogProbCheck:
 def test_first_rollout_beyond_the_bound_is_a_one_line_error() -> None:
     batch = make_batch([0.0, 0.1, -3.0, 0.0, 1.5, 0.3], lens=[2, 4])
     with pytest.raises(UserError) as caught:
-        make_check().judge(batch, step=7)
+        make_check().check(batch, step=7)
     line = str(caught.value)
     assert "\n" not in line
     for part in (
@@ -65,15 +65,15 @@ def test_first_rollout_beyond_the_bound_is_a_one_line_error() -> None:
 )
 def test_mean_and_99th_percentile_are_bounded(differences: list[float], passes: bool) -> None:
     if passes:
-        make_check().judge(make_batch(differences), 1)
+        make_check().check(make_batch(differences), 1)
         return
     with pytest.raises(UserError):
-        make_check().judge(make_batch(differences), 1)
+        make_check().check(make_batch(differences), 1)
 
 
 def test_single_outlier_token_is_accepted() -> None:
     """Allow for bfloat16, in which a token near a routing boundary may take another expert."""
-    make_check().judge(make_batch([0.0] * 400 + [30.0]), 1)
+    make_check().check(make_batch([0.0] * 400 + [30.0]), 1)
 
 
 @pytest.mark.parametrize(("temperature", "passes"), [(1.0, False), (0.5, True), (2.0, False)])
@@ -82,19 +82,19 @@ def test_bound_applies_at_temperature_1(temperature: float, passes: bool) -> Non
     check = make_check(temperature=temperature)
     batch = make_batch([0.15] * 10)
     if passes:
-        check.judge(batch, 1)
+        check.check(batch, 1)
     else:
         with pytest.raises(UserError, match=f"temperature {temperature:g}"):
-            check.judge(batch, 1)
+            check.check(batch, 1)
 
 
 def test_later_rollouts_beyond_the_bound_warn(caplog: pytest.LogCaptureFixture) -> None:
     check = make_check()
-    check.judge(make_batch([0.0] * 4), 1)
+    check.check(make_batch([0.0] * 4), 1)
     with caplog.at_level(logging.WARNING):
-        check.judge(make_batch([0.0] * 4), 2)
+        check.check(make_batch([0.0] * 4), 2)
         assert caplog.text == ""
-        check.judge(make_batch([5.0] * 4), 3)
+        check.check(make_batch([5.0] * 4), 3)
     assert "warning: step 3: the log-probs of vLLM" in caplog.text
 
 
@@ -103,7 +103,7 @@ def test_nonfinite_log_probs_are_named(field: str, engine: str) -> None:
     batch = make_batch([0.0] * 4)
     getattr(batch, field)[2] = torch.nan
     with pytest.raises(UserError, match=rf"1 of 4 log-probs of {engine}.* not finite; the first: .*position 2"):
-        make_check().judge(batch, 1)
+        make_check().check(batch, 1)
 
 
 def test_difference_statistics() -> None:
