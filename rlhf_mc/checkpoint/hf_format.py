@@ -104,7 +104,7 @@ class HFReader:
         """Return the shape of the model that config.json describes. UserError for what is not supported.
 
         Embeddings are tied only where the checkpoint has no other language-model head."""
-        found = read_shape(self.directory, value_head)
+        found = _shape(self.directory, self.config, value_head)
         if value_head or not found.tie_embeddings or not self._has_another_head:
             return found
         return replace(found, tie_embeddings=False)
@@ -221,12 +221,16 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
     """Return the shape of the model that the config.json of a directory describes, which may hold no weights."""
+    return _shape(Path(directory), read_config(directory), value_head)
+
+
+def _shape(directory: Path, config: dict[str, Any], value_head: bool) -> ModelShape:
     try:
-        shape = ModelShape.from_hf_config(read_config(directory), value_head)
+        shape = ModelShape.from_hf_config(config, value_head)
     except UserError as error:
         message = str(error)
         raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None
-    if (Path(directory) / QUANTIZATION).exists():
+    if (directory / QUANTIZATION).exists():
         raise UserError(f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM goes by this file")
     return shape
 
