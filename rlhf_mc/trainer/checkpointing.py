@@ -225,7 +225,7 @@ class Checkpoints:
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
             self._logged = loop.get("logged", [])  # an earlier version did not record them
-            # An earlier version named the counts otherwise.
+            # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
             self.run_id = run_id or ""
         _say(f"resumed after step {self.position.step} from {path}")

@@ -75,7 +75,7 @@ class OffloadSchedule:
     def __init__(self) -> None:
         self._engines: dict[str, ModelEngine] = {}
         self._rollout: RolloutEngine | None = None
-        self._peak_offloaded_bytes: dict[str, int] = {}
+        self._peak_bytes: dict[str, int] = {}
 
     def add(self, role: str, engine: ModelEngine) -> None:
         """Add a model and offload it until a phase needs it, so that the next model can be built."""
@@ -100,7 +100,7 @@ class OffloadSchedule:
 
     def metrics(self) -> dict[str, float]:
         """Return the largest amount of offloaded device memory, in GiB, of each role that has offloaded any."""
-        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._peak_offloaded_bytes.items() if size}
+        return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._peak_bytes.items() if size}
 
     def _differs(self, row: Row) -> bool:
         moves = any(engine.offload.differs_from(row[role]) for role, engine in self._engines.items())
@@ -123,4 +123,4 @@ class OffloadSchedule:
 
     def _record_peak(self) -> None:
         for role, engine in self._engines.items():
-            self._peak_offloaded_bytes[role] = max(self._peak_offloaded_bytes.get(role, 0), engine.offload.offloaded_bytes)
+            self._peak_bytes[role] = max(self._peak_bytes.get(role, 0), engine.offload.offloaded_bytes)
