@@ -84,6 +84,13 @@ class PackingCache:
             self._micro_batches[key] = pack_micro_batch(batch, indices, multiple_of)
         return self._micro_batches[key]
 
+    def clear(self) -> None:
+        """Free the plans and packed micro-batches, those of the mini-batches included."""
+        self._tokens = None
+        self._plans.clear()
+        self._micro_batches.clear()
+        self._mini_batches.clear()
+
     def of_mini_batch(self, indices: Sequence[int]) -> PackingCache:
         """Return the cache of the mini-batch of these sequences, in this order."""
         return self._mini_batches.setdefault(tuple(indices), PackingCache())

@@ -65,6 +65,8 @@ def test_passes_with_the_same_split_share_packed_micro_batches() -> None:
         cache.micro_batch(batch, [])
         cache.of_mini_batch([1, 0]).micro_batch(batch.select([1, 0]), [0, 1])  # another order
         assert packs.call_count == 8
+        cache.clear()
+        assert cache.micro_batch(batch, split[0]) is not first[0]
     fresh = pack_micro_batch(make_batch([3, 2, 5, 1], [4, 2, 1, 3]), [2, 3])
     for name in ("tokens", "logit_positions", "targets", "response_index"):
         assert torch.equal(getattr(fresh, name), getattr(first[1], name))
