@@ -1,5 +1,5 @@
 """Time that a checkpoint blocks the training loop: written synchronously against written in the background. Actor and
-critic with their optimizers, the two in turn, the same files, on this machine's disk:
+critic with their optimizers, alternating, the same files, on this machine's disk:
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint.py
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
-    """Save the two in turn in each round, and report. The first round is a warm-up."""
+    """Save synchronously and in the background in each round, and report. The first round is a warm-up."""
     size = num_bytes(block for role in roles for block in blocks_of(role))
     buffers = HostBuffers()
     blocked: dict[str, list[float]] = {"synchronous": [], "background": [], "commit": [], "written after": []}

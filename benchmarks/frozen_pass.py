@@ -1,5 +1,5 @@
 """Log-prob pass of a frozen model (a reference) against the same model with an optimizer (an actor): time and peak
-additional memory of a tensor-parallel rank. On the CPU, both variants in turn:
+additional memory of a tensor-parallel rank. On the CPU, alternating variants:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/frozen_pass.py
 """

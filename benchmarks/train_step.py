@@ -1,6 +1,6 @@
 """Tokens per second of rlhf_mc's engine (packed sequences on Megatron-Core) against the same model in transformers:
 padded, packed as transformers does (position ids, block-diagonal mask), and one sequence at a time. One process on the
-CPU, all variants in turn. Each computes log-probs of response tokens only; padding is not counted:
+CPU, alternating variants. Each computes log-probs of response tokens only; padding is not counted:
 
     OMP_NUM_THREADS=1 python benchmarks/train_step.py
 """

@@ -193,7 +193,7 @@ def changed_copy(good: Path, root: Path, change: Callable[[Path], None], steps: 
     return root
 
 
-def test_resume_from_corrupt_and_foreign_checkpoints(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
+def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, good: Path, tmp_path: Path) -> None:
     """Make all attempts to resume with one build of the models."""
     attempts: list[tuple[list[str], str]] = []
 
@@ -234,7 +234,7 @@ def test_resume_from_corrupt_and_foreign_checkpoints(pool: Any, config: Path, go
         attempts.append(([f"default_local_dir={root}", *requeued], outcome))
     auto("newer version", convert_to_newer_version, "written by a newer version of the program (format 9")
     named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "damaged")
-    named("foreign", config.parent / "model", "Hugging Face checkpoints are given as model.path")
+    named("Hugging Face checkpoint", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")
     earlier = ("metrics.jsonl", "nonfinite_step_9.json")
     (tmp_path / "fine").mkdir()

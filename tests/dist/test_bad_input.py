@@ -286,7 +286,7 @@ def test_nonfinite_weights_on_one_rank(pool: Any, workspace: Path, role: str) ->
     )
 
 
-def test_a_tensor_that_one_rank_cannot_read(pool: Any, workspace: Path) -> None:
+def test_read_error_on_one_rank_is_raised_on_all(pool: Any, workspace: Path) -> None:
     outcomes = pool(WORLD).outcomes(cases.build_where_a_read_fails, directory=str(workspace), failing_rank=1)
     assert f"{workspace / 'model'}: a tensor cannot be read (I/O error)" in common_error(outcomes)
 

@@ -238,4 +238,4 @@ def test_gae_with_gamma_and_lam_1_returns_rewards_to_go() -> None:
     rewards = torch.tensor([[0.0, -1.0, 3.0]])
     values = torch.tensor([[0.25, -4.0, 8.0]])
     _, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
-    assert returns.tolist() == [[2.0, 2.0, 3.0]]  # whatever the values are
+    assert returns.tolist() == [[2.0, 2.0, 3.0]]  # for any values

@@ -23,7 +23,7 @@ def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> 
         consensus.on_every_rank(lambda: 7)
 
 
-def test_an_error_of_the_disk_becomes_a_user_error() -> None:
+def test_disk_error_becomes_a_user_error() -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device", "metrics.jsonl")
 

@@ -1,4 +1,4 @@
-"""Lines for the person who runs the program."""
+"""Console lines of the program."""
 
 import io
 import sys
@@ -8,7 +8,7 @@ import pytest
 from rlhf_mc.runtime.console import say
 
 
-def test_a_line_has_the_program_before_it_and_goes_to_standard_error_or_the_given_stream(capsys):
+def test_line_has_a_prefix_and_goes_to_stderr_by_default(capsys):
     say("one")
     say("two", sys.stdout)
     captured = capsys.readouterr()
@@ -16,20 +16,20 @@ def test_a_line_has_the_program_before_it_and_goes_to_standard_error_or_the_give
 
 
 @pytest.mark.parametrize("rank, printed", [("0", "rlhf_mc: one\n"), ("1", "")])
-def test_only_rank_0_prints_where_asked(rank, printed, capsys, monkeypatch):
+def test_rank_0_only(rank, printed, capsys, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     say("one", rank_0_only=True)
     assert capsys.readouterr().err == printed
 
 
 class FullStream(io.StringIO):
-    """As a file on a full disk."""
+    """Stream to a full disk."""
 
     def flush(self):
         raise OSError(28, "No space left on device")
 
 
-def test_a_full_or_closed_stream_is_no_error():
+def test_full_or_closed_stream_raises_nothing():
     closed = io.StringIO()
     closed.close()
     say("one", closed)

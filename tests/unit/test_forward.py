@@ -72,14 +72,14 @@ def test_passes_with_the_same_split_share_packed_micro_batches() -> None:
         assert torch.equal(getattr(fresh, name), getattr(first[1], name))
 
 
-def test_the_cache_of_another_batch_is_refused() -> None:
+def test_cache_of_another_batch_is_rejected() -> None:
     cache = PackingCache()
     cache.micro_batch(make_batch([3, 2], [4, 2]), [0])
     with pytest.raises(AssertionError, match="the cache is of another batch"):
         cache.micro_batch(make_batch([3, 3], [4, 2]), [0])
 
 
-def test_a_plan_is_made_once_per_key() -> None:
+def test_plan_is_made_once_per_key() -> None:
     cache = PackingCache()
     plans = [[[[0], [1]]], [[[0, 1]]]]
     key = PlanKey(1, 8, (4.0, 5.0))

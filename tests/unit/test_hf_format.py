@@ -199,7 +199,7 @@ def test_tensors_of_several_types_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn.v_proj.weight", "model.embed_tokens.weight"])
-def test_nonfinite_values_are_counted_on_the_rank_that_reads_them(tmp_path: Path, name: str) -> None:
+def test_nonfinite_values_are_counted_by_the_reading_rank(tmp_path: Path, name: str) -> None:
     """Check that only the rank with the block of the nonfinite values raises."""
     start = save_model(tmp_path / "start")
 

@@ -143,9 +143,10 @@ def test_senders_on_the_same_node_come_first() -> None:
         assert plan.sender_imbalance == 3.0  # two of six ranks send equally much
 
 
-def test_a_node_receives_a_block_once_and_its_ranks_forward_it() -> None:
-    """Two nodes of four ranks have one stage each. Every rank lacks half of the model, which a node receives once, a
-    quarter per rank."""
+def test_node_receives_a_block_once_and_its_ranks_forward_it() -> None:
+    """Plan for two nodes of four ranks with one stage each. Every rank lacks half of the model, which a node receives
+    once, a quarter per rank.
+    """
     shape = make_shape(num_layers=2, hidden_size=512, ffn_hidden_size=1024, head_dim=128, qkv_bias=False)
     mesh = SimulatedMesh(shape, tp=1, dp=4, stages=[range(1), range(1, 2)])
     layer = Layout(

@@ -62,7 +62,7 @@ def test_process_exits_after_the_grace_period_and_its_helpers_survive(name: str,
 
 
 @pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"], ids=["by itself", "by torchrun"])
-def test_a_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_process_at_once(second: str, tmp_path: Path) -> None:
     env = {**os.environ, "RLHF_MC_EXIT_CODE_FILE": str(tmp_path / "code"), "RANK": "0"}
     program = PROGRAM.replace("grace_seconds=1", "grace_seconds=600").replace('["sleep", "60"]', '["true"]')
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -28,19 +28,19 @@ def test_validation_before_training_needs_prompts() -> None:
     assert not schedule(has_val_prompts=False, val_before_train=True).is_validation_due(0)
 
 
-def test_an_export_is_due_every_export_freq_steps() -> None:
+def test_export_is_due_every_export_freq_steps() -> None:
     assert [step for step in range(1, STEPS + 1) if schedule(export_freq=3).is_export_due(step)] == [3, 6]
     assert not any(schedule(export_freq=-1).is_export_due(step) for step in range(1, STEPS + 1))
 
 
-def test_a_checkpoint_is_due_every_save_freq_steps_and_at_the_end() -> None:
+def test_checkpoint_is_due_every_save_freq_steps_and_at_the_end() -> None:
     found = schedule(save_freq=3, test_freq=1, target_val_acc=0.5)
     assert [step for step in range(1, STEPS + 1) if found.is_save_due(step, None)] == [3, 6, 7]
     assert found.is_save_due(4, 0.5) and not found.is_save_due(4, 0.4)
     assert not any(schedule(save_freq=-1).is_save_due(step, 1.0) for step in range(1, STEPS + 1))
 
 
-def test_a_run_ends_with_its_last_step_or_at_its_target() -> None:
+def test_run_ends_with_its_last_step_or_at_its_target() -> None:
     found = schedule(test_freq=1, target_val_acc=0.5)
     assert [step for step in range(STEPS + 3) if found.is_last(step, None)] == [7, 8, 9]
     assert found.is_last(2, 0.5) and found.is_last(2, 0.6) and not found.is_last(2, 0.4)
