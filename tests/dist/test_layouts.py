@@ -3,7 +3,9 @@ exported weights."""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +76,29 @@ def reference(pool: Any, workspace: Path) -> dict[str, Any]:
     return {**result, "weights": cases.exported_weights(str(workspace / "ref"))}
 
 
+Run = Callable[[int, int, int, int], tuple[list[dict[str, Any]], Path]]
+
+
+@pytest.fixture(scope="session")
+def run_layout(pool: Any, workspace: Path) -> Run:
+    """Return run_layout(world, tp, pp, rollout_tp): each rank's result of two steps, and the exported weights. Each
+    layout runs once."""
+
+    @functools.cache
+    def run(world: int, tp: int, pp: int, rollout_tp: int) -> tuple[list[dict[str, Any]], Path]:
+        export_to = workspace / f"out_{world}_{tp}_{pp}_{rollout_tp}"
+        overrides = ["reshard.verify=always"]
+        layout = (tp, pp, rollout_tp)
+        return cases.run_two_steps(pool(world), workspace / "config.yaml", layout, export_to, overrides), export_to
+
+    return run
+
+
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), LAYOUTS)
 def test_every_layout_gives_the_same_training(
-    pool: Any, reference: dict[str, Any], workspace: Path, world: int, tp: int, pp: int, rollout_tp: int
+    run_layout: Run, reference: dict[str, Any], world: int, tp: int, pp: int, rollout_tp: int
 ) -> None:
-    export_to = workspace / f"out_{world}_{tp}_{pp}_{rollout_tp}"
-    results = cases.run_two_steps(
-        pool(world), workspace / "config.yaml", (tp, pp, rollout_tp), export_to, ["reshard.verify=always"]
-    )
+    results, export_to = run_layout(world, tp, pp, rollout_tp)
     for result in results:
         # With equal tensor parallelism all parameters alias Megatron-Core's, except the fused q, k, v, which do only
         # with one KV head a rank (TP 2). With TP 4 vLLM replicates each KV head, and Megatron-Core splits it.
@@ -182,28 +199,23 @@ def test_training_changes_every_weight(reference: dict[str, Any], workspace: Pat
 # (world, tp, pp, rollout TP): all parameters aliased; some of them; rollout TP ranks in another order than the ranks.
 @pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (4, 2, 1, 4)])
 def test_aliased_weights_change_no_number(
-    pool: Any, workspace: Path, world: int, tp: int, pp: int, rollout_tp: int, tmp_path: Path
+    pool: Any, run_layout: Run, workspace: Path, world: int, tp: int, pp: int, rollout_tp: int, tmp_path: Path
 ) -> None:
     """Compare metrics and weights bit for bit between aliased and copied vLLM parameters."""
-    outcomes = {}
-    for share in ("true", "false"):
-        results = cases.run_two_steps(
-            pool(world),
-            workspace / "config.yaml",
-            (tp, pp, rollout_tp),
-            tmp_path / share,
-            [f"reshard.share_weights={share}"],
-        )
-        assert all(result["different"] == [] for result in results)
-        if share == "false":
-            assert all(result["shared"] == [] for result in results)
-        else:
-            assert all(result["shared"] for result in results)
-        steps = [{k: v for k, v in step.items() if k.startswith(("actor/", "critic/"))} for step in results[0]["steps"]]
-        outcomes[share] = (steps, results[0]["digests"], cases.exported_weights(str(tmp_path / share)))
-    (steps, digests, weights), (steps_without, digests_without, weights_without) = outcomes.values()
-    assert steps == steps_without and digests == digests_without
-    assert all(torch.equal(weights[name], weights_without[name]) for name in weights_without)
+    aliased, export_to = run_layout(world, tp, pp, rollout_tp)
+    overrides = ["reshard.share_weights=false"]
+    copied = cases.run_two_steps(
+        pool(world), workspace / "config.yaml", (tp, pp, rollout_tp), tmp_path / "copied", overrides
+    )
+    assert all(result["different"] == [] for result in [*aliased, *copied])
+    assert all(result["shared"] for result in aliased) and all(result["shared"] == [] for result in copied)
+    steps, steps_copied = (
+        [{k: v for k, v in step.items() if k.startswith(("actor/", "critic/"))} for step in result["steps"]]
+        for result in (aliased[0], copied[0])
+    )
+    assert steps == steps_copied and aliased[0]["digests"] == copied[0]["digests"]
+    weights, weights_copied = (cases.exported_weights(str(path)) for path in (export_to, tmp_path / "copied"))
+    assert all(torch.equal(weights[name], weights_copied[name]) for name in weights_copied)
 
 
 @pytest.mark.parametrize(
