@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 
 # Beside the program's own imports, those that vLLM makes only where it builds an engine.
 import compressed_tensors  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-import vllm.entrypoints.llm
-import vllm.v1.worker.cpu_worker  # noqa: F401
+import vllm.entrypoints.llm  # noqa: F401
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 import rlhf_mc.checkpoint.convert
 import rlhf_mc.trainer.loop  # noqa: F401
 
-# vLLM searches all modules for its kernels in each engine: the first search of a process finds them all.
-search_once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
-CpuPlatform.register_triton_kernel_overrides = staticmethod(search_once)
+# vLLM searches all modules for its kernels in each engine. One search finds them all.
+CpuPlatform.register_triton_kernel_overrides()
+CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+
+# vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use some MiB.
+available_memory = CPUWorker.determine_available_memory
+CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 28)
 
 # The libraries' objects stay out of every garbage collection. vLLM collects 8 times for each engine, and it unfreezes
 # what was frozen with the first engine: 2 s more for each one after that.
