@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make test        every test"
-	@echo "make test-fast   the one-process tests, a few minutes"
+	@echo "make test-fast   the one-process tests, within a minute"
 	@echo "make checks      ruff, mypy, import-linter, sizes"
 	@echo "make clean       remove caches and runs/quickstart (the virtual environment stays)"
 
@@ -45,7 +45,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest tests --lanes 2 --durations=10
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest tests/unit --lanes 2 --durations=5
+	$(BIN)/python -m pytest tests/unit --lanes 3 --durations=5
 
 checks: $(STAMP)
 	$(BIN)/ruff check .

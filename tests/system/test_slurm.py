@@ -136,7 +136,7 @@ def test_it_completes_over_two_nodes(uninterrupted: tuple[Job, Path]) -> None:
     assert not list((folder / "run").glob(".preflight*"))
 
 
-def test_signalled_it_saves_is_queued_again_and_ends_with_the_same_weights(
+def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
     uninterrupted: tuple[Job, Path], submit: Callable[[Path], Job], tmp_path: Path
 ) -> None:
     job = submit(tmp_path)
