@@ -1,4 +1,4 @@
-"""Files that are on the disk itself, whole, when a function returns. No torch here."""
+"""Durable writes: files are synced to the disk when a function returns. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write the file. Its name is on the disk once `sync` was called for its directory."""
+    """Write and sync the file. Its name is durable after `sync` of its directory."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -15,7 +15,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write the file in place of the one that is there, which stays until the new one is whole."""
+    """Replace the file atomically and sync it."""
     staging = path.with_name(f"{path.name}.tmp")
     write(staging, data)
     os.replace(staging, path)
@@ -23,7 +23,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a directory's list of names, to the disk itself."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

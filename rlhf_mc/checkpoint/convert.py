@@ -1,5 +1,5 @@
-"""Conversion between Hugging Face and Megatron-Core checkpoints, on one process or spread over the ranks of torchrun,
-so that each holds its part of the model only. tools/convert_*.py are its command lines.
+"""Conversion between Hugging Face, Megatron-Core and training checkpoints, on one process or on the ranks of torchrun,
+each of which holds a shard of the model. The command lines are tools/convert_*.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mc.config.errors import UserError
 
-# Megatron-Core takes many seconds to import: it is left until the input is known to be right.
+# Megatron-Core, whose import takes many seconds, is imported after the input has been checked.
 if TYPE_CHECKING:
     from rlhf_mc.architectures.spec import ModelShape
     from rlhf_mc.config.schema import MegatronConfig
@@ -25,35 +25,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the model is spread over the ranks while it is converted; the checkpoints do not depend on it."""
+    """Parallel layout of the model during the conversion. The checkpoints do not depend on it."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int | None = None
-    """None: as many stages as there are ranks for."""
+    """None: world size / tensor-parallel size."""
     expert_model_parallel_size: int = 1
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """The options of the command lines."""
-        group = parser.add_argument_group("under torchrun, how the model is spread over the processes")
+        """Add the options of the command lines."""
+        group = parser.add_argument_group("under torchrun, the parallel layout of the model")
         group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-        group.add_argument("--pipeline-model-parallel-size", type=int, metavar="N", help="default: what is left")
+        group.add_argument("--pipeline-model-parallel-size", type=int, metavar="N", help="default: what TP leaves")
         group.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Spread:
-        """What the options say."""
+        """Return the layout of the options."""
         return cls(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
 
     def megatron(self, mesh: Mesh, dtype: str) -> MegatronConfig:
-        """The settings of a model on this mesh."""
+        """Return the settings of a model on this mesh."""
         from rlhf_mc.config.schema import MegatronConfig
 
         return MegatronConfig(mesh.tp, mesh.pp, expert_model_parallel_size=mesh.ep, dtype=dtype)  # type: ignore[arg-type]
 
 
 def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
-    """Writes the Megatron-Core checkpoint, in the type of the Hugging Face one. UserError for what cannot be read."""
+    """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if it cannot be
+    read."""
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.reshard.placement import training_layouts
 
@@ -76,7 +77,7 @@ def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
 
 
 def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: int) -> None:
-    """Writes the Hugging Face checkpoint, in the type of the Megatron-Core one, in files of at most so many bytes."""
+    """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
     quiet()
     import torch.distributed as dist
 
@@ -100,18 +101,18 @@ def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: i
 
 
 def is_training_checkpoint(checkpoint: str) -> bool:
-    """Return whether a directory looks like one, be it damaged."""
+    """Return whether a directory is a training checkpoint, even if it is corrupt."""
     return any((Path(checkpoint) / name).exists() for name in ("manifest.json", "state.json"))
 
 
 def training_checkpoint_to_hf(
     checkpoint: str, output: str, role: str, hf_path: str | None, max_shard_bytes: int
 ) -> None:
-    """Write the model of a role as a Hugging Face checkpoint, as the run itself would have exported it at that step.
-    Any number of processes may do it, whatever the run's layout was: each reads and writes its share of the files.
+    """Write the model of a role as a Hugging Face checkpoint, as the run would have exported it at that step. Any
+    number of processes may do it, whatever the run's layout was: each reads and writes its share of the files.
 
-    hf_path: the checkpoint that the role began with, for config.json and tokenizer; None: as the run's settings say.
-    UserError where the checkpoint is damaged or holds no such role."""
+    hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: that of the run's settings.
+    Raise UserError if the checkpoint is corrupt or has no such role."""
     quiet()
     import torch
     import torch.distributed as dist
@@ -133,13 +134,14 @@ def training_checkpoint_to_hf(
             raise UserError(f"--role {role}: {path} holds {', '.join(models)}")
         start = Path(hf_path) if hf_path is not None else _start_of(role, stored_config(path))
         if not start.is_dir():
-            raise UserError(f"{start}: no such directory; where the model of the run lies now is given as --hf-path")
+            raise UserError(f"{start}: no such directory; give the directory of the run's initial model as --hf-path")
         shape = read_shape(start, value_head=role == "critic")
-        # The run has compared the start's language-model head and embedding, and its weights may be gone.
+        # The run has compared language-model head and embedding of its initial model, which may be deleted.
         shape = replace(shape, tie_embeddings=models[role]["shape"].get("tie_embeddings", shape.tie_embeddings))
         check_shape(path, role, models, shape)
         dtype_name: str = models[role]["dtype"]
-        shapes, dtype = logical_shapes(shape), getattr(torch, dtype_name)
+        shapes = logical_shapes(shape)
+        dtype = getattr(torch, dtype_name)
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
             tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
@@ -155,17 +157,17 @@ def training_checkpoint_to_hf(
 
 
 def _start_of(role: str, config: dict[str, Any]) -> Path:
-    """Return the Hugging Face checkpoint that a role of a run began with, by the run's settings."""
+    """Return the Hugging Face checkpoint with which a role of a run began, from the run's settings."""
     own = config.get("critic", {}).get("model_path") if role == "critic" else None
     return Path(own or config.get("model", {}).get("path", ""))
 
 
 def quiet() -> None:
-    """Libraries' advice about what they lack is not for the user."""
+    """Silence warnings of libraries."""
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if os.environ.get("RANK", "0") != "0":  # once is enough
+    if os.environ.get("RANK", "0") != "0":  # print warnings of this package once
         logging.getLogger("rlhf_mc").setLevel(logging.ERROR)
 
 

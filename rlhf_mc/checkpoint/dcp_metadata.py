@@ -1,5 +1,5 @@
-"""Guards the one pickle in a checkpoint of dist_checkpointing, .metadata, which torch reads with the unrestricted
-loader: a file that names anything but the classes that describe tensors and blocks is refused before torch sees it.
+"""Restricted reader of .metadata, the pickle in a checkpoint of torch.distributed.checkpoint (DCP), which torch reads
+without restrictions. A file with other classes than those that describe tensors is refused before torch reads it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """What the file says (torch's Metadata). UserError where it cannot be read, is damaged, or would run anything."""
+    """Return torch's Metadata. Raise UserError if the file cannot be read, is corrupt, or would execute code."""
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
-    except Exception as error:  # a pickle's own code fails in every way there is
-        raise UserError(f"{path}: not the description of a checkpoint's tensors ({first_line(error)})") from error
+    except Exception as error:  # a corrupt pickle raises any exception
+        raise UserError(f"{path}: not the metadata of a checkpoint's tensors ({first_line(error)})") from error

@@ -1,8 +1,9 @@
-"""The directory of a training checkpoint: how it comes to count, which ones are there, whether one is whole, and which
-are kept. What is in the files is not decided here.
+"""Directories of training checkpoints: commit, list, verify, quarantine and delete. The content of the files is decided
+in training_state.py and training_tensors.py.
 
-A checkpoint is written to global_step_N.tmp. Its last file, manifest.json, names every other with its size and SHA-256;
-then the directory gets its name, global_step_N. What has no manifest, or another name, does not count.
+A checkpoint is written to global_step_N.tmp. Its last file, manifest.json, lists every other file with its size and
+SHA-256. The directory is then renamed to global_step_N. Directories with another name or without a manifest are
+ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlhf_mc.config.errors import UserError, is_shortage, reason_of
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of the checkpoint as a whole; a program reads its own and older ones."""
+"""Version of the checkpoint format. A program reads its own version and older ones."""
 _NAME = re.compile(r"global_step_(\d+)")
 QUARANTINED = ".quarantined"
 """Suffix of a quarantined directory's name, followed by a number."""
@@ -36,12 +37,12 @@ T = TypeVar("T")
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose files are not those that were written."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What the manifest says of a file."""
+    """Size and SHA-256 of a file, as the manifest lists them."""
 
     num_bytes: int
     sha256: str
@@ -49,38 +50,37 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What makes a directory a checkpoint."""
+    """Content of manifest.json, without its own checksum."""
 
     step: int
     run_id: str | None
-    """The run that wrote it; None: its version had no ids."""
+    """Run that wrote the checkpoint; None: an earlier version without run ids wrote it."""
     files: dict[str, FileDigest]
 
 
 def final_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the directory of the checkpoint of a step."""
     return root / f"global_step_{step}"
 
 
 def staging_path(root: Path, step: int) -> Path:
-    """Where it lies while it is written."""
+    """Return the directory of the checkpoint of a step while it is written."""
     return root / f"global_step_{step}.tmp"
 
 
 def steps_with_checkpoint(root: Path) -> list[int]:
-    """Return the steps whose directory has a manifest of that step, ascending. Whether its files are intact has not
-    been looked at."""
+    """Return the steps whose directory has a manifest of that step, ascending. Their files are not verified."""
     return sorted(step for path, step in _named(root) if _why_ignored(path, step) is None)
 
 
 def ignored(root: Path) -> list[str]:
-    """Return one line for each directory that is named like a checkpoint and is not one, or is one of another step."""
+    """Return one line for each directory that is named like a checkpoint, but is none, or is one of another step."""
     reasons = ((path, _why_ignored(path, step)) for path, step in sorted(_named(root)))
-    return [f"{path} {reason}; it does not count, and is left as it is" for path, reason in reasons if reason]
+    return [f"{path} {reason}; it is ignored" for path, reason in reasons if reason]
 
 
 def _named(root: Path) -> Iterator[tuple[Path, int]]:
-    """Return the directories that are named like checkpoints, each with the step that its name says."""
+    """Yield each directory that is named like a checkpoint, with the step of its name."""
     found = ((path, _NAME.fullmatch(path.name)) for path in root.glob("global_step_*"))
     return ((path, int(match[1])) for path, match in found if match)
 
@@ -90,7 +90,7 @@ def _why_ignored(path: Path, step: int) -> str | None:
         return f"has no {MANIFEST}"
     try:
         step_of_manifest = read_manifest(path).step
-    except UserError:  # damaged, or of a newer program: said when it is chosen
+    except UserError:  # corrupt, or of a newer program: reported if it is chosen
         step_of_manifest = step
     if step_of_manifest != step:
         return f"is a checkpoint of step {step_of_manifest}"
@@ -102,7 +102,7 @@ def _why_ignored(path: Path, step: int) -> str | None:
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty directory to write to; what an earlier attempt left there goes."""
+    """Make an empty staging directory, without the files of an earlier attempt. Return it."""
     path = staging_path(root, step)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -110,20 +110,21 @@ def begin(root: Path, step: int) -> Path:
 
 
 def write_json(path: Path, content: Any) -> FileDigest:
-    """Writes the file, to the disk itself."""
+    """Write the content as JSON and sync the file. Return its digest."""
     data = (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
     return write_bytes(path, data)
 
 
 def write_bytes(path: Path, data: bytes) -> FileDigest:
-    """Writes the file, to the disk itself."""
+    """Write and sync the file. Return its digest."""
     durable.write(path, data)
     return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Size and checksum of a file. hashlib lets other threads run meanwhile."""
-    digest, count = hashlib.sha256(), 0
+    """Return the digest of a file. hashlib releases the interpreter lock meanwhile."""
+    digest = hashlib.sha256()
+    count = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
@@ -132,8 +133,8 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str | None = None) -> None:
-    """Make the written directory count as a checkpoint of the run `run_id`. One rank calls it, once every file is on
-    the disk."""
+    """Write the manifest and rename the staging directory. One rank calls it, after all ranks have synced their
+    files."""
     path = staging_path(root, step)
     for name, file in files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -146,7 +147,7 @@ def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str |
     body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
     write_json(path / MANIFEST, {**body, "sha256": _checksum(body)})
     durable.sync(path)
-    if final_path(root, step).exists():  # nothing of this run's, which resumes from what counts here
+    if final_path(root, step).exists():  # not of this run, which resumes from the newest intact one
         quarantine_step(root, step)
     os.rename(path, final_path(root, step))
     durable.sync(root)
@@ -157,7 +158,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def remove(root: Path, step: int) -> None:
-    """Deletes a checkpoint: first what makes it count."""
+    """Delete a checkpoint, its manifest first."""
     path = final_path(root, step)
     with contextlib.suppress(FileNotFoundError):
         (path / MANIFEST).unlink()
@@ -165,23 +166,23 @@ def remove(root: Path, step: int) -> None:
 
 
 def discard(root: Path, step: int) -> None:
-    """Deletes what was written of a checkpoint that will not be complete."""
+    """Delete the staging directory of a checkpoint that could not be written."""
     shutil.rmtree(staging_path(root, step), ignore_errors=True)
 
 
 def remove_leftovers(root: Path) -> None:
-    """Removes what an earlier run left half written."""
+    """Delete the staging directories of an earlier process."""
     for path in root.glob("global_step_*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def quarantine_step(root: Path, step: int) -> Path:
-    """Gives a checkpoint a name under which it does not count."""
+    """Quarantine the checkpoint of a step. Return its new name."""
     return quarantine(final_path(root, step))
 
 
 def quarantine(path: Path) -> Path:
-    """Rename a file or directory so that it no longer counts. Return its new name."""
+    """Rename a file or directory to <name>.quarantined<n>, which is ignored. Return its new name."""
     names = (path.with_name(f"{path.name}{QUARANTINED}{n}") for n in itertools.count(1))
     new = next(name for name in names if not name.exists())
     os.rename(path, new)
@@ -189,13 +190,14 @@ def quarantine(path: Path) -> Path:
 
 
 def free_name(path: Path) -> Path:
-    """Return the path, or where something is there, one beside it with a number."""
+    """Return the path or, if it exists, the first free path with a number appended."""
     names = itertools.chain([path], (path.with_name(f"{path.name}.{n}") for n in itertools.count(1)))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> list[int]:
-    """Of the complete checkpoints, those beyond the last `keep_last` (None: none), never the best."""
+    """Return the steps of complete checkpoints to delete: all but the last `keep_last` (None: keep all) and the
+    best."""
     if keep_last is None:
         return []
     return [step for step in sorted(steps)[:-keep_last] if step != best]
@@ -205,15 +207,16 @@ def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> 
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return a checkpoint's manifest. UserError where there is none, or one of a newer program; CorruptCheckpoint
-    where it is not what was written."""
+    """Return a checkpoint's manifest. Raise UserError if it is missing or of a newer program, CorruptCheckpoint if it
+    is not the one that was written."""
     try:
         if not retry_once(path.is_dir):
             raise UserError(f"{path}: no such directory")
         if not retry_once((path / MANIFEST).is_file):
-            raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_what_else(path)}")
+            raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_other_format(path)}")
         content = json.loads(retry_once((path / MANIFEST).read_text))
-        version, checksum = content["format"], content.pop("sha256")
+        version = content["format"]
+        checksum = content.pop("sha256")
         if isinstance(version, int) and version > FORMAT:
             raise UserError(
                 f"{path}: written by a newer version of the program (format {version}; this one reads up to {FORMAT})"
@@ -227,14 +230,14 @@ def read_manifest(path: Path) -> Manifest:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path / MANIFEST}: damaged ({error})") from error
+        raise CorruptCheckpoint(f"{path / MANIFEST}: corrupt ({error})") from error
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from error
 
 
 def retry_once(read: Callable[[], T]) -> T:
-    """What `read` returns, at the second attempt if the first finds no answer: a file server that is just being taken
-    over has damaged nothing."""
+    """Return the result of `read`, which is called a second time after an OSError: a checkpoint is not corrupt because
+    a file server fails over."""
     try:
         return read()
     except OSError:
@@ -242,7 +245,8 @@ def retry_once(read: Callable[[], T]) -> T:
         return read()
 
 
-def _what_else(path: Path) -> str:
+def _other_format(path: Path) -> str:
+    """Return words on the setting for the format of the directory, if it is a checkpoint of another one."""
     if (path / "metadata.json").is_file():
         return "; Megatron checkpoints of weights alone are given as model.dist_checkpointing_path"
     if (path / "config.json").is_file():
@@ -251,13 +255,14 @@ def _what_else(path: Path) -> str:
 
 
 def verify(path: Path) -> None:
-    """Reads every file of the checkpoint once, spread over the ranks, and compares size and checksum.
-    CorruptCheckpoint, on every rank, at the first difference. Every rank must call it."""
+    """Read every file of the checkpoint once, spread over the ranks. Raise CorruptCheckpoint on every rank if the size
+    or checksum of a file differs from the manifest. Every rank must call it."""
     import torch.distributed as dist  # here, since launch/progress.py lists checkpoints without importing torch
 
     from rlhf_mc.topology.consensus import on_every_rank
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     files = on_every_rank(lambda: read_manifest(path).files)
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     on_every_rank(lambda: _check(path, {name: files[name] for name in by_size[rank::world]}))
@@ -272,23 +277,24 @@ def _check_file(path: Path, expected: FileDigest) -> None:
     try:
         found = retry_once(path.stat)
         if not stat.S_ISREG(found.st_mode):
-            raise CorruptCheckpoint(f"{path}: damaged (not a file)")
+            raise CorruptCheckpoint(f"{path}: corrupt (not a file)")
         size = found.st_size
         if size != expected.num_bytes:
-            raise CorruptCheckpoint(f"{path}: damaged ({size} bytes, written were {expected.num_bytes})")
+            raise CorruptCheckpoint(f"{path}: corrupt ({size} bytes instead of {expected.num_bytes})")
         if retry_once(lambda: digest_file(path)).sha256 != expected.sha256:
-            raise CorruptCheckpoint(f"{path}: damaged (its checksum is not that of what was written)")
+            raise CorruptCheckpoint(f"{path}: corrupt (its checksum differs from the manifest)")
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    """Return CorruptCheckpoint, unless the fault is this process's: a checkpoint must not be given up for that."""
+    """Return CorruptCheckpoint, or UserError if this process is out of descriptors or memory: the file may be
+    intact."""
     return (UserError if is_shortage(error) else CorruptCheckpoint)(f"{path}: cannot be read ({reason_of(error)})")
 
 
 def read_file(path: Path) -> bytes:
-    """Return a file's content. CorruptCheckpoint where it cannot be read, unless the fault is this process's."""
+    """Return a file's content. Raise the error of `_unreadable` if it cannot be read."""
     try:
         return retry_once(path.read_bytes)
     except OSError as error:
@@ -296,13 +302,12 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a file of a checkpoint whose checksums were found right. CorruptCheckpoint where it is no JSON
-    object all the same."""
+    """Return the content of a verified JSON file. Raise CorruptCheckpoint if it is no JSON object."""
     data = read_file(path)
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
     if not isinstance(content, dict):
-        raise CorruptCheckpoint(f"{path}: damaged (no JSON object)")
+        raise CorruptCheckpoint(f"{path}: corrupt (no JSON object)")
     return content

@@ -1,6 +1,4 @@
-"""Weights are checked to be finite once, when they have been loaded. One sum for each tensor tells; values are counted
-only where it is not finite.
-"""
+"""Check of loaded weights for values that are not finite: one sum per tensor, and a count if the sum is not finite."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ from rlhf_mc.topology.consensus import on_every_rank
 
 
 def num_not_finite(tensor: torch.Tensor) -> int:
-    """Return how many values are NaN or infinite."""
-    # In the tensor's own type, which is the fast sum on a CPU; one that overflows is looked at more closely.
+    """Return the number of NaN and infinite values."""
+    # The sum in the tensor's own dtype is fast on a CPU. If it overflows, the values are counted.
     if tensor.sum().isfinite():
         return 0
     return int((~tensor.isfinite()).sum())
 
 
 def check_finite(params: Mapping[str, torch.Tensor], describe: Callable[[str, int], str]) -> None:
-    """Raise a UserError on every rank where a parameter of any rank is not finite. describe: the message, from the
-    local name of the first such parameter and how many of its values are not finite. Every rank must call it."""
+    """Raise UserError on every rank if a parameter of any rank is not finite. describe: returns the message for the
+    local name of the first such parameter and the number of its values that are not finite. Every rank must call it."""
 
     def check() -> None:
         for name, param in params.items():

@@ -29,9 +29,9 @@ from rlhf_mc.reshard.transport import point_to_point
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
 RUN_FILE = "run.json"
-"""Says of which run a directory is: an export (with the step), or trainer.default_local_dir."""
+"""File that names the run to which a directory belongs: an export (with the step), or trainer.default_local_dir."""
 STAGING = ".incomplete"
-"""Folder inside the output directory for files that are not complete yet."""
+"""Directory inside the output directory for files that are not complete."""
 
 
 def export_hf(
@@ -47,11 +47,11 @@ def export_hf(
     bucket_bytes: int = 256 << 20,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the model that `layouts` (one per rank of the group) spread over the ranks; every rank must call it.
+    """Write the model whose parameters are sharded over the group by `layouts` (one per rank). Every rank must call it.
 
-    Shard i is gathered and written by rank i modulo their number, so that a rank holds one shard file's worth at
-    a time. `assets_dir` gives config and tokenizer; `about` (run and step) goes to run.json. Nothing of the final names
-    appears before all is written. UserError, the same on every rank, if some rank cannot write.
+    File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the tensors of one file at
+    a time. Config and tokenizer are copied from `assets_dir`; `about` (run and step) is written to run.json. Files get
+    their final names after all are written. Raise the same UserError on every rank if one cannot write.
     """
     dtype: torch.dtype = getattr(torch, dtype_name)
 
@@ -78,9 +78,8 @@ def export_read(
     max_shard_bytes: int,
     about: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint as export_hf does, of tensors that lie in files. `read` returns the tensors of the names that
-    it is given. It is called on every rank of the group at the same time, with no names where a rank has no file to
-    write."""
+    """Write a checkpoint as export_hf does, of tensors that are read from files. read: a collective that returns the
+    tensors of the given names, of which there are none if the rank has no file to write."""
     world = dist.get_world_size(group)
     mine: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]] = lambda names: read(names[rank])  # noqa: E731
     _export(mine, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, about)
@@ -98,8 +97,8 @@ def _export(
     max_shard_bytes: int,
     about: Mapping[str, Any] | None,
 ) -> None:
-    """Write the files. tensors_of: a collective that takes, by rank, the names of the tensors that it writes next, and
-    returns this rank's tensors."""
+    """Write the files. tensors_of: a collective from the names of the tensors that each rank writes next, by rank, to
+    the tensors of this rank."""
     shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
@@ -113,7 +112,7 @@ def _export(
 
 
 def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Names of the tensors of each file, in the model's order; a tensor above the limit has a file of its own."""
+    """Return the tensor names of each file, in the model's order. A tensor above the limit has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in logical_shapes(shape).items():
@@ -140,7 +139,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
     if not tensors:
         return
     file.touch()
-    mode = file.stat().st_mode  # the umask's; safetensors replaces the file by one that only its owner can read
+    mode = file.stat().st_mode  # as the umask allows; safetensors replaces the file by one that only its owner can read
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -149,8 +148,8 @@ def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
 
 
 def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str) -> dict[str, Any]:
-    """config.json of the export: that of the start, with what is true of the written tensors."""
-    # transformers 5 writes `dtype` and reads both; earlier ones know `torch_dtype` alone.
+    """Return config.json of the export: that of the initial checkpoint, updated for the written tensors."""
+    # transformers 5 writes `dtype` and reads both keys; earlier versions read only `torch_dtype`.
     config = {key: value for key, value in config.items() if key != "dtype"}
     config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
     if shape.value_head:
@@ -168,7 +167,8 @@ def _finish(
     dtype_name: str,
     about: Mapping[str, Any] | None,
 ) -> None:
-    """Adds what is not a shard, then gives all files their place: config.json, which makes it a checkpoint, last."""
+    """Write the other files, then move all files to their final names: config.json, which makes it a checkpoint,
+    last."""
     staging = out / STAGING
     files = [_shard_name(n, len(shards)) for n in range(len(shards))]
     if len(shards) > 1:

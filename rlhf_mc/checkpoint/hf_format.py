@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints: reading just the bytes that a rank needs, and writing from any Megatron layout.
+"""Import of Hugging Face checkpoints. A rank reads only the blocks of its layout, by a plan of reshard/.
 
-Both go through the planner of reshard/; nothing here knows how a model is split.
+Export is in hf_export.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import Local
 from rlhf_mc.topology.consensus import on_every_rank
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 QUANTIZATION = "hf_quant_config.json"
 ASSETS = (
     "generation_config.json",
@@ -42,34 +43,35 @@ ASSETS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that an exported checkpoint takes unchanged from the one that training began with."""
+"""Files that an export copies from the checkpoint with which training began."""
 COMPARED_BYTES = 16 << 20
-"""Bytes of each of two tensors that are compared at a time."""
+"""Bytes of each tensor that a comparison of two tensors reads at a time."""
 
 logger = logging.getLogger(__name__)
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
 _HEADS = ("lm_head.weight", "score.weight", "score.bias")
-"""Heads that a checkpoint may have and the model lack; trainer/value_heads.py checks the value head's bias."""
+"""Heads that a checkpoint may have and a model may lack. The bias of a value head is checked in
+trainer/value_heads.py."""
 _BUFFERS = (".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached")
-"""Endings of names of tensors that are not weights: rotary tables, which follow from config.json."""
+"""Endings of the names of rotary tables, which are not weights and are computed from config.json."""
 _NAMED = 5
-"""Tensors that one message names; the others are counted."""
+"""Maximum number of tensors that a message names; the others are counted."""
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is a table that every model computes for itself."""
+    """Return whether a tensor of a checkpoint is a table that the model computes."""
     return name.endswith(_BUFFERS)
 
 
 def some_of(names: Collection[str]) -> str:
-    """Return the first names, and how many there are beside them."""
+    """Return the first names, and the number of the others."""
     more = len(names) - _NAMED
     return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 class HFReader:
-    """A checkpoint directory. Tensors are opened when asked for and read when sliced."""
+    """A checkpoint directory. Files are opened on first use, and tensors are read when they are sliced."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -101,9 +103,9 @@ class HFReader:
         return found
 
     def shape(self, value_head: bool = False) -> ModelShape:
-        """Return the shape of the model that config.json describes. UserError for what is not supported.
+        """Return the shape of the model that config.json describes. Raise UserError if it is not supported.
 
-        Embeddings are tied only where the checkpoint has no other language-model head."""
+        Embeddings are tied only if the checkpoint has no other language-model head."""
         found = _shape(self.directory, self.config, value_head)
         if value_head or not found.tie_embeddings or not self._has_another_head:
             return found
@@ -111,7 +113,7 @@ class HFReader:
 
     @functools.cached_property
     def _has_another_head(self) -> bool:
-        """Whether there is a language-model head that is not the embedding."""
+        """True if the checkpoint has a language-model head that is not the embedding."""
         names = ("lm_head.weight", "model.embed_tokens.weight")
         if any(name not in self.names for name in names):
             return False
@@ -128,15 +130,16 @@ class HFReader:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors that are there."""
+        """Names of the checkpoint's tensors."""
         return self._file_of.keys()
 
     def slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """Name -> slice; `slice[a:b, c:d]` reads that block. UserError if a tensor or its file is missing."""
+        """Return slices by name; `slice[a:b, c:d]` reads a block. Raise UserError if a tensor or its file is
+        missing."""
         return {name: self._slice(name) for name in names}
 
     def check(self, shape: ModelShape) -> None:
-        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a type that is read.
+        """Raise UserError unless the checkpoint has exactly the model's tensors, each once and of a supported dtype.
 
         A critic's `score.weight` may be missing; other heads and buffers are ignored."""
         expected = logical_shapes(shape)
@@ -159,7 +162,7 @@ class HFReader:
             raise UserError(f"{self.directory}: {_by_type(other)}; expected {TYPES}")
 
     def _check_files(self) -> None:
-        """Raise UserError where a file of the index has a tensor that the index places elsewhere, or nowhere."""
+        """Raise UserError if a file has a tensor that the index does not list, or lists in another file."""
         for file in sorted(set(self._file_of.values())):
             for name in self._open(file).keys():  # noqa: SIM118
                 place = self._file_of.get(name)
@@ -169,7 +172,7 @@ class HFReader:
                     raise UserError(f"{self.directory}: tensor {name} is in {place} and in {file}; one of them counts")
 
     def dtype_name(self) -> str:
-        """Return the type of the weights, as torch names it. UserError where they are not all of one floating type."""
+        """Return torch's name of the dtype of the weights. Raise UserError unless all have the same supported dtype."""
         found = {name: self._slice(name).get_dtype() for name in self.names if not is_buffer(name)}
         types = set(found.values())
         if len(types) != 1 or not types <= _DTYPES.keys():
@@ -177,21 +180,21 @@ class HFReader:
         return _DTYPES[types.pop()]
 
     def num_not_finite(self, name: str) -> int:
-        """Return how many values of a tensor are NaN or infinite; reads it whole."""
+        """Return the number of NaN and infinite values of a tensor, which is read completely."""
         found = self._slice(name)
         with self.reading():
             return num_not_finite(found[:])
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Raise UserError where the content of a slice cannot be read inside."""
+        """Raise UserError in place of an error of a read inside."""
         try:
             yield
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.directory}: a tensor cannot be read ({first_line(error)})") from error
 
     def file_of(self, name: str) -> Path:
-        """Return the file that has a tensor."""
+        """Return the file of a tensor."""
         return self.directory / self._file_of[name]
 
     def _slice(self, name: str) -> Any:
@@ -210,17 +213,17 @@ class HFReader:
             try:
                 self._open_files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path}: not a readable safetensors file, cut short or corrupt ({error})") from error
+                raise UserError(f"{path}: not a readable safetensors file, truncated or corrupt ({error})") from error
         return self._open_files[file]
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """config.json of a directory, which may hold no weights."""
+    """Return config.json of a directory, which need not have weights."""
     return _read_json(Path(directory) / "config.json")
 
 
 def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
-    """Return the shape of the model that the config.json of a directory describes, which may hold no weights."""
+    """Return the shape of the model that config.json of a directory describes, which need not have weights."""
     return _shape(Path(directory), read_config(directory), value_head)
 
 
@@ -231,7 +234,7 @@ def _shape(directory: Path, config: dict[str, Any], value_head: bool) -> ModelSh
         message = str(error)
         raise UserError(f"{directory}/{message}" if message.startswith("config.json") else message) from None
     if (directory / QUANTIZATION).exists():
-        raise UserError(f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM goes by this file")
+        raise UserError(f"{directory}/{QUANTIZATION}: quantized weights are not supported, and vLLM reads this file")
     return shape
 
 
@@ -248,8 +251,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two slices of safetensors files have the same shape and values, as transformers and vLLM compare
-    them, but with a few rows of both in memory at a time."""
+    """Return whether two slices of safetensors files have the same shape and values. transformers and vLLM make the
+    same comparison; here only some rows of both are in memory at a time."""
     shape = first.get_shape()
     if shape != second.get_shape() or not shape:
         return False
@@ -259,7 +262,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _by_type(types: Mapping[str, str]) -> str:
-    """Return which tensors have which of safetensors' types: the rarest type first, and the names of each."""
+    """Return words that list the tensors of each safetensors dtype, the rarest dtype first."""
     names: dict[str, list[str]] = {}
     for name, dtype in types.items():
         names.setdefault(_DTYPES.get(dtype, dtype), []).append(name)
@@ -268,10 +271,10 @@ def _by_type(types: Mapping[str, str]) -> str:
 
 
 def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
-    """Fills one rank's parameters, by local name, from the checkpoint; casts to their types.
+    """Read one rank's parameters, by local name, from the checkpoint, and cast them to their dtypes.
 
-    Reads the blocks that `layout` names and no others; logical tensors in `skip` are left as they are. UserError on
-    every rank where one of them cannot read its blocks, or finds a value that is not finite. Every rank must call it.
+    Only the blocks of `layout` are read; logical tensors in `skip` are unchanged. Raise UserError on every rank if one
+    of them cannot read its blocks or has a value that is not finite. Every rank must call it.
     """
     wanted = layout.without(skip)  # single tensors, as in the files
 

@@ -1,8 +1,8 @@
-"""Size and content hash of every file that a run reads: recorded in its checkpoints, compared when it resumes.
+"""Fingerprints (size and content hash) of every file that a run reads: stored in its checkpoints, compared on resume.
 
-Small files are hashed whole. Of a large file of weights its size, its header and blocks spread over it are hashed, so
-that a start does not read the model twice: a change of every weight (another model, a scaled one, a further trained
-one) changes these blocks; a change of single elements may not.
+Small files are hashed completely. Of a large file of weights the header and evenly spread blocks are hashed, so that a
+start does not read the model twice. A change of all weights (another, scaled or further trained model) changes these
+blocks; a change of single elements may not.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 WHOLE_BYTES = 16 << 20
-"""Files of weights up to this size are hashed whole."""
+"""Files of weights up to this size are hashed completely."""
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024
-"""Blocks of a larger one, evenly spread from its first byte to its last. Of a safetensors file there is one more block
-from the middle of every tensor."""
+"""Blocks of a larger file, evenly spread from its first byte to its last. A safetensors file has one more block from
+the middle of every tensor."""
 MAY_CHANGE = ("custom_reward_function.path",)
-"""Inputs whose change is listed and not refused: the hash cannot tell a comment from another reward, and a reward
-function is corrected during a run on purpose."""
+"""Inputs whose change is a warning, not an error: a reward function may be corrected during a run, and a hash does not
+tell comments from code."""
 
 Inputs = dict[str, dict[str, dict[str, Any]]]
-"""{setting: {file: {"bytes": size, "sha256" or "sampled_sha256": hash}}}. A file's name is its place in a list of data
-files, or its name in its directory: where the directory lies is no part of the content."""
+"""{setting: {file: {"bytes": size, "sha256" or "sampled_sha256": hash}}}. A data file is named by its index in the
+setting, other files by their names without the directory, which may be moved."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class _File:
 
 
 def read_inputs(cfg: Config) -> Inputs:
-    """Hash every input of a run, spread over the ranks. UserError, on every rank, where a file cannot be read. Every
-    rank must call it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Return the fingerprints of the run's inputs, which the ranks hash in turn. Raise UserError on every rank if a
+    file cannot be read. Every rank must call it."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
     found = on_every_rank(lambda: {number: _hashed(files[number]) for number in range(rank, len(files), world)})
     by_number = {number: entry for entries in gather_objects(found) for number, entry in entries.items()}
@@ -67,10 +68,11 @@ def paths(cfg: Config) -> list[tuple[str, Path]]:
 
 
 def differences(before: Inputs, now: Inputs) -> dict[str, list[str]]:
-    """Return for each setting whose files differ one phrase for each such file."""
+    """Return by setting a phrase for each file that differs."""
     out: dict[str, list[str]] = {}
     for setting in sorted(before.keys() | now.keys()):
-        old, new = before.get(setting, {}), now.get(setting, {})
+        old = before.get(setting, {})
+        new = now.get(setting, {})
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 out.setdefault(setting, []).append(f"{name}: {_phrase(old.get(name))} -> {_phrase(new.get(name))}")
@@ -112,7 +114,7 @@ def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_
     root = Path(directory)
     yield from _existing(setting, root, ("config.json", "generation_config.json"))
     if with_weights:
-        # As HFReader chooses: the index where there is one.
+        # Like HFReader: the files of the index, if there is one.
         names = {WEIGHTS}
         if (root / INDEX).exists():
             yield _File(setting, INDEX, root / INDEX)
@@ -121,7 +123,7 @@ def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_
 
 
 def _megatron_files(setting: str, root: Path) -> Iterator[_File]:
-    # Not .metadata: it carries a random id, so that converting the same model again would be a change.
+    # Not .metadata: it has a random id, so that another conversion of the same model would be a change.
     yield from _existing(setting, root, ("metadata.json", "common.pt"))
     yield from (_File(setting, path.name, path, is_weights=True) for path in sorted(root.glob("__*_*.distcp")))
 
@@ -146,7 +148,7 @@ def _hashed(file: _File) -> dict[str, Any]:
 
 
 def _sampled(path: Path, size: int) -> str:
-    """Return the hash of the sampled blocks. They are a function of the file's size and header alone."""
+    """Return the hash of the sampled blocks, whose positions are a function of the file's size and header."""
     starts = {(size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)}
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_RDONLY)
@@ -166,7 +168,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 def _middles(header: bytes, data: int) -> set[int]:
-    """Return where a block in the middle of each tensor begins. data: where the first tensor begins."""
+    """Return the offset of a block in the middle of each tensor. data: offset of the first tensor."""
     offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 
@@ -177,10 +179,10 @@ def warning_lines(changed: dict[str, list[str]]) -> list[str]:
 
 
 def check_unchanged(before: Inputs | None, now: Inputs, allowed: bool, where: str) -> list[str]:
-    """Return what to warn of. UserError where an input differs whose change is refused. `before` None: the checkpoint
-    is of a version that did not record its inputs."""
+    """Return lines of warnings. Raise UserError if an input has changed and this is not allowed. before: fingerprints
+    of the checkpoint; None: an earlier version did not record them."""
     if before is None:
-        return [f"{where} does not record the run's inputs; whether they have changed is not known"]
+        return [f"{where} does not record the run's inputs; they may have changed"]
     changed = differences(before, now)
     refused = list(itertools.chain(*(warning_lines({k: v}) for k, v in changed.items() if k not in MAY_CHANGE)))
     if refused and not allowed:

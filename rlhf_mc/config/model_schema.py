@@ -1,4 +1,4 @@
-"""The settings that each model has for itself: its optimizer and its layout. The rest is in schema.py."""
+"""Settings of each model: its optimizer, and its parallel layout, precision and offload. The rest is in schema.py."""
 
 from __future__ import annotations
 
@@ -8,58 +8,63 @@ from typing import Literal
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule. One optimizer step per PPO mini-batch; the schedule counts PPO steps."""
+    """AdamW and its learning-rate schedule. Each PPO mini-batch is an optimizer step; the schedule counts PPO steps."""
 
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0
-    """Learning rate that the decay reaches after the last step; the last step's own is above it."""
+    """Learning rate at the end of the decay, after the last step."""
     lr_warmup_steps: int = 0
-    """PPO steps of linear warm-up: step s of W has lr * s / W."""
+    """PPO steps of linear warm-up W: step s has the learning rate lr * s / W."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay from lr, after the warm-up, to min_lr, after the last step."""
+    """Decay from lr, at the end of the warm-up, to min_lr, after the last step."""
     weight_decay: float = 0.01
-    """Decoupled weight decay (not on biases and norms)."""
+    """Decoupled weight decay, except of biases and norms."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's moment coefficients."""
+    """Adam's beta1 and beta2."""
     eps: float = 1e-8
-    """Adam's denominator term."""
+    """Adam's epsilon."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Maximum global gradient norm; 0: no clipping."""
+
+
+TRAINING_ONLY = ("recompute_granularity", "use_distributed_optimizer", "grad_offload", "optimizer_offload")
+"""Settings of MegatronConfig that do nothing for a model that is never trained."""
 
 
 @dataclass
 class MegatronConfig:
-    """How Megatron-Core spreads a model over the ranks. Data-parallel size is what remains of the world."""
+    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x PP)."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer. More than the model has KV heads are allowed (docs/reshard.md)."""
+    """Ranks that share each layer. It may exceed the number of KV heads (docs/reshard.md)."""
     pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into."""
+    """Pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Runs of layers that each stage holds, taken in turn (interleaved schedule): a stage then waits a part of the time
-    for the others, for as many times more messages; null: one."""
+    """Virtual pipeline chunks per stage (interleaved schedule): a smaller pipeline bubble for proportionally more P2P
+    messages. null: one chunk."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage, which holds the embedding too; null: as many as the other stages."""
+    """Layers of the first stage, which also holds the embedding; null: as the other stages."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last stage, which holds the output layer too; null: as many as the other stages."""
+    """Layers of the last stage, which also holds the output layer; null: as the other stages."""
     expert_model_parallel_size: int = 1
-    """Data-parallel replicas that the experts of a mixture-of-experts model are spread over."""
+    """Data-parallel replicas over which the experts of a mixture-of-experts model are sharded."""
     sequence_parallel: bool = False
-    """Between layers each tensor-parallel rank holds its part of the tokens, not all of them: less activation memory
-    for the same communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
+    """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for the same
+    communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
     recompute_granularity: Literal["selective", "full"] | None = None
-    """Activations computed again in the backward pass, so as not to keep them: those inside attention (selective), or
-    all but each layer's input (full, for about a third more computation); null: none."""
+    """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention. full:
+    all except the input of each layer, for about a third more computation. null: none. Only for models that are
+    trained."""
     use_distributed_optimizer: bool = True
-    """Spread the optimizer state over the data-parallel ranks (ZeRO-1)."""
+    """Shard the optimizer state over the data-parallel ranks (ZeRO-1). Only for models that are trained."""
     param_offload: bool = False
-    """Keep the weights in host memory in the phases that do not use them (table in trainer/offload_schedule.py).
-    Not for an actor whose weights vLLM shares (reshard.share_weights). On a CPU both are the same memory: no saving."""
+    """Offload the weights to host memory in phases that do not use them (table in trainer/offload_schedule.py). Not for
+    an actor whose weights vLLM shares (reshard.share_weights). On a CPU nothing is saved."""
     grad_offload: bool = False
-    """Give the gradient buffers' memory back outside of the model's update. A frozen model has none."""
+    """Free the gradient buffers outside the update of the model. Only for models that are trained."""
     optimizer_offload: bool = False
-    """Keep float32 main parameters and Adam's moments in host memory outside of the model's update. A frozen model has
-    none."""
+    """Offload float32 main parameters and Adam's moments to host memory outside the update of the model. Only for
+    models that are trained."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights and activations; with bfloat16 main parameters and gradient reduction are float32."""
+    """Type of weights and activations. With bfloat16, main parameters and gradient reduction are float32."""

@@ -1,5 +1,5 @@
-"""The settings that name files and directories: how each must be written, and what must be there. Opening the files is
-the subject of those who read them.
+"""Checks of the settings that name files and directories: their syntax, and that the files exist and can be read. The
+files are not opened here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ INPUT_DIRECTORIES = (
 INPUT_FILES = ("data.train_files", "data.val_files", "custom_reward_function.path")
 OUTPUT = "trainer.default_local_dir"
 _REPLACED = ("hf", "export")
-"""Directories inside OUTPUT that a run writes anew: reading an input from there, it would replace what it reads."""
+"""Directories inside OUTPUT that a run replaces. None of its inputs may be in them."""
 _REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
 
 
 def check_written(cfg: Config) -> None:
-    """Raise a UserError for a path that cannot be meant as it is written. No file is looked at."""
+    """Raise UserError for a path that is empty, has an unreplaced reference, or mixes inputs and outputs. No file is
+    accessed."""
     for key, path in _paths(cfg):
         if not path.strip():
             raise UserError(f"{key} is empty; give a path" + (", or leave it out" if _may_be_absent(key) else ""))
@@ -47,15 +48,15 @@ def check_written(cfg: Config) -> None:
 
 
 def check_present(cfg: Config) -> None:
-    """Raise a NodeError for an input that is not there, or an output directory that cannot be made or written to."""
+    """Raise NodeError if an input does not exist, or the output directory cannot be created or written to."""
     for key, path in inputs_of(cfg):
         _check_input(key, path)
     _check_output(cfg.trainer.default_local_dir)
 
 
 def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Return each file and directory that the run reads if it starts now, with its key. A run that has checkpoints of
-    its own does not read trainer.resume_from_path any more."""
+    """Yield each file and directory that the run reads if it starts now, with its key. A run that has its own
+    checkpoints does not read trainer.resume_from_path."""
     resumes = _has_checkpoints(cfg.trainer.default_local_dir)
     for key, path in _paths(cfg):
         if key != OUTPUT and not (key == "trainer.resume_from_path" and resumes):
@@ -63,7 +64,7 @@ def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def _paths(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield each path with its key; those that are null are left out."""
+    """Yield each path that is not null, with its key."""
     for key in (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT):
         value: Any = cfg
         for name in key.split("."):
@@ -78,7 +79,7 @@ def _may_be_absent(key: str) -> bool:
 
 
 def _check_input(key: str, path: str) -> None:
-    """Raise a NodeError unless the path is of the kind that its key asks for, and can be read."""
+    """Raise NodeError unless the path is a file or a directory, as its key requires, and can be read."""
     wants_file = key in INPUT_FILES
     try:
         mode = os.stat(path).st_mode
@@ -95,7 +96,7 @@ def _check_input(key: str, path: str) -> None:
 
 
 def _check_output(path: str) -> None:
-    """Raise a NodeError unless the directory, or the nearest one above it that exists, can be written to."""
+    """Raise NodeError unless the directory, or its nearest existing parent, can be written to."""
     nearest = os.path.abspath(path)
     while not os.path.lexists(nearest):
         nearest = os.path.dirname(nearest)
@@ -106,8 +107,8 @@ def _check_output(path: str) -> None:
 
 
 def _check_output_apart(cfg: Config) -> None:
-    """Raise a UserError where the run would write into one of its inputs. An input may lie in the output directory,
-    but not where the run writes its exports."""
+    """Raise UserError if the run would write into one of its inputs. An input may be in the output directory, but not
+    in a directory of exports."""
     output = os.path.realpath(cfg.trainer.default_local_dir)
     for key, path in _paths(cfg):
         if key not in INPUT_DIRECTORIES:
@@ -138,6 +139,6 @@ def _has_checkpoints(directory: str) -> bool:
 
 
 def _here() -> str:
-    """Return, where there are several nodes, words that name this one."""
+    """Return " on <host>" if the run has several nodes, else an empty string."""
     nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or "1"
     return "" if nodes == "1" else f" on {socket.gethostname()}"

@@ -1,5 +1,5 @@
-"""The range of every numeric setting. Bounds above are such that no library fails on what is inside, and that nothing
-meant seriously is outside. Settings that must go together are checked by validate.py.
+"""The range of every numeric setting. Upper bounds exclude values on which a library fails, and no value of practical
+use. Checks of several settings together are in validate.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rlhf_mc.config.errors import UserError
 
 @dataclass(frozen=True)
 class Range:
-    """From `low` to `high`, both inside unless `open`; and `also`, a value with a meaning of its own."""
+    """Values from `low` to `high`, both included unless `open`, and `also`, a value with a special meaning."""
 
     low: float
     high: float
@@ -20,7 +20,7 @@ class Range:
     also: int | None = None
 
     def complaint(self, value: float) -> str | None:
-        """Return what the value must be, or None where it is so."""
+        """Return in words the bound that the value violates, or None if it is in the range."""
         if value == self.also:
             return None
         or_also = "" if self.also is None else f"{self.also} or "
@@ -34,7 +34,7 @@ class Range:
 
 
 _SECONDS = 1e6
-"""11 days. Libraries count milliseconds in 32 bits: 24 days."""
+"""11 days. Libraries count milliseconds in 32 bits, at most 24 days."""
 _COUNT = Range(1, 1_000_000_000)
 _FREQUENCY = Range(1, 1_000_000_000, also=-1)
 _TOKENS = Range(1, 100_000_000)
@@ -51,7 +51,7 @@ _OF_EACH_MODEL = {
     "optim.lr_warmup_steps": Range(0, 1_000_000_000),
     "optim.weight_decay": _COEFFICIENT,
     "optim.betas": Range(0, 1),
-    "optim.eps": Range(1e-30, 1e6),  # float32 has nothing much smaller
+    "optim.eps": Range(1e-30, 1e6),  # near the smallest float32
     "optim.clip_grad": Range(0, 1e30),
     "megatron.tensor_model_parallel_size": _RANKS,
     "megatron.pipeline_model_parallel_size": _RANKS,
@@ -68,7 +68,7 @@ _OF_EACH_MODEL = {
     "forward_max_token_len_per_gpu": _TOKENS,
     "forward_micro_batch_size_per_gpu": _SEQUENCES,
 }
-"""By what follows the section's name."""
+"""Ranges of settings that several sections have, by key without the section."""
 
 RANGES = {
     "data.train_max_samples": _FREQUENCY,
@@ -84,7 +84,7 @@ RANGES = {
     "critic.cliprange_value": Range(0, 1e30, open=True),
     "rollout.tensor_model_parallel_size": _RANKS,
     "rollout.n": Range(1, 10_000),
-    "rollout.temperature": Range(0.01, 1e3),  # vLLM samples at 0.01 where it is given less
+    "rollout.temperature": Range(0.01, 1e3),  # vLLM raises lower values to 0.01
     "rollout.gpu_memory_utilization": Range(0.01, 1),
     "rollout.cpu_kvcache_space_gb": Range(1, 65_536),
     "rollout.max_num_seqs": Range(1, 65_536),
@@ -108,18 +108,18 @@ RANGES = {
     "trainer.log_val_generations": Range(0, 1_000_000_000),
     "trainer.target_val_acc": Range(-1e6, 1e6),
     "trainer.critic_warmup": Range(0, 1_000_000_000),
-    "trainer.seed": Range(0, 2**32 - 1),  # numpy takes 32 bits, which vLLM seeds too
+    "trainer.seed": Range(0, 2**32 - 1),  # numpy, which vLLM seeds too, takes 32 bits
     "trainer.max_consecutive_skipped_updates": _COUNT,
     "trainer.max_rollout_logprob_diff": _POSITIVE,
     "trainer.dist_timeout_seconds": Range(1, _SECONDS),
     "trainer.heartbeat_timeout_seconds": Range(1, _SECONDS),
-    # torchrun and Slurm end the ranks that a crashed one leaves by SIGTERM, and kill them 30 s later. One that gives up
-    # before it is killed would say that the run was asked to stop, and have it started again.
+    # After a rank has crashed, torchrun and Slurm send SIGTERM to the others, and SIGKILL 30 s later. A rank whose
+    # grace period ends before SIGKILL would end with EXIT_REQUEUE, and the crashed run would be requeued.
     "trainer.preemption_grace_seconds": Range(60, _SECONDS),
     "trainer.stop_before_minutes": Range(0, _SECONDS / 60, open=True),
 }
 _ANY = Range(-(2**31), 2**31)
-"""Of a number that has no range of its own."""
+"""Range of a number that is in neither table."""
 
 
 def range_of(key: str) -> Range:

@@ -1,7 +1,7 @@
 """The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
 
-Names follow verl's where the meaning is the same. No torch here, and no reading of files
-(see load.py); ranges are in ranges.py, what must go together is checked by `validate` in validate.py.
+Names follow verl's where the meaning is the same. Files are read in load.py. The range of each setting is in ranges.py.
+Checks of several settings together are in validate.py. No torch here.
 """
 
 from __future__ import annotations
@@ -17,132 +17,135 @@ KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 @dataclass
 class DataConfig:
-    """Which prompts are read, and in which sizes."""
+    """Prompts, their maximum lengths and the batch size."""
 
     train_files: list[str]
-    """Parquet files of training prompts (a single string is taken as a list of one)."""
+    """Parquet files of training prompts: a list, or one string."""
     val_files: list[str] = field(default_factory=list)
     """Parquet files of validation prompts; empty: no validation."""
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages (list of {role, content}) or a plain string."""
     reward_fn_key: str = "data_source"
-    """Column that says which reward function scores the row."""
+    """Column with the name of the reward function that scores the row."""
     train_max_samples: int = -1
-    """Use only the first so many rows of the training set; -1: all."""
+    """Number of rows of the training set to use, from the first; -1: all."""
     val_max_samples: int = -1
-    """Use only the first so many rows of the validation set; -1: all."""
+    """Number of rows of the validation set to use, from the first; -1: all."""
     max_prompt_length: int = 512
-    """Longest prompt, in tokens after the chat template."""
+    """Maximum prompt length in tokens, after the chat template."""
     max_response_length: int = 512
-    """Longest response, in tokens; generation stops there."""
+    """Maximum response length in tokens; generation stops there."""
     train_batch_size: int = 1024
     """Prompts per step, over all ranks."""
     shuffle: bool = True
-    """Draw the training prompts in a new order each epoch (a function of trainer.seed and the epoch)."""
+    """Shuffle the training prompts in each epoch. The order is a function of trainer.seed and the epoch."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than max_prompt_length; false: such a prompt is an error that names its row."""
+    """Drop prompts longer than max_prompt_length. false: such a prompt is an error that names its row."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments for the tokenizer's chat template."""
 
 
 @dataclass
 class ModelConfig:
-    """The Hugging Face checkpoint that actor and reference start from."""
+    """The Hugging Face checkpoint from which actor and reference start."""
 
     path: str
-    """Directory with config.json, the tokenizer, and safetensors weights."""
+    """Directory with config.json, the tokenizer and safetensors weights."""
     dist_checkpointing_path: str | None = None
-    """Megatron checkpoint (of tools/convert_hf_to_mcore.py) to read the weights from; null: the safetensors of path."""
+    """Megatron checkpoint with the weights, written by tools/convert_hf_to_mcore.py; null: the safetensors of path."""
     tokenizer_path: str | None = None
     """Directory of the tokenizer; null: model.path."""
 
 
 @dataclass
 class ActorConfig:
-    """The policy's update."""
+    """The policy and its update."""
 
     ppo_mini_batch_size: int = 256
-    """Prompts per optimizer step, over all ranks (each with its rollout.n responses)."""
+    """Prompts per optimizer step, over all ranks. Each has rollout.n responses."""
     ppo_epochs: int = 1
-    """Passes over the step's batch."""
+    """PPO epochs: passes over the batch of a step."""
     shuffle: bool = False
-    """Draw the mini-batches in a new order each PPO epoch (a function of trainer.seed and the step)."""
+    """Shuffle the batch before it is split into mini-batches, in each PPO epoch. The order is a function of
+    trainer.seed and the step."""
     use_dynamic_bsz: bool = True
-    """Micro-batches of all passes, of all models, are cut by token budget (the ..._max_token_len_per_gpu settings), so
-    that they are alike in tokens; false: by number of sequences (the ..._micro_batch_size_per_gpu settings)."""
+    """Split batches into micro-batches by a token budget (the ..._max_token_len_per_gpu settings), in all passes of all
+    models. false: by a number of sequences (the ..._micro_batch_size_per_gpu settings)."""
     ppo_max_token_len_per_gpu: int = 16384
-    """Token budget of one micro-batch (prompt + response, packed); at least the longest sequence."""
+    """Token budget of one micro-batch of the update: prompts and responses, packed. At least the longest sequence."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Without use_dynamic_bsz: sequences of one micro-batch."""
+    """Sequences of one micro-batch of the update, without use_dynamic_bsz."""
     clip_ratio_low: float = 0.2
-    """Policy ratio clip, lower range: 1 - clip_ratio_low."""
+    """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.2
-    """Policy ratio clip, upper range: 1 + clip_ratio_high."""
+    """Upper clip range of the policy ratio: it is clipped at 1 + clip_ratio_high."""
     clip_ratio_c: float = 3.0
-    """Dual clip: where A < 0, the loss is at most -A * clip_ratio_c; must be > 1."""
+    """Dual clip: for advantages A < 0 the loss is at most -A * clip_ratio_c. Above 1."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become the mini-batch's loss."""
+    """Aggregation of token losses to the loss of a mini-batch."""
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
     kl_loss_coef: float = 0.001
-    """Weight of that KL term."""
+    """Coefficient of the KL term of use_kl_loss."""
     kl_loss_type: KLEstimator = "k3"
-    """Its estimator (docs/algorithms.md). verl's k3 and low_var_kl are both low_var_kl here: k3, at most 10."""
+    """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too."""
     freeze: list[str] = field(default_factory=list)
-    """Tensors that are not trained: names as in the Hugging Face checkpoint, or patterns of them
-    ("model.embed_tokens.*", "model.layers.0.*")."""
+    """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
+    or "model.layers.0.*"."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The actor's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """The actor's layout, and what the other roles' begin with."""
+    """Parallel layout, precision and offload of the actor. The other roles inherit what they do not set."""
 
 
 @dataclass
 class CriticConfig:
-    """The value model's update."""
+    """The value model and its update."""
 
     model_path: str | None = None
-    """Hugging Face checkpoint that the critic starts from; null: the actor's body with a new value head."""
+    """Hugging Face checkpoint from which the critic starts; null: the actor's body with a new value head."""
     ppo_mini_batch_size: int | None = None
-    """Prompts per optimizer step, over all ranks; null: the actor's."""
+    """Prompts per optimizer step, over all ranks; null: actor.ppo_mini_batch_size."""
     ppo_epochs: int | None = None
-    """Passes over the step's batch; null: the actor's."""
+    """PPO epochs; null: actor.ppo_epochs."""
     shuffle: bool = False
     """As actor.shuffle."""
     ppo_max_token_len_per_gpu: int = 32768
     """Token budget of one micro-batch of the update."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the update; null: the actor's."""
+    """Sequences of one micro-batch of the update, without actor.use_dynamic_bsz; null: as the actor's update."""
     forward_max_token_len_per_gpu: int = 32768
     """Token budget of one micro-batch of the values pass."""
     forward_micro_batch_size_per_gpu: int | None = None
-    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the values pass; null: the actor's."""
+    """Sequences of one micro-batch of the values pass, without actor.use_dynamic_bsz; null: as the actor's update."""
     cliprange_value: float = 0.5
-    """Values move at most this far from the old values before their loss is clipped."""
+    """Clip range of the values around the old values in the value loss."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become the mini-batch's loss."""
+    """Aggregation of token losses to the loss of a mini-batch."""
     freeze: list[str] = field(default_factory=list)
-    """As actor.freeze; ["model.*"] trains the value head alone, score.weight."""
+    """As actor.freeze. ["model.*"] trains only the value head, score.weight."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """The critic's optimizer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """The critic's own layout. What is not set is as in actor.megatron, save what belongs to a split that the critic
-    does not have: sequence_parallel where its tensor-parallel size is 1; chunks and the layers of the first and last
-    stage where it has another number of stages."""
+    """Parallel layout, precision and offload of the critic. Settings that are left out are inherited from
+    actor.megatron, with two exceptions. sequence_parallel is not inherited if the critic's tensor-parallel size is 1.
+    Virtual pipeline chunks and the layers of the first and last stage are not inherited if the critic has another
+    number of stages."""
 
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy. It exists only where a KL term uses it."""
+    """The frozen reference policy. It is built only if a KL term uses it."""
 
     log_prob_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch of the reference pass."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the reference pass; null: the actor's."""
+    """Sequences of one micro-batch of the reference pass, without actor.use_dynamic_bsz; null: as the actor's
+    update."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """The reference's own layout; what is not set is taken from actor.megatron as in critic.megatron."""
+    """As critic.megatron, for the reference. Settings that only training uses are neither inherited nor accepted."""
 
 
 @dataclass
@@ -150,38 +153,39 @@ class ValKwargsConfig:
     """Sampling for validation."""
 
     temperature: float = 0.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     n: int = 1
-    """Responses per validation prompt; val-core/<data_source>/acc/mean@n is their mean."""
+    """Responses per validation prompt. val-core/<data_source>/acc/mean@n is their mean accuracy."""
 
 
 @dataclass
 class RolloutConfig:
-    """The in-process vLLM engine. Its training samples are drawn from the full distribution
-    (no top-k, no top-p), so that its log-probs and the trainer's are of the same distribution."""
+    """The in-process vLLM engine. Training samples are drawn from the full distribution (no top-k, no top-p), so that
+    the log-probs of vLLM and of the trainer are of the same distribution."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share one vLLM engine."""
     n: int = 1
     """Responses per training prompt."""
     temperature: float = 1.0
-    """Sampling temperature, also of the trainer's log-probs. At least 0.01: with less vLLM would sample at 0.01."""
+    """Sampling temperature, also of the trainer's log-probs. At least 0.01: vLLM raises lower values to 0.01."""
     gpu_memory_utilization: float = 0.5
-    """GPU only: share of the device's memory for vLLM's weights and KV cache."""
+    """GPU only: fraction of the device memory for vLLM's weights and KV cache."""
     cpu_kvcache_space_gb: int = 1
     """CPU only: GiB of KV cache per rank."""
     enforce_eager: bool = False
-    """GPU only: no CUDA graphs. (The CPU build always runs eagerly.)"""
+    """GPU only: run without CUDA graphs. The CPU build always does."""
     free_cache_engine: bool = False
-    """GPU only: vLLM gives back the memory of its weights and KV cache while it does not generate (its sleep mode)."""
+    """GPU only: vLLM frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
     max_num_seqs: int = 256
-    """Sequences that one engine decodes at a time."""
+    """Maximum number of sequences that one engine decodes at a time."""
     max_num_batched_tokens: int = 8192
-    """Tokens that one engine step may process. Chunked prefill cuts a prompt that exceeds the rest of a step."""
+    """Maximum number of tokens of one engine step. Chunked prefill splits a prompt that does not fit."""
     log_prob_max_token_len_per_gpu: int = 16384
     """Token budget of one micro-batch of the old-log-prob pass."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Without actor.use_dynamic_bsz: sequences of one micro-batch of the old-log-prob pass; null: the actor's."""
+    """Sequences of one micro-batch of the old-log-prob pass, without actor.use_dynamic_bsz; null: as the actor's
+    update."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
 
@@ -191,13 +195,14 @@ class KLCtrlConfig:
     """The coefficient of the KL term in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: moves kl_coef so that the KL stays near target_kl (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """fixed: kl_coef is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019, arXiv
+    1909.08593)."""
     kl_coef: float = 0.001
-    """The coefficient, or its start value."""
+    """The coefficient; with adaptive, its initial value."""
     target_kl: float = 0.1
-    """adaptive: the aim for the mean over tokens of a sequence's KL, averaged over sequences."""
+    """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
     horizon: int = 10000
-    """adaptive: sequences over which the coefficient adapts."""
+    """adaptive: number of sequences over which the coefficient adapts."""
 
 
 @dataclass
@@ -213,124 +218,130 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(actor, reference) from each token's reward."""
     kl_penalty: KLEstimator = "k1"
-    """Its estimator, as in actor.kl_loss_type; k1 is verl's kl."""
+    """KL estimator of use_kl_in_reward, as actor.kl_loss_type. k1 is verl's kl."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
-    """Its coefficient."""
+    """Coefficient of use_kl_in_reward."""
 
 
 @dataclass
 class CustomRewardFunctionConfig:
-    """A reward function of the user's own, in place of the built-in rules."""
+    """A user-defined reward function in place of the built-in rules."""
 
     path: str | None = None
-    """Python file that defines it; null: the built-in rule of the row's data_source."""
+    """Python file that defines the function; null: the built-in rule of the row's data_source."""
     name: str = "compute_score"
-    """compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}."""
+    """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info=None) returns a float or
+    {"score": float, ...}."""
 
 
 @dataclass
 class RewardModelConfig:
-    """A reward model: frozen, its score of a response is its value head's at the response's last token."""
+    """A frozen reward model. Its score of a response is the output of its value head at the last token."""
 
     model_path: str | None = None
-    """Hugging Face checkpoint of a sequence classifier of one label, with the actor's tokenizer: its scores take the
-    place of the reward functions' in training. Validation is by the functions. null: no reward model."""
+    """Hugging Face checkpoint of a sequence classifier with one label and the actor's tokenizer. Its scores replace
+    those of the reward functions in training; validation uses the reward functions. null: no reward model."""
     forward_max_token_len_per_gpu: int = 32768
     """Token budget of one micro-batch."""
     forward_micro_batch_size_per_gpu: int | None = None
-    """Without actor.use_dynamic_bsz: sequences of one micro-batch; null: the actor's."""
+    """Sequences of one micro-batch, without actor.use_dynamic_bsz; null: as the actor's update."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """The reward model's own layout; what is not set is taken from actor.megatron as in critic.megatron."""
+    """As critic.megatron, for the reward model. Settings that only training uses are neither inherited nor accepted."""
 
 
 @dataclass
 class RewardConfig:
-    """How reward functions are run."""
+    """Processes that run the reward functions."""
 
     num_workers: int = 1
-    """Processes of each rank that score its share of the responses while the log-prob passes run. Each imports the
-    user's file for itself. At least 1: a function that ends or blocks its process must not end or block a rank."""
+    """Worker processes per rank. They score the rank's share of the responses while the log-prob passes run. Each
+    imports the user's file. At least 1, so that a function that exits or blocks does not exit or block a rank."""
     timeout_seconds: float = 300.0
-    """Time after which a worker that has scored no further response, or has not imported the user's file, is an
-    error."""
+    """Timeout of a worker for each response, and for the import of the user's file. The run then ends with an error."""
 
 
 @dataclass
 class TrainerConfig:
-    """The run: how long, how often, where to."""
+    """The run: its length, output, checkpoints and timeouts."""
 
     default_local_dir: str
-    """Directory of everything that the run writes. It belongs to one run: when another run begins in it, the files of
-    the earlier one are moved to earlier_runs/<its id>/."""
+    """Output directory. It belongs to one run: when another run begins in it, the files of the earlier run are moved to
+    earlier_runs/<id of the earlier run>/."""
     total_epochs: int = 30
-    """Passes over the training prompts."""
+    """Epochs over the training prompts."""
     total_training_steps: int | None = None
-    """PPO steps; null: as many as total_epochs gives."""
+    """PPO steps; null: all steps of total_epochs."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: int = -1
-    """Validate every so many steps, and after the last; -1: never."""
+    """Steps between validations. There is one after the last step too. -1: never."""
     save_freq: int = -1
-    """Write a training checkpoint, from which the run can go on, to global_step_<n>/ every so many steps and after the
-    last; -1: never."""
+    """Steps between training checkpoints, from which the run can resume. They are written to global_step_<n>/. There is
+    one after the last step too. -1: never."""
     async_save: bool = True
-    """Training goes on while a checkpoint's files are written, from a copy in host memory."""
+    """Continue training while the files of a checkpoint are written, from a copy in host memory."""
     max_ckpt_to_keep: int | None = None
-    """Training checkpoints that stay: once a new one is complete, all but the last so many go; null: all stay."""
+    """Number of training checkpoints to keep. Older ones are deleted once a new one is complete. null: keep all."""
     keep_best: bool = False
-    """Beside those, keep the checkpoint of the highest validation accuracy."""
+    """Also keep the checkpoint with the highest validation accuracy."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Where the run begins. auto: at the newest whole checkpoint in default_local_dir, if there is one; disable: at the
-    start, and a Slurm job that was requeued resumes the run that it began; resume_path: at resume_from_path."""
+    """auto: resume from the newest intact checkpoint in default_local_dir, if there is one. disable: begin a new run; a
+    requeued Slurm job still resumes the run that it began. resume_path: resume from resume_from_path."""
     resume_from_path: str | None = None
-    """resume_path: the checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
-    checkpoints of its own, the same command goes on from them."""
+    """resume_path: a training checkpoint (global_step_<n>) of any run of these models, in any layout. Once this run has
+    its own checkpoints, the same command resumes from the newest of those."""
     resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
-    """What to do on resume where data, model or tokenizer files differ from the checkpoint's, by size and content hash:
-    refuse, with a line that lists them, or allow, with a warning. A changed custom_reward_function is a warning."""
+    """Behaviour on resume if data, model or tokenizer files have changed since the checkpoint, by size and content
+    hash. refuse: an error that lists them. allow: a warning. A changed custom_reward_function is always a warning."""
     export_freq: int = -1
-    """Write the actor as a Hugging Face checkpoint to export/global_step_<n>/ every so many steps; -1: only after the
-    last (to hf/)."""
+    """Steps between exports of the actor as a Hugging Face checkpoint to export/global_step_<n>/; -1: none. After the
+    last step the actor is always exported to hf/."""
     log_val_generations: int = 8
-    """Validation generations written as text each time."""
+    """Number of validation generations that are written as text at each validation."""
     target_val_acc: float | None = None
-    """End the run early once the mean validation accuracy has reached this; null: never."""
+    """End the run once the mean validation accuracy reaches this value; null: never."""
     logger: list[Literal["console", "jsonl", "tensorboard"]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
-    """Where metrics go."""
+    """Outputs of the metrics."""
     critic_warmup: int = 0
-    """PPO steps at the start in which the critic learns and the actor stays as it is."""
+    """PPO steps at the start in which only the critic is updated."""
     seed: int = 1
-    """Seed of everything random, below 2^32."""
+    """Seed of all random draws, below 2^32."""
     max_consecutive_skipped_updates: int = 3
-    """An update whose loss or gradient is not finite is skipped; so many in a row of one model end the run."""
+    """An update whose loss or gradient is not finite is skipped. The run aborts after this number of consecutive
+    skipped updates of one model."""
     max_rollout_logprob_diff: float | None = None
-    """Bound of the mean of |log-prob by the trainer - log-prob by vLLM| over the sampled tokens; ten times as much
-    bounds the 99th percentile. Beyond it the first rollout after a start or a resume ends the run, later ones warn. At
-    rollout.temperature T the bound is divided by T, as the logits are. null: 0.001 in float32, 0.1 in bfloat16."""
+    """Bound of |trainer's log-prob - vLLM's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may be
+    at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume is
+    an error above the bound, later ones are a warning. At temperature T the bound is divided by T, as the logits are.
+    null: 0.001 in float32, 0.1 in bfloat16."""
     dist_timeout_seconds: int = 600
-    """Time after which a collective that some rank has not reached is an error, for every process group."""
+    """Timeout of collectives, for every process group."""
     heartbeat_timeout_seconds: int = 120
-    """Time after which a rank that is not heard of (frozen, or its node is gone) ends the run on all ranks. Ranks
-    report beside the collectives; one that computes for long is heard all the same."""
+    """Timeout of heartbeats. If a rank sends none for this time (its process is frozen or its node is down), the run
+    ends on all ranks. A thread sends them, so that a long computation or collective does not delay them."""
     preemption_grace_seconds: int = 300
-    """Time that a run asked to stop (SIGTERM, SIGUSR1) has to finish or abandon its step and to save; then it ends all
-    the same, and the last checkpoint is what is kept. At least 60; less than the scheduler's own (sbatch --signal)."""
+    """Time after a stop request (SIGTERM, SIGUSR1) to finish or abandon the step and to save. The run then ends without
+    saving, and the last complete checkpoint remains. At least 60, and less than the scheduler's own grace period
+    (sbatch --signal)."""
     stop_before_minutes: float | None = None
-    """In a Slurm job: stop and save, as after a signal, so many minutes before the job's time limit; null: do not."""
+    """In a Slurm job: minutes before the job's time limit at which the run stops and saves, as after a signal; null:
+    never."""
 
 
 @dataclass
 class ReshardConfig:
-    """The weight update: from Megatron-Core's parameters to vLLM's, before each rollout."""
+    """The weight update from Megatron-Core's parameters to vLLM's, before each rollout."""
 
     share_weights: bool = True
-    """Where a vLLM parameter is, block for block, what Megatron-Core holds on the rank, one memory serves both."""
+    """Share the storage of vLLM and Megatron-Core (zero-copy) for each vLLM parameter whose layout on the rank is the
+    same in both."""
     bucket_megabytes: int = 256
-    """Largest bytes that a rank sends, and receives, at a time; an update takes two such buckets of extra memory."""
+    """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of extra memory."""
     verify: Literal["off", "first", "always"] = "first"
-    """Compare checksums of every block on both sides after an update: never, after the run's first, or after each."""
+    """Compare checksums of all weights on both sides: never, after the first update of the run, or after each
+    update."""
 
 
 @dataclass
@@ -340,9 +351,9 @@ class Config:
     data: DataConfig
     """Prompts."""
     model: ModelConfig
-    """The checkpoint to start from."""
+    """Checkpoint from which actor and reference start."""
     trainer: TrainerConfig
-    """The run."""
+    """Length, output, checkpoints and timeouts of the run."""
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The policy."""
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -356,14 +367,18 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Rewards to advantages."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
-    """A reward function of the user's own."""
+    """A user-defined reward function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """How reward functions are run."""
+    """Processes that run the reward functions."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model in place of reward functions."""
 
 
+FROZEN_ROLES = ("ref", "reward_model")
+"""Sections of models that are never trained."""
+
+
 def layouts(cfg: Config) -> dict[str, MegatronConfig]:
-    """The layout of each section that has one ({section}.megatron), the actor's first."""
+    """Return {section}.megatron of each section that has one, by section, the actor's first."""
     sections = {section.name: getattr(cfg, section.name) for section in fields(cfg)}
     return {name: section.megatron for name, section in sections.items() if hasattr(section, "megatron")}

@@ -1,6 +1,4 @@
-"""What is said of a key that schema.py does not have: what takes its place, where it is verl's; the key that was
-probably meant, where one is near; otherwise that there is none.
-"""
+"""Messages for keys that schema.py does not have: the replacement of verl's keys, or the most similar known key."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from collections.abc import Sequence
 
 _MOST_NAMED = 10
 _NEAR = 0.75
-"""Smallest similarity (difflib's ratio) of a name to one that it may be a misspelling of."""
+"""Minimum similarity (difflib's ratio) of a misspelled name to the known one."""
 _COMMON_NAMES = {"name", "path", "n", "type", "shuffle", "temperature", "dtype", "freeze"}
-"""Last names that say too little: the same one in another section is another thing."""
+"""Last parts of keys that mean different things in different sections."""
 _WRAPPERS = ("actor_rollout_ref", "reward", "config")
-"""Sections of verl's around ours."""
+"""verl's sections that contain sections of schema.py."""
 
 _INSTEAD = {
     "reward_model.enable": "use reward_model.model_path (null: no reward model)",
@@ -56,7 +54,7 @@ _INSTEAD = {
     "model.use_remove_padding": "sequences are always packed: leave it out",
     "model.enable_gradient_checkpointing": "use actor.megatron.recompute_granularity",
 }
-"""What takes the place of verl's keys, or why they are not needed. Without verl's section actor_rollout_ref."""
+"""Replacements of verl's keys, or the reason why none is needed. The keys are without actor_rollout_ref."""
 
 _LAST_NAMES = {
     "context_parallel_size": "context parallelism is not supported: attention takes whole sequences. For long ones use "
@@ -69,7 +67,7 @@ _LAST_NAMES = {
     "warmup_style": "use optim.lr_decay_style",
     "min_lr_ratio": "use optim.min_lr",
 }
-"""The same, for keys that several sections of verl's have."""
+"""Replacements of keys that several of verl's sections have, by their last part."""
 
 _SECTIONS = {
     "fsdp_config": "models are trained by Megatron-Core, not FSDP: see the megatron section",
@@ -80,21 +78,20 @@ _SECTIONS = {
 
 
 def explain(unknown: Sequence[tuple[str, str]], known: Sequence[str]) -> str:
-    """Return one line on all unknown keys, each given with the file or override that it is from."""
+    """Return one line on all unknown keys. unknown: (file or override, key) of each."""
     if len(unknown) == 1:
         origin, key = unknown[0]
-        return f"{origin}: unknown key {key!r}; {_what_instead(key, known)}"
+        return f"{origin}: unknown key {key!r}; {_replacement(key, known)}"
     origins = {origin for origin, _ in unknown}
     where = f"{origins.pop()}: " if len(origins) == 1 else ""
     listed = [
-        f"{key!r}{'' if where else f' ({origin})'}: {_what_instead(key, known)}"
-        for origin, key in unknown[:_MOST_NAMED]
+        f"{key!r}{'' if where else f' ({origin})'}: {_replacement(key, known)}" for origin, key in unknown[:_MOST_NAMED]
     ]
     more = [f"and {len(unknown) - _MOST_NAMED} more"] if len(unknown) > _MOST_NAMED else []
     return f"{where}{len(unknown)} unknown keys: {'; '.join([*listed, *more])}"
 
 
-def _what_instead(key: str, known: Sequence[str]) -> str:
+def _replacement(key: str, known: Sequence[str]) -> str:
     parts = key.lstrip("+~").split(".")
     name = ".".join(parts)
     if name in known:
@@ -122,8 +119,8 @@ def _what_instead(key: str, known: Sequence[str]) -> str:
 
 
 def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return the key that was probably meant, or None: one of the same section first; then one of a section of which
-    this one is a misspelling; then the only one of that last name, if the name says what it is."""
+    """Return the most similar known key, or None. Keys of the same or a similarly spelled section come first, then a
+    key of another section with the same last part, if there is only one."""
     name = ".".join(parts)
     if name in known:
         return name
@@ -136,7 +133,7 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
             return rest[same_name[0]]
         flat = {inside.replace(".", "_"): key for inside, key in rest.items()}
         last = {inside.rsplit(".", 1)[-1]: key for inside, key in rest.items()}
-        # Names as a whole, so that a section may be missing; a long common section alone makes nothing near.
+        # Whole names are compared, as a section may be missing; a long common section does not make two keys similar.
         close = _closest("_".join(parts[1:]), list(flat))
         if close and (_are_near(parts[-1], flat[close].rsplit(".", 1)[-1]) or len(parts) == 2):
             return flat[close]

@@ -1,30 +1,31 @@
-"""Checks of values: settings that must go together. The range of each is in ranges.py, how paths must be written in
-paths.py.
-
-Types, unknown keys and required keys are load.py's subject; what needs the model or the data
-(heads divisible by tp, columns of a file) is checked where those are read.
+"""Checks of values, and of several settings together. Ranges are in ranges.py, checks of paths in paths.py. Types,
+unknown keys and required keys are checked in load.py. Checks that need the model or the data (heads divisible by TP,
+columns of a file) are made where these are read.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.ranges import check_range
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, TrainerConfig, layouts
+from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, OptimConfig, TrainerConfig, layouts
 
 
 def validate(cfg: Config, world_size: int) -> None:
-    """UserError, in one line that names the key, its value and what would be right, unless the run can start
-    on `world_size` processes as far as the settings alone tell."""
+    """Raise UserError if the settings do not allow a run on `world_size` processes. The message is one line with the
+    key, its value and the values that are allowed."""
     _check_paths(cfg)
     _check_ranges(cfg)
     _check_optim("actor.optim", cfg.actor.optim, cfg.trainer.total_training_steps)
     _check_optim("critic.optim", cfg.critic.optim, cfg.trainer.total_training_steps)
     _check_layout(cfg, world_size)
+    _check_frozen_roles(cfg)
     _check_offload(cfg)
     _check_batches(cfg, world_size)
     _check_micro_batches(cfg)
@@ -47,7 +48,8 @@ def _check_ranges(cfg: Config) -> None:
 def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield each setting with its key."""
     for field in fields(section):
-        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        key = f"{prefix}{field.name}"
+        value = getattr(section, field.name)
         if is_dataclass(value):
             yield from _leaves(value, f"{key}.")
         else:
@@ -88,13 +90,15 @@ def _check_layout(cfg: Config, world_size: int) -> None:
 
 
 def _check_role(section: str, megatron: MegatronConfig, world_size: int, divisors: list[int], works: str) -> None:
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    tp = megatron.tensor_model_parallel_size
+    pp = megatron.pipeline_model_parallel_size
     _require(
         tp * pp in divisors,
         f"{section}.tensor_model_parallel_size {tp} x {section}.pipeline_model_parallel_size {pp} = {tp * pp}"
         f" does not divide {works}",
     )
-    ep, dp = megatron.expert_model_parallel_size, world_size // (tp * pp)
+    ep = megatron.expert_model_parallel_size
+    dp = world_size // (tp * pp)
     _require(
         dp % ep == 0,
         f"{section}.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
@@ -113,7 +117,8 @@ def _check_role(section: str, megatron: MegatronConfig, world_size: int, divisor
 
 
 def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> None:
-    section, chunks = f"{role}.megatron", megatron.virtual_pipeline_model_parallel_size
+    section = f"{role}.megatron"
+    chunks = megatron.virtual_pipeline_model_parallel_size
     if chunks is None:
         return
     key = f"{section}.virtual_pipeline_model_parallel_size"
@@ -135,11 +140,22 @@ def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> N
     )
 
 
+def _check_frozen_roles(cfg: Config) -> None:
+    defaults = MegatronConfig()
+    for role, name in itertools.product(FROZEN_ROLES, TRAINING_ONLY):
+        value = getattr(layouts(cfg)[role], name)
+        _require(
+            value == getattr(defaults, name),
+            f"{role}.megatron.{name} is {str(value).lower()}; it does nothing for a model that is never trained:"
+            " leave it out",
+        )
+
+
 def _check_offload(cfg: Config) -> None:
     _require(
         not (cfg.actor.megatron.param_offload and cfg.reshard.share_weights),
-        "actor.megatron.param_offload is true and reshard.share_weights is true; what vLLM generates with must stay"
-        " where it is: set one of them to false",
+        "actor.megatron.param_offload is true and reshard.share_weights is true; weights that vLLM shares cannot be"
+        " offloaded: set one of them to false",
     )
 
 
@@ -147,7 +163,6 @@ def _check_batches(cfg: Config, world_size: int) -> None:
     batch = cfg.data.train_batch_size
     for role, section in (("actor", cfg.actor), ("critic", cfg.critic)):
         key = f"{role}.ppo_mini_batch_size"
-        # The critic's is the actor's where it is not set.
         mini = cfg.actor.ppo_mini_batch_size if section.ppo_mini_batch_size is None else section.ppo_mini_batch_size
         megatron = section.megatron
         dp = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
@@ -175,7 +190,7 @@ _TOKEN_BUDGETS = {
     "ref.log_prob_max_token_len_per_gpu": "ref.log_prob_micro_batch_size_per_gpu",
     "reward_model.forward_max_token_len_per_gpu": "reward_model.forward_micro_batch_size_per_gpu",
 }
-"""Each pass's two limits of a micro-batch: by tokens, and by sequences, which counts without actor.use_dynamic_bsz."""
+"""Limits of a micro-batch in each pass: token budget (with actor.use_dynamic_bsz) -> number of sequences (without)."""
 
 
 def _check_micro_batches(cfg: Config) -> None:
@@ -189,7 +204,8 @@ def _check_micro_batches(cfg: Config) -> None:
         dynamic or cfg.actor.ppo_micro_batch_size_per_gpu is not None,
         "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null",
     )
-    prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+    prompt = cfg.data.max_prompt_length
+    response = cfg.data.max_response_length
     absent = []
     if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
         absent.append("ref.")
@@ -252,7 +268,7 @@ def _check_checkpoints(trainer: TrainerConfig) -> None:
 
 
 def _range(cfg: Config, key: str, ok: Callable[[Any], bool], want: str) -> None:
-    """`key`, where it is not null, must satisfy `ok`, which `want` says in words."""
+    """Raise UserError unless the value of the key is null or satisfies `ok`. want: the condition in words."""
     value = _get(cfg, key)
     _require(value is None or ok(value), f"{key} is {value}; it must be {want}")
 

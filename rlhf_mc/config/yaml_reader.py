@@ -1,8 +1,7 @@
-"""YAML as a user means it: PyYAML's safe loader without YAML 1.1's surprises, and within bounds of size.
+"""PyYAML's safe loader with fewer implicit types and limits of size.
 
-1e-6 is a number; 020 and 1:30 are strings, not 16 and 90; a date is a string; a key given twice is an error. Aliases
-that contain themselves, or that expand to more than a config can hold, are errors too. What settings there are is
-load.py's subject.
+1e-6 is a number; 020, 1:30 and dates are strings; a duplicate key is an error. Aliases that contain themselves, or that
+expand beyond the limits, are errors.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import yaml
 from rlhf_mc.config.errors import UserError
 
 MOST_BYTES = 1 << 18
-"""Of one file: far more than all settings with comments, and read in seconds."""
+"""Maximum size of one file: far more than all settings with comments, and read in seconds."""
 _MOST_NODES = 20_000
 _DEEPEST = 32
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    """None of PyYAML's own; those below."""
+    """Replaces PyYAML's own resolvers."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -40,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 for _tag, _pattern, _first in (
     ("bool", r"(yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)\Z", "yYnNtTfFoO"),
     ("null", r"(~|null|Null|NULL|)\Z", "~nN\0"),
-    # Longer ones are no numbers that anything here could be set to, and Python takes quadratic time for them.
+    # No setting has longer numbers, and Python takes quadratic time for them.
     ("int", r"[-+]?(0|[1-9][0-9_]{0,40}|0x[0-9a-fA-F]{1,16}|0b[01]{1,64})\Z", "-+0123456789"),
     (
         "float",
@@ -71,7 +70,7 @@ def yaml_text(value: Any) -> str:
 
 
 def parse_yaml(text: str | bytes, origin: str) -> Any:
-    """Return the value of one YAML document. UserError, naming `origin` and the line, where it is none."""
+    """Return the value of one YAML document. Raise UserError with `origin` and the line if it is not valid."""
     loader = None
     try:
         loader = _Loader(text)
@@ -101,12 +100,12 @@ def parse_yaml(text: str | bytes, origin: str) -> Any:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raise a YAMLError where aliases make the tree contain itself, or grow beyond all settings."""
+    """Raise YAMLError if aliases make the tree contain itself or exceed the limits."""
     sizes: dict[int, int] = {}
     above: set[int] = set()
 
     def size(node: yaml.Node, depth: int) -> int:
-        """Return the number of nodes of the tree below, each alias counted as what it stands for."""
+        """Return the number of nodes of the tree below, with aliases expanded."""
         if depth > _DEEPEST:
             raise yaml.constructor.ConstructorError(None, None, "nested too deeply", node.start_mark)
         if id(node) in above:

@@ -1,5 +1,5 @@
-"""The process groups of a run: built once, passed as arguments, for several meshes side by side. Megatron-Core's global
-parallel_state stays uninitialised. How ranks agree on something small is in consensus.py.
+"""Process groups for the meshes of all roles, built once and passed as arguments. Megatron-Core's global parallel_state
+stays uninitialised. Collectives on plain values are in consensus.py.
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ _AXES: dict[str, tuple[Axis, ...]] = {
     "cp": (),
     "tp_cp": ("tp",),
     "dp_cp": ("ep", "expert_dp"),
-    # One instance of the distributed optimizer.
-    "intra_dp_cp": ("ep", "expert_dp"),
-    "intra_expt_dp": ("expert_dp",),
+    # There is one instance of the distributed optimizer.
     "intra_dist_opt": ("tp", "ep", "expert_dp", "pp"),
 }
-"""Along which axes of the mesh each group of Megatron-Core's ProcessGroupCollection lies. Those of embeddings hold ends
-of the pipeline (see _group_ranks)."""
+"""Group of Megatron-Core's ProcessGroupCollection -> axes of the mesh that it spans. Groups of embeddings, which hold
+the ends of the pipeline, are added in _group_ranks."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place in the mesh and its process groups."""
+    """The mesh of a role, and this rank's coordinate and process groups in it."""
 
     mesh: Mesh
     rank: int
@@ -61,37 +59,36 @@ class Groups:
 
 
 def build_groups(mesh: Mesh) -> Groups:
-    """Megatron-Core's groups for one mesh. Every rank must call it."""
+    """Return the groups of one mesh. Every rank must call it."""
     return build_role_groups({"": mesh})[""]
 
 
 def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = None) -> dict[str, Groups]:
-    """Megatron-Core's groups for the mesh of each role. Groups of the same ranks are one group, whatever they are for:
-    roles take turns, and each communicator costs memory on a GPU. Every rank must call it, with the same meshes in the
-    same order.
+    """Return the groups of each role's mesh. Groups of the same ranks are one group: roles take turns, and each
+    communicator costs memory on a GPU. Every rank must call it, with the same meshes in the same order.
 
-    timeout_seconds None: the library's default."""
+    timeout_seconds: timeout of collectives; None: torch's default."""
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
     everyone = tuple(range(dist.get_world_size()))
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
 
     def mine(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
-        """This rank's group, or None where it is in none of them."""
+        """Return the group of this rank, or None if the rank is in none of them."""
         for ranks in map(tuple, rank_lists):
             if ranks not in made:
-                # A group of one is nobody else's business; all ranks meet to make any other.
-                alone = len(ranks) == 1
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=alone)
+                # Every rank takes part in making a group, except groups of one rank.
+                is_local = len(ranks) == 1
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=is_local)
         return next((made[ranks] for ranks in map(tuple, rank_lists) if dist.get_rank() in ranks), None)
 
     def groups(mesh: Mesh) -> Groups:
-        collection = ProcessGroupCollection(hcp=None, inter_dist_opt=None)
+        collection = ProcessGroupCollection(hcp=None)
         for name, rank_lists in _group_ranks(mesh).items():
             setattr(collection, name, mine(rank_lists))
         return Groups(mesh, dist.get_rank(), collection)
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        # What sequence parallelism gathers tokens into: scratch memory, the same for every role.
+        # Scratch memory into which sequence parallelism gathers tokens. Roles share it.
         parallel_state._set_global_memory_buffer()
     of_mesh: dict[Mesh, Groups] = {}
     for mesh in meshes.values():
@@ -101,7 +98,7 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
 
 
 def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """The ranks of each group of each kind, by the names of ProcessGroupCollection."""
+    """Return the rank lists of all groups of each kind, by name in ProcessGroupCollection."""
     ranks = {name: mesh.groups_along(*axes) for name, axes in _AXES.items()}
     ranks["embd"] = [sorted({stages[0], stages[-1]}) for stages in ranks["pp"]]
     ranks["pos_embd"] = [stages[:1] for stages in ranks["pp"]]
@@ -110,9 +107,10 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
 
 @contextlib.contextmanager
 def world_of_a_tool(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Groups]:
-    """For tools that convert a checkpoint: the ranks that torchrun started, or else this one process.
+    """Join the processes that torchrun started, or make a world of this process alone; yield the groups of the mesh.
+    For tools that convert checkpoints.
 
-    pp None: as many stages as there are ranks left. UserError where the ranks do not divide so."""
+    pp None: world size / tp stages. Raise UserError if the sizes do not divide the world size."""
     if "RANK" in os.environ:
         init_process_group(timeout_seconds=1800)
     else:
@@ -134,13 +132,13 @@ def barrier() -> None:
 
 
 def shut_down() -> None:
-    """Destroy the process groups once every rank has called it: no rank ends while another still waits for it."""
+    """Destroy the process groups after a barrier, so that no rank exits while another waits for it."""
     barrier()
     dist.destroy_process_group()
 
 
 def set_timeout_everywhere(timeout_seconds: int) -> None:
-    """Gives every process group that exists the same time-out, those that vLLM and Megatron-Core made by
-    themselves included: new_group takes the library's default, not the world's."""
+    """Set the timeout of every existing process group, including those that vLLM and Megatron-Core made: new_group uses
+    torch's default and not the world's timeout."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), group)

@@ -1,6 +1,5 @@
-"""Pure arithmetic of ranks: rank <-> (tensor, pipeline, data) coordinates, layers of a stage, rollout groups.
-
-No process group and no torch here (see groups.py).
+"""Arithmetic of ranks: coordinates in the mesh, layers of a pipeline stage, rollout groups. No torch here; process
+groups are in groups.py.
 """
 
 from __future__ import annotations
@@ -9,40 +8,40 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["tp", "ep", "expert_dp", "pp"]
-"""Directions in a mesh. A replica of the dense layers is one place on "ep" (which shard of the experts it holds) and
-"expert_dp" (which replica of that shard)."""
+"""Axes of a mesh. The data-parallel axis of the dense layers is split into "ep", the shard of the experts, and
+"expert_dp", the replica of that shard."""
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where a rank stands in the training mesh."""
+    """Coordinates of a rank in the training mesh."""
 
     tp: int
-    """Its shard of each layer."""
+    """Tensor-parallel rank: the shard of each layer."""
     dp: int
-    """Its model replica."""
+    """Data-parallel rank: the model replica."""
     pp: int
-    """Its pipeline stage."""
+    """Pipeline stage."""
     ep: int = 0
-    """Its shard of the experts."""
+    """Expert-parallel rank: the shard of the experts."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """world = tp x dp x pp ranks, tensor-parallel neighbours first, then data-parallel, then pipeline
-    (Megatron-Core's order "tp-cp-ep-dp-pp")."""
+    """world = tp x dp x pp ranks. The tensor-parallel rank varies fastest, then the data-parallel rank, then the
+    pipeline stage (Megatron-Core's order "tp-cp-ep-dp-pp")."""
 
     world: int
     tp: int
     pp: int
     ep: int = 1
-    """Over how many neighbouring model replicas the experts of a mixture-of-experts model are spread."""
+    """Number of neighbouring model replicas over which the experts of a mixture-of-experts model are sharded."""
     first_stage_layers: int | None = None
-    """Layers of the first stage, which holds the embedding too; None: as many as the stages between."""
+    """Layers of the first stage, which also holds the embedding; None: as the stages between."""
     last_stage_layers: int | None = None
-    """Layers of the last stage, which holds the output layer too; None: as many as the stages between."""
+    """Layers of the last stage, which also holds the output layer; None: as the stages between."""
     vpp: int = 1
-    """Runs of layers (model chunks) that each pipeline stage holds."""
+    """Virtual pipeline chunks per stage."""
 
     def __post_init__(self) -> None:
         assert self.world % (self.tp * self.pp) == 0, f"{self.tp} x {self.pp} does not divide {self.world}"
@@ -54,13 +53,13 @@ class Mesh:
         return self.world // (self.tp * self.pp)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinates of a global rank."""
+        """Return the coordinates of a global rank."""
         assert 0 <= rank < self.world
         dp = rank // self.tp % self.dp
         return Coordinate(tp=rank % self.tp, dp=dp, pp=rank // (self.tp * self.dp), ep=dp % self.ep)
 
     def groups_along(self, *axes: Axis) -> list[list[int]]:
-        """The ranks that differ along these axes alone: as many lists as there are places on the other axes."""
+        """Return the lists of ranks whose coordinates differ only along these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             at = self.coordinate(rank)
@@ -75,16 +74,16 @@ class Mesh:
         return f"TP {self.tp} x PP {self.pp}{chunks} x DP {self.dp}{experts}"
 
     def is_first_stage(self, rank: int) -> bool:
-        """Whether the rank holds the embedding."""
+        """Return whether the rank holds the embedding."""
         return self.coordinate(rank).pp == 0
 
     def is_last_stage(self, rank: int) -> bool:
-        """Whether the rank holds the output layer."""
+        """Return whether the rank holds the output layer."""
         return self.coordinate(rank).pp == self.pp - 1
 
     def chunk_layers(self, num_layers: int, pp: int) -> list[range]:
-        """Global indices of the layers of each model chunk of pipeline stage pp: the first chunks of all stages follow
-        one another, then the second chunks."""
+        """Return the global layer indices of each chunk of pipeline stage pp. The first chunks of all stages hold the
+        first layers, in the order of the stages, then come the second chunks."""
         if self.vpp == 1:
             return [self.stage_layers(num_layers, pp)]
         assert self.stage_sizes(num_layers) is not None, f"{num_layers} layers, {self.pp} x {self.vpp} chunks"
@@ -93,16 +92,17 @@ class Mesh:
         return [range(start, start + size) for start in starts]
 
     def stage_layers(self, num_layers: int, pp: int) -> range:
-        """Global indices of the layers of pipeline stage pp, where it is one chunk."""
+        """Return the global layer indices of pipeline stage pp, which has one chunk."""
         sizes = self.stage_sizes(num_layers)
         assert sizes is not None, f"{num_layers} layers cannot be spread over {self.pp} stages"
         start = sum(sizes[:pp])
         return range(start, start + sizes[pp])
 
     def stage_sizes(self, num_layers: int) -> list[int] | None:
-        """Layers of each stage: those of the first and the last as set, the others even, and with several chunks a
-        multiple of these; None if that cannot be."""
-        first, last = self.first_stage_layers, self.last_stage_layers
+        """Return the number of layers of each stage: first and last stage as set, the other layers evenly. With several
+        chunks all stages have the same number, a multiple of the chunks. Return None if the layers do not divide so."""
+        first = self.first_stage_layers
+        last = self.last_stage_layers
         if self.vpp > 1:
             size = num_layers // self.pp
             return None if num_layers % (self.pp * self.vpp) else [size] * self.pp
@@ -120,13 +120,13 @@ class Mesh:
 
 
 def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
-    """The ranks of each rollout engine, each list in the order of the engine's tensor-parallel rank.
+    """Return the ranks of each rollout engine, in the order of the engine's tensor-parallel rank.
 
-    Where rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside one
-    training TP group, so that each rank's training shard is part of its generation shard
-    (HybridFlow, arXiv 2409.19256, section 5). Where t divides rollout_tp, an engine takes whole neighbouring TP
-    groups, ordered by training shard first, so that each rank's generation shard is part of its training shard.
-    Otherwise an engine takes consecutive ranks (neighbours on a node); reshard/grouping.py knows better ones.
+    If rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside one training TP
+    group: each rank's training shard is part of its generation shard (HybridFlow, arXiv 2409.19256, section 5). If t
+    divides rollout_tp, an engine takes whole neighbouring TP groups, ordered by training shard first: each rank's
+    generation shard is part of its training shard. Otherwise an engine takes consecutive ranks; reshard/grouping.py
+    chooses better groups.
     """
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
     if mesh.tp % rollout_tp:

@@ -1,5 +1,5 @@
-"""How the ranks join: each registers in torch's store and waits for all others. No Megatron here: the ranks are
-connected, and send heartbeats, before the slow imports.
+"""Rendezvous: each rank registers in torch's store and waits for all others. No Megatron here: the ranks are connected,
+and send heartbeats, before the slow imports.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import JoinError
 
 JOIN_SECONDS = 300.0
-"""Longest time that a rank waits for the others to join; less where collectives have less. A rank joins once it has
-imported torch, which a cold file system may make slow."""
+"""Timeout of the rendezvous, unless that of collectives is shorter. A rank joins after its import of torch, which is
+slow on a cold file system."""
 MOST_NAMED = 8
-"""Ranks that one message names; with more it says how many."""
+"""Maximum number of missing ranks that a message names; the others are counted."""
 _LONGEST_PAUSE = 0.5
 _ALL, _COUNT, _FAILED, _SPEAKER = (f"rlhf_mc/join/{name}" for name in ("all", "count", "failed", "speaker"))
 
 
 def init_process_group(timeout_seconds: float) -> None:
-    """Join the world that torchrun or srun describes in the environment; without that environment the world is this one
-    process. timeout_seconds: of its collectives. JoinError where not all ranks join in time."""
+    """Join the world that torchrun or srun describes in the environment. Without such an environment the world is this
+    process. timeout_seconds: timeout of its collectives. Raise JoinError if not all ranks join in time."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
         os.environ.setdefault("MASTER_PORT", "0")
     platform.set_device()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     store = _store(rank, world, min(JOIN_SECONDS, timeout_seconds))
     _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -38,8 +39,9 @@ def init_process_group(timeout_seconds: float) -> None:
 
 
 def _store(rank: int, world: int, seconds: float) -> dist.Store:
-    """Return torch's store at MASTER_ADDR: torchrun's agent keeps it, or else rank 0."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    """Return torch's store at MASTER_ADDR, which torchrun's agent hosts, or else rank 0."""
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     timeout = datetime.timedelta(seconds=seconds)
     try:
@@ -53,16 +55,17 @@ def _store(rank: int, world: int, seconds: float) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank has joined. JoinError where one has not within so many seconds; the first rank that finds
-    out prints the message for all."""
+    """Wait until every rank has joined. Raise JoinError if one has not within the timeout; the first rank that notices
+    prints the message for all."""
     try:
-        store.set(_came(rank), "")
+        store.set(_joined_key(rank), "")
         if store.add(_COUNT, 1) == world:
             store.set(_ALL, "")
-        deadline, pause = time.monotonic() + seconds, 0.02
+        deadline = time.monotonic() + seconds
+        pause = 0.02
         while not store.check([_ALL]):
             if time.monotonic() > deadline and not store.check([_FAILED]):
-                missing = [other for other in range(world) if not store.check([_came(other)])]
+                missing = [other for other in range(world) if not store.check([_joined_key(other)])]
                 if missing:
                     speaks = store.add(_SPEAKER, 1) == 1
                     store.set(_FAILED, _missing(missing, world, seconds))
@@ -73,14 +76,14 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> N
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except JoinError:
         if rank == 0:
-            time.sleep(4 * _LONGEST_PAUSE)  # the store goes with it, and the others are to read why
+            time.sleep(4 * _LONGEST_PAUSE)  # rank 0 hosts the store, from which the others read the message
         raise
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise JoinError(f"lost contact with rank 0 before all ranks had joined ({first})", speaks=True) from error
 
 
-def _came(rank: int) -> str:
+def _joined_key(rank: int) -> str:
     return f"rlhf_mc/join/{rank}"
 
 
@@ -89,5 +92,5 @@ def _missing(ranks: list[int], world: int, seconds: float) -> str:
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return (
         f"{world - len(ranks)} of {world} ranks have joined within {seconds:g} s; missing: rank {named}{more}."
-        " Look into their own logs; a node that is down has none"
+        " See their own logs; a node that is down has none"
     )

@@ -70,7 +70,7 @@ class Checkpoints:
         self._run = run
         self._cfg = run.config.trainer
         self._root = Path(self._cfg.default_local_dir)
-        self._roles = [TrainedModel(engine, layouts_of(engine)) for engine in (run.actor, run.critic)]
+        self._models = [TrainedModel(engine, layouts_of(engine)) for engine in (run.actor, run.critic)]
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._in_flight: Save | None = None
         self._saved: int | None = None
@@ -154,7 +154,7 @@ class Checkpoints:
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
             _say(
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
-                "dropped: the run does those steps again"
+                "dropped: the run repeats these steps"
             )
             keep_up_to(self._root / METRICS_FILE, self.position.step)  # also where trainer.logger has no jsonl
         for line in run_directory.drop_later(self._root, self.position.step):
@@ -171,7 +171,7 @@ class Checkpoints:
         if mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
         if mode == "disable" and on_rank_0(lambda: run_directory.is_of_requeued_job(self._root), str(self._root)):
-            _say("this job began the run here and has been requeued: trainer.resume_mode=disable holds for its start")
+            _say("this requeued job resumes its run; trainer.resume_mode=disable is for its first start")
             return self._load_newest(steps)
         if given is None:
             return None
@@ -205,11 +205,11 @@ class Checkpoints:
                 self._load(path)
                 return path
             except directory.CorruptCheckpoint as error:
-                _say(f"WARNING: {error}; going back to the checkpoint before it")
+                _say(f"WARNING: {error}; using the checkpoint before it")
         if steps:
             raise UserError(
-                f"{self._root}: none of the {len(steps)} training checkpoints is intact; to begin anew, give another "
-                "trainer.default_local_dir, or trainer.resume_mode=disable"
+                f"{self._root}: none of the {len(steps)} training checkpoints is intact; to begin a new run, set "
+                "another trainer.default_local_dir, or trainer.resume_mode=disable"
             )
         return None
 
@@ -220,7 +220,7 @@ class Checkpoints:
         with reading_state(path):
             changed = check_unchanged(inputs, self._run.inputs, allowed, str(path))
         config = on_every_rank(lambda: stored_config(path))
-        loop = load(path, self._roles)
+        loop = load(path, self._models)
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
             self.position = Position(**loop["position"])
@@ -257,8 +257,9 @@ class Checkpoints:
         }
 
     def begin(self, wait: bool = False) -> None:
-        """Begin the checkpoint of the complete step, before any weight has changed since. With trainer.async_save and
-        without `wait` it is written during the next steps. `commit` or `commit_if_written` completes it."""
+        """Begin the checkpoint of the complete step. No weight may have changed since that step. With
+        trainer.async_save and without `wait` it is written during the next steps. `commit` or `commit_if_written`
+        completes it."""
         self.commit()
         position = self.position
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
@@ -271,7 +272,7 @@ class Checkpoints:
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
             config = to_dict(self._run.config)
             inputs = self._run.inputs
-            self._in_flight = Save(self._root, position.step, self._roles, loop, config, inputs, self.run_id, buffers)
+            self._in_flight = Save(self._root, position.step, self._models, loop, config, inputs, self.run_id, buffers)
 
     def _all_logged(self) -> list[list[int]]:
         """Return the ranges of rows in metrics.jsonl up to the complete step, whose row is written before the
@@ -285,7 +286,7 @@ class Checkpoints:
         return [*self._logged, [first, last]]
 
     def commit_if_written(self) -> None:
-        """Commit the checkpoint in progress if all ranks have written their part of it. Every rank must call it."""
+        """Commit the checkpoint in progress if all ranks have written it. Every rank must call it."""
         if self._in_flight is not None and self._in_flight.is_written():
             self.commit()
 

@@ -233,7 +233,7 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
         requeued = ["resume_mode=disable", "SLURM_JOB_ID=7", "SLURM_RESTART_COUNT=1"]
         attempts.append(([f"default_local_dir={root}", *requeued], outcome))
     auto("newer version", convert_to_newer_version, "written by a newer version of the program (format 9")
-    named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "damaged")
+    named("named", changed_copy(good, tmp_path / "n", truncate) / "global_step_3", "corrupt")
     named("Hugging Face checkpoint", config.parent / "model", "Hugging Face checkpoints are given as model.path")
     named("nowhere", tmp_path / "nothing", "no such directory")
     earlier = ("metrics.jsonl", "nonfinite_step_9.json")

@@ -1,5 +1,5 @@
 """Inputs that are rejected before training starts or that end a phase: the same single line on every rank, which names
-the error. Settings by themselves: tests/unit/test_config.py; exit codes: tests/system/test_cli.py."""
+the error. Settings by themselves: tests/unit/test_validate.py; exit codes: tests/system/test_cli.py."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no config": (lambda w: (w / "model" / "config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
     "truncated weights": (
         lambda w: _truncate(w / "model" / "model.safetensors"),
-        ["model.safetensors", "cut short or corrupt"],
+        ["model.safetensors", "truncated or corrupt"],
     ),
     "no weights": (lambda w: (w / "model" / "model.safetensors").unlink(), ["model.safetensors", "only safetensors"]),
     "no tensor": (lambda w: _edit_tensors(w, lambda t: t.pop(NORM)), [NORM, "missing"]),

@@ -167,7 +167,7 @@ def test_export_errors_are_one_line(runs: UninterruptedRuns, tmp_path: Path) -> 
     corrupt = shutil.copytree(whole, tmp_path / "corrupt")
     os.truncate(corrupt / "__0_0.distcp", 1000)
     for checkpoint, options, words in (
-        (corrupt, [], "__0_0.distcp: damaged"),
+        (corrupt, [], "__0_0.distcp: corrupt"),
         (whole, ["--hf-path", str(tmp_path / "nowhere")], "nowhere: no such directory"),
         (runs.config.parent / "model", ["--role", "actor"], "are for a run's global_step_N"),
     ):

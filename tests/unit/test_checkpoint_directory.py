@@ -162,7 +162,7 @@ def test_reading_metadata_executes_no_code(tmp_path: Path, kind: str, monkeypatc
         "text": b"hello",
     }
     (tmp_path / "m").write_bytes(content[kind])
-    with pytest.raises(UserError, match="not the description of a checkpoint's tensors"):
+    with pytest.raises(UserError, match="not the metadata of a checkpoint's tensors"):
         read_metadata(tmp_path / "m")
     assert not (tmp_path / "executed").exists()
 

@@ -95,9 +95,9 @@ def test_groups_match_megatron_core(world: int, tp: int, pp: int, ep: int) -> No
     experts = RankGenerator(tp=tp, ep=ep, dp=mesh.dp // ep, pp=pp, cp=1, order=order)
     of_dense = {
         **{name: name for name in ("tp", "pp", "dp", "cp")},
-        **{"mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp", "intra_dp_cp": "dp-cp", "tp_dp_cp": "tp-dp-cp"},
+        **{"mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp", "tp_dp_cp": "tp-dp-cp"},
     }
-    of_experts = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "intra_expt_dp": "dp"}
+    of_experts = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp"}
     of_experts |= {"tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
     found = _group_ranks(mesh)
     for generator, names in ((dense, of_dense), (experts, of_experts)):

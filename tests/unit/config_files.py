@@ -1,0 +1,40 @@
+"""A minimal config, and functions that load and check it with overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.schema import Config
+
+MINIMAL = """
+data:
+  train_files: train.parquet
+model:
+  path: some/model
+trainer:
+  default_local_dir: runs/x
+"""
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    """The one line that loading ends with."""
+    with pytest.raises(UserError) as caught:
+        load_config(str(path), overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def load(path: Path, *overrides: str) -> Config:
+    return load_config(str(path), overrides)
+
+
+def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
+    sizes = ("data.train_batch_size=32", "actor.ppo_mini_batch_size=16")
+    cfg = load_config(str(path), [*sizes, *overrides])
+    validate(cfg, world_size)
+    return cfg

@@ -1,0 +1,125 @@
+"""Messages on keys that the schema does not have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from config_files import MINIMAL, error_of
+
+from rlhf_mc.config import unknown
+from rlhf_mc.config.load import dotted_keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("actor.ppo_epoch", "actor.ppo_epochs"),
+        ("actr.ppo_epochs", "actor.ppo_epochs"),
+        ("actor.optm.lr", "actor.optim.lr"),
+        ("actor_rollout_ref.actor.ppo_epochs", "actor.ppo_epochs"),
+        ("actor_rollout_ref.rollout.n", "rollout.n"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"),
+        ("reward.custom_reward_function.path", "custom_reward_function.path"),
+        ("data.seed", "trainer.seed"),
+        ("+trainer.test_frq", "trainer.test_freq"),
+    ],
+)
+def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str) -> None:
+    message = error_of(config_file, f"{key}=1")
+    assert repr(key) in message
+    assert message.endswith(f"the nearest known key is {nearest!r}")
+    assert message.startswith(f"override '{key}=1'")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("critic.use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("actor.megatron.context_parallel_size", "context parallelism is not supported"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
+    ],
+)
+def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, words: str) -> None:
+    message = error_of(config_file, f"{key}=2")
+    assert f"unknown key {key!r}; " in message and words in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        # Where nothing is near, nothing is suggested.
+        ("rollout.frobnicate", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("trainer.name", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("quux", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("actor.megatron.tp", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        ("rollout.val_kwargs.m", "no known key is similar (rlhf_mc/config/schema.py lists them)"),
+        # The same section goes before others.
+        ("critic.lr", "the nearest known key is 'critic.optim.lr'"),
+        ("critic.tensor_model_parallel_size", "the nearest known key is 'critic.megatron.tensor_model_parallel_size'"),
+        ("ref.megatron.tensor_paralel_size", "the nearest known key is 'ref.megatron.tensor_model_parallel_size'"),
+        ("critic.modelpath", "the nearest known key is 'critic.model_path'"),
+        # verl's.
+        ("actor_rollout_ref.rollout.name", "vLLM generates: leave it out"),
+        ("rollout.name", "vLLM generates: leave it out"),
+        ("critic.model.path", "use critic.model_path"),
+        ("actor_rollout_ref.model.path", "the nearest known key is 'model.path'"),
+        ("trainer.nnodes", "torchrun or srun says how many processes there are: leave it out"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "use optim.lr_warmup_steps, a number of PPO steps"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload",
+         "models are trained by Megatron-Core, not FSDP: see the megatron section"),
+        ("ray_init.num_cpus", "there is no Ray: leave it out"),
+        ("+actor.ppo_epochs", "write it without '+': actor.ppo_epochs"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_an_unknown_key(config_file: Path, key: str, answer: str) -> None:
+    assert error_of(config_file, f"{key}=1") == f"override '{key}=1': unknown key '{key}'; {answer}"
+
+
+def test_keys_that_are_named_in_answers_exist() -> None:
+    """Each section.key in what takes the place of verl's keys."""
+    answers = [*unknown._INSTEAD.values(), *unknown._LAST_NAMES.values(), *unknown._SECTIONS.values()]
+    known = dotted_keys()
+    for answer in answers:
+        for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", answer):
+            assert any(key == word or key.endswith(f".{word}") for key in known), answer
+    for key in [*unknown._INSTEAD, *unknown._LAST_NAMES]:
+        assert key not in known
+
+
+def test_all_unknown_keys_are_told_at_once(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "actor: {ppo_epoch: 1, ppo_epochs: 2}\nactor.shuffle: true\n")
+    message = error_of(config_file, "rollout.m=1", "rollout.n=2", "trainer.nnodes=1")
+    assert message.startswith("4 unknown keys: ")
+    for words in (
+        f"'actor.ppo_epoch' ({config_file}): the nearest known key is 'actor.ppo_epochs'",
+        f"'actor.shuffle' ({config_file}): a key with dots is for the command line; in a file sections are nested",
+        "'rollout.m' (override 'rollout.m=1'): no known key is similar",
+        "'trainer.nnodes' (override 'trainer.nnodes=1'): torchrun",
+    ):
+        assert words in message
+    config_file.write_text(MINIMAL + "other: {" + ", ".join(f"k{i}: 1" for i in range(300)) + "}\n")
+    message = error_of(config_file)
+    assert (
+        message.startswith(f"{config_file}: 300 unknown keys: 'other.k0': no known key is similar")
+        and message.endswith("; and 290 more")
+        and len(message) < 3000
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
+def test_clip_ratio_names_both_of_its_successors(config_file: Path, prefix: str) -> None:
+    message = error_of(config_file, f"{prefix}actor.clip_ratio=0.2")
+    assert "actor.clip_ratio_low" in message
+    assert "actor.clip_ratio_high" in message
+
+
+def test_unknown_key_in_a_file_names_the_file(config_file: Path) -> None:
+    config_file.write_text(MINIMAL + "actor_rollout_ref: {actor: {ppo_epochs: 1}}\n")
+    message = error_of(config_file)
+    assert message.startswith(f"{config_file}: ")
+    assert "'actor_rollout_ref.actor.ppo_epochs'" in message
+    assert message.endswith("'actor.ppo_epochs'")

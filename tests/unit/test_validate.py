@@ -1,0 +1,254 @@
+"""Checks of values: settings that must go together, and the range of every number."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from config_files import validated
+
+from rlhf_mc.config import ranges
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import _leaf_hints
+from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.config.schema import FROZEN_ROLES
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2"),
+        ("rollout.tensor_model_parallel_size=4",),
+        (
+            "actor.megatron.tensor_model_parallel_size=4",
+            "critic.megatron.tensor_model_parallel_size=1",
+            "ref.megatron.tensor_model_parallel_size=2",
+            "ref.megatron.pipeline_model_parallel_size=2",
+        ),
+        (
+            "model.dist_checkpointing_path=/somewhere",
+            "critic.model_path=/its/own",
+            "critic.megatron.virtual_pipeline_model_parallel_size=2",
+            "critic.megatron.pipeline_model_parallel_size=2",
+        ),
+        ("actor.clip_ratio_high=1.5",),
+        ("critic.ppo_mini_batch_size=32",),
+        ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
+        ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
+        ("reward_model.forward_max_token_len_per_gpu=1",),  # no reward model
+        (
+            "actor.use_dynamic_bsz=false",
+            "actor.ppo_micro_batch_size_per_gpu=2",
+            "critic.forward_micro_batch_size_per_gpu=4",
+            "actor.ppo_max_token_len_per_gpu=1",  # not used then
+        ),
+        ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0"),
+        ("trainer.test_freq=5", "data.val_files=v.parquet", "trainer.target_val_acc=0.9"),
+        ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
+        ("algorithm.kl_ctrl.target_kl=0",),  # not used by the fixed controller
+    ],
+)
+def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
+    validated(config_file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        *(
+            ((f"{key}=3",), (f"{key} is 3; that needs actor.use_dynamic_bsz: false",))
+            for key in (
+                "actor.ppo_micro_batch_size_per_gpu",
+                "critic.ppo_micro_batch_size_per_gpu",
+                "critic.forward_micro_batch_size_per_gpu",
+                "ref.log_prob_micro_batch_size_per_gpu",
+                "rollout.log_prob_micro_batch_size_per_gpu",
+            )
+        ),
+        (
+            ("actor.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2"),
+            ("needs actor.ppo_micro_batch_size_per_gpu, which is null",),
+        ),
+        (
+            ("actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=0"),
+            ("actor.ppo_micro_batch_size_per_gpu is 0; it must be at least 1",),
+        ),
+        *(
+            ((f"{key}=1023", *kl), (f"{key} is 1023", "longest sequence", "data.max_prompt_length 512", "= 1024"))
+            for key, kl in (
+                ("actor.ppo_max_token_len_per_gpu", ()),
+                ("critic.ppo_max_token_len_per_gpu", ()),
+                ("critic.forward_max_token_len_per_gpu", ()),
+                ("rollout.log_prob_max_token_len_per_gpu", ()),
+                ("ref.log_prob_max_token_len_per_gpu", ("actor.use_kl_loss=true",)),
+                ("reward_model.forward_max_token_len_per_gpu", ("reward_model.model_path=rm",)),
+            )
+        ),
+        (("reward.num_workers=0",), ("reward.num_workers is 0; it must be at least 1",)),
+        (("reward.num_workers=-2",), ("reward.num_workers is -2; it must be at least 1",)),
+        (("reward.timeout_seconds=0",), ("reward.timeout_seconds is 0.0; it must be above 0",)),
+        (
+            ("actor.megatron.tensor_model_parallel_size=3",),
+            ("3 x actor.megatron.pipeline_model_parallel_size 1 = 3", "1, 2, 4"),
+        ),
+        (("actor.megatron.tensor_model_parallel_size=4", "actor.megatron.pipeline_model_parallel_size=2"), ("= 8",)),
+        (
+            ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.expert_model_parallel_size=4"),
+            ("expert_model_parallel_size 4 does not divide the 2 data-parallel replicas", "what would: 1, 2"),
+        ),
+        (
+            ("actor.megatron.virtual_pipeline_model_parallel_size=2",),
+            ("virtual_pipeline_model_parallel_size is 2", "pipeline_model_parallel_size of at least 2"),
+        ),
+        (
+            (
+                "actor.megatron.virtual_pipeline_model_parallel_size=1",
+                "actor.megatron.pipeline_model_parallel_size=2",
+            ),
+            ("virtual_pipeline_model_parallel_size is 1", "at least 2, or null"),
+        ),
+        (
+            (
+                "actor.megatron.virtual_pipeline_model_parallel_size=2",
+                "actor.megatron.pipeline_model_parallel_size=2",
+                "actor.megatron.num_layers_in_first_pipeline_stage=3",
+            ),
+            ("num_layers_in_first_pipeline_stage to null",),
+        ),
+        (
+            (
+                "actor.megatron.virtual_pipeline_model_parallel_size=2",
+                "actor.megatron.pipeline_model_parallel_size=2",
+                "model.dist_checkpointing_path=/somewhere",
+            ),
+            ("virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
+        ),
+        (
+            (
+                "critic.megatron.virtual_pipeline_model_parallel_size=2",
+                "critic.megatron.pipeline_model_parallel_size=2",
+                "model.dist_checkpointing_path=/somewhere",
+            ),
+            ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
+        ),
+        (("trainer.max_consecutive_skipped_updates=0",), ("max_consecutive_skipped_updates is 0", "at least 1")),
+        (("trainer.preemption_grace_seconds=59",), ("preemption_grace_seconds is 59", "at least 60")),
+        (
+            ("critic.model_path=''",),
+            ("critic.model_path is empty", "leave it out"),
+        ),
+        (
+            ("custom_reward_function.path=a.py", "reward_model.model_path=rm", "data.val_files=[]"),
+            ("custom_reward_function.path", "reward_model.model_path", "never be called"),
+        ),
+        (
+            ("actor.megatron.param_offload=true",),
+            ("actor.megatron.param_offload is true", "reshard.share_weights is true", "set one of them to false"),
+        ),
+        (
+            ("actor.megatron.sequence_parallel=true",),
+            ("actor.megatron.sequence_parallel is true", "tensor_model_parallel_size of at least 2"),
+        ),
+        (
+            ("critic.megatron.pipeline_model_parallel_size=3",),
+            ("critic.megatron.tensor_model_parallel_size 1 x critic.megatron.pipeline_model_parallel_size 3 = 3",),
+        ),
+        (("ref.megatron.tensor_model_parallel_size=8",), ("ref.megatron.tensor_model_parallel_size 8", "1, 2, 4")),
+        (("critic.megatron.tensor_model_parallel_size=0",), ("critic.megatron.tensor_model_parallel_size is 0",)),
+        (
+            ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.expert_model_parallel_size=4",
+             "critic.megatron.tensor_model_parallel_size=2"),
+            ("critic.megatron.expert_model_parallel_size 4 does not divide the 2 data-parallel replicas",),
+        ),
+        (
+            ("ref.megatron.sequence_parallel=true",),
+            ("ref.megatron.sequence_parallel is true", "ref.megatron.tensor_model_parallel_size of at least 2"),
+        ),
+        (
+            ("critic.megatron.virtual_pipeline_model_parallel_size=2",),
+            ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "critic.megatron.pipeline_model"),
+        ),
+        (
+            ("critic.megatron.num_layers_in_last_pipeline_stage=2",),
+            ("critic.megatron.num_layers_in_last_pipeline_stage is 2", "critic.megatron.pipeline_model"),
+        ),
+        (
+            ("actor.megatron.tensor_model_parallel_size=4", "critic.megatron.tensor_model_parallel_size=1",
+             "actor.ppo_mini_batch_size=2"),
+            ("critic.ppo_mini_batch_size 2", "fewer sequences than the 4 data-parallel ranks of critic.megatron"),
+        ),
+        (("rollout.tensor_model_parallel_size=3",), ("rollout.tensor_model_parallel_size 3", "1, 2, 4")),
+        (("data.train_batch_size=0",), ("data.train_batch_size is 0", "at least 1")),
+        (("actor.ppo_mini_batch_size=64",), ("actor.ppo_mini_batch_size is 64", "data.train_batch_size, 32")),
+        (("actor.ppo_mini_batch_size=5",), ("actor.ppo_mini_batch_size is 5", "divide")),
+        (("critic.ppo_mini_batch_size=5",), ("critic.ppo_mini_batch_size is 5", "divide")),
+        (("actor.ppo_mini_batch_size=2",), ("fewer sequences than the 4 data-parallel ranks",)),
+        (("actor.ppo_max_token_len_per_gpu=1000",), ("actor.ppo_max_token_len_per_gpu is 1000", "512 + ", "= 1024")),
+        (("critic.ppo_max_token_len_per_gpu=1023",), ("critic.ppo_max_token_len_per_gpu is 1023",)),
+        (("critic.forward_max_token_len_per_gpu=1023",), ("critic.forward_max_token_len_per_gpu is 1023",)),
+        (("rollout.log_prob_max_token_len_per_gpu=1",), ("rollout.log_prob_max_token_len_per_gpu is 1",)),
+        (("ref.log_prob_max_token_len_per_gpu=1", "actor.use_kl_loss=true"), ("ref.log_prob_max_token_len",)),
+        (("data.max_response_length=0",), ("data.max_response_length is 0",)),
+        (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
+        (("rollout.n=0",), ("rollout.n is 0",)),
+        (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_seqs, 256",)),
+        (("actor.clip_ratio_low=1",), ("actor.clip_ratio_low is 1.0",)),
+        (("actor.clip_ratio_high=0",), ("actor.clip_ratio_high is 0.0",)),
+        (("actor.clip_ratio_c=1",), ("actor.clip_ratio_c is 1.0", "above 1")),
+        (("algorithm.gamma=1.01",), ("algorithm.gamma is 1.01",)),
+        (("algorithm.lam=-0.1",), ("algorithm.lam is -0.1",)),
+        (("rollout.temperature=0",), ("rollout.temperature is 0.0", "at least 0.01")),
+        (("rollout.gpu_memory_utilization=1.5",), ("rollout.gpu_memory_utilization is 1.5",)),
+        (("rollout.val_kwargs.n=4",), ("rollout.val_kwargs.n is 4", "temperature")),
+        (("actor.optim.lr=-1e-6",), ("actor.optim.lr is -1e-06",)),
+        (("critic.optim.min_lr=1",), ("critic.optim.min_lr is 1.0", "critic.optim.lr, 1e-05")),
+        (("actor.optim.betas=[0.9,1.0]",), ("actor.optim.betas has 1.0",)),
+        (("actor.optim.lr_warmup_steps=9", "trainer.total_training_steps=8"), ("actor.optim.lr_warmup_steps is 9",)),
+        (("trainer.test_freq=5",), ("trainer.test_freq is 5", "data.val_files")),
+        (("trainer.test_freq=0",), ("trainer.test_freq is 0",)),
+        (("trainer.target_val_acc=0.9",), ("trainer.target_val_acc is 0.9", "trainer.test_freq")),
+        (("algorithm.kl_ctrl.horizon=0",), ("algorithm.kl_ctrl.horizon is 0",)),
+        (("algorithm.kl_ctrl.type=adaptive",), ("algorithm.use_kl_in_reward",)),
+        (("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0"),
+         ("algorithm.kl_ctrl.target_kl is 0.0",)),
+        (("trainer.seed=-1",), ("trainer.seed is -1",)),
+        (("data.train_files=[]",), ("data.train_files is empty",)),
+    ],
+)  # fmt: skip
+def test_invalid(config_file: Path, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        validated(config_file, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("role", FROZEN_ROLES)
+@pytest.mark.parametrize(("key", "value"), zip(TRAINING_ONLY, ("full", "false", "true", "true"), strict=True))
+def test_settings_of_training_are_refused_for_a_frozen_role(config_file: Path, role: str, key: str, value: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validated(config_file, f"{role}.megatron.{key}={value}")
+    why = "it does nothing for a model that is never trained: leave it out"
+    assert str(caught.value) == f"{role}.megatron.{key} is {value}; {why}"
+
+
+def numeric_keys() -> list[str]:
+    return [
+        key
+        for key, hint in _leaf_hints().items()
+        if re.search(r"\b(int|float)\b", str(hint)) and "Literal" not in str(hint)
+    ]
+
+
+@pytest.mark.parametrize("key", numeric_keys())
+def test_every_number_has_a_range(config_file: Path, key: str) -> None:
+    bounds = ranges.range_of(key)
+    assert bounds is not ranges._ANY, f"{key} needs an entry in config/ranges.py"
+    for value in (10**40, -(10**40), 1e308, -1e308, bounds.high * 1.01 + 1, bounds.low * 1.01 - 2):
+        with pytest.raises(UserError):
+            list_or_number = f"[{value}, {value}]" if key.endswith("betas") else value
+            validated(config_file, f"{key}={list_or_number}")
+    assert bounds.complaint(bounds.high if not bounds.open else bounds.high / 2) is None
