@@ -21,7 +21,7 @@ trainer:
 
 
 def error_of(path: Path, *overrides: str) -> str:
-    """The one line that loading ends with."""
+    """Return the message of the UserError that loading raises, which is one line."""
     with pytest.raises(UserError) as caught:
         load_config(str(path), overrides)
     message = str(caught.value)

@@ -20,14 +20,14 @@ from rlhf_mc.config.schema import FROZEN_ROLES
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_defaults_and_required_keys(config_file: Path) -> None:
+def test_minimal_config_has_the_defaults(config_file: Path) -> None:
     cfg = load(config_file)
     assert cfg.data.train_files == ["train.parquet"], "a single string is a list of one"
     assert cfg.actor == schema.ActorConfig()
     assert cfg.critic.optim.lr == 1e-5
 
 
-def test_critic_keeps_its_own_lr_where_only_another_key_of_its_optimizer_is_set(config_file: Path) -> None:
+def test_critic_lr_keeps_its_own_default(config_file: Path) -> None:
     cfg = load(config_file, "critic.optim.clip_grad=0.5")
     assert (cfg.critic.optim.lr, cfg.critic.optim.clip_grad) == (1e-5, 0.5)
     assert cfg.actor.optim.lr == 1e-6
@@ -52,7 +52,7 @@ def test_critic_keeps_its_own_lr_where_only_another_key_of_its_optimizer_is_set(
          {"enable_thinking": False}),
     ],
 )  # fmt: skip
-def test_override(config_file: Path, override: str, section: str, name: str, value: Any) -> None:
+def test_override_sets_the_value(config_file: Path, override: str, section: str, name: str, value: Any) -> None:
     found: Any = load(config_file, override)
     for part in [*section.split("."), name]:
         found = getattr(found, part)
@@ -78,17 +78,17 @@ def test_override(config_file: Path, override: str, section: str, name: str, val
         ("data.apply_chat_template_kwargs={think: no}", "data", "apply_chat_template_kwargs", {"think": False}),
     ],
 )
-def test_values_are_read_as_they_are_meant(
+def test_yaml_values_get_the_type_of_the_setting(
     config_file: Path, override: str, section: str, name: str, value: Any
 ) -> None:
-    test_override(config_file, override, section, name, value)
+    test_override_sets_the_value(config_file, override, section, name, value)
 
 
-def test_the_last_override_wins(config_file: Path) -> None:
+def test_last_override_takes_precedence(config_file: Path) -> None:
     assert load(config_file, "rollout.n=2", "rollout.n=3").rollout.n == 3
 
 
-def test_a_section_header_with_nothing_under_it_is_an_empty_section(config_file: Path) -> None:
+def test_section_header_alone_is_an_empty_section(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "actor:\n")
     assert load(config_file).actor == schema.ActorConfig()
 
@@ -108,7 +108,7 @@ def test_base_is_relative_to_its_file_and_merged_deeply(tmp_path: Path) -> None:
     assert cfg.data.apply_chat_template_kwargs == {"a": 1, "b": 2}
 
 
-def test_two_files_may_share_a_base(tmp_path: Path) -> None:
+def test_two_files_can_share_a_base(tmp_path: Path) -> None:
     (tmp_path / "root.yaml").write_text(MINIMAL)
     (tmp_path / "a.yaml").write_text("base: root.yaml\nrollout: {n: 2}\n")
     (tmp_path / "b.yaml").write_text("base: root.yaml\nactor: {ppo_epochs: 2}\n")
@@ -134,14 +134,14 @@ ACTOR_SPLIT = (
 
 
 @pytest.mark.parametrize("role", ["critic", "ref"])
-def test_a_roles_layout_is_the_actors_where_it_is_not_set(config_file: Path, role: str) -> None:
+def test_role_inherits_the_layout_of_the_actor(config_file: Path, role: str) -> None:
     config_file.write_text(MINIMAL + f"{role}:\n  megatron:\n")
     cfg = load(config_file, *ACTOR_SPLIT)
     assert getattr(cfg, role).megatron == cfg.actor.megatron
     assert getattr(cfg, role).megatron is not cfg.actor.megatron
 
 
-def test_a_model_that_is_never_trained_does_not_inherit_settings_of_training(config_file: Path, tmp_path: Path) -> None:
+def test_frozen_role_does_not_inherit_settings_of_training(config_file: Path, tmp_path: Path) -> None:
     training = [f"actor.megatron.{key}" for key in ("grad_offload=true", "recompute_granularity=full")]
     cfg = load(config_file, *training, "actor.megatron.use_distributed_optimizer=false")
     assert cfg.critic.megatron == cfg.actor.megatron
@@ -154,7 +154,7 @@ def test_a_model_that_is_never_trained_does_not_inherit_settings_of_training(con
 
 
 @pytest.mark.parametrize("role", ["critic", "ref"])
-def test_a_role_takes_over_what_belongs_to_its_own_split(config_file: Path, role: str) -> None:
+def test_role_does_not_inherit_settings_of_another_split(config_file: Path, role: str) -> None:
     """TP 2: the actor's other settings. PP 1: no layers of a first stage. TP 1: no sequence parallelism."""
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=2")
     assert getattr(cfg, role).megatron == dataclasses.replace(cfg.actor.megatron, tensor_model_parallel_size=2)
@@ -171,7 +171,7 @@ def test_a_role_takes_over_what_belongs_to_its_own_split(config_file: Path, role
     assert getattr(cfg, role).megatron.sequence_parallel
 
 
-def test_a_roles_layout_in_a_file_and_saved_again(config_file: Path, tmp_path: Path) -> None:
+def test_layout_of_a_role_can_be_loaded_again(config_file: Path, tmp_path: Path) -> None:
     config_file.write_text(MINIMAL + "critic: {megatron: {tensor_model_parallel_size: 1, dtype: bfloat16}}\n")
     cfg = load(config_file, *ACTOR_SPLIT)
     assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.dtype) == (1, "bfloat16")
@@ -196,7 +196,7 @@ def test_dotted_keys_cover_every_field() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    """Each field of each section is followed by a string that says what it is."""
+    """Check that a string follows each field of each section."""
     trees = [ast.parse(inspect.getsource(module)) for module in (schema, model_schema)]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     assert {node.name for node in classes} == {cls.__name__ for cls in section_classes()}
@@ -214,7 +214,7 @@ def test_every_setting_is_documented() -> None:
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("**/*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_config_loads(path: Path) -> None:
-    """With the smallest world that its own layout fits in."""
+    """Validate it with the smallest world of its layout."""
     cfg = load_config(str(path), [])
     layout = cfg.actor.megatron
     world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size

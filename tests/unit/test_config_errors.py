@@ -31,7 +31,7 @@ from config_files import MINIMAL, error_of, load
         ("data.apply_chat_template_kwargs=x", "the string 'x'", "a mapping"),
     ],
 )  # fmt: skip
-def test_wrong_type(config_file: Path, override: str, found: str, expected: str) -> None:
+def test_wrong_type_names_value_and_expected_type(config_file: Path, override: str, found: str, expected: str) -> None:
     key = override.split("=")[0]
     assert error_of(config_file, override) == f"override {override!r}: {key}: found {found}, expected {expected}"
 
@@ -43,14 +43,14 @@ def test_wrong_type_in_a_base_names_that_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["data.train_files", "model.path", "trainer.default_local_dir"])
-def test_missing_required_key(config_file: Path, key: str) -> None:
+def test_missing_required_key_is_named(config_file: Path, key: str) -> None:
     tree = yaml.safe_load(MINIMAL)
     del tree[key.split(".")[0]]
     config_file.write_text(yaml.safe_dump(tree))
     assert f"required key {key!r} is missing" in error_of(config_file)
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     assert error_of(path) == f"config file {path}: no such file"
     path.write_text("base: nowhere.yaml\n")
@@ -79,7 +79,7 @@ def test_broken_yaml_names_the_line(config_file: Path, text: str, line: str, rea
     assert reason in message
 
 
-def test_a_file_that_is_not_text_is_refused(config_file: Path) -> None:
+def test_binary_file_is_refused(config_file: Path) -> None:
     config_file.write_bytes(b"PAR1\x15\x04\xff\x00")
     assert error_of(config_file).startswith(f"{config_file}: not valid YAML: ")
 
@@ -108,12 +108,12 @@ def test_hostile_yaml_is_refused_at_once(config_file: Path, text: str, words: st
     assert time.monotonic() - start < 20, "without bounds it takes minutes, or all memory"
 
 
-def test_anchors_may_be_used(config_file: Path) -> None:
+def test_anchors_are_accepted(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "actor: {optim: &o {lr: 1e-4}}\ncritic: {optim: {<<: *o, clip_grad: 2}}\n")
     assert (load(config_file).critic.optim.lr, load(config_file).critic.optim.clip_grad) == (1e-4, 2.0)
 
 
-def test_bases_that_double_at_each_level(tmp_path: Path) -> None:
+def test_shared_bases_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "b0.yaml").write_text(MINIMAL)
     for i in range(1, 20):
         (tmp_path / f"b{i}.yaml").write_text(f"base: [b{i - 1}.yaml, b{i - 1}.yaml]\n")
@@ -139,26 +139,26 @@ def test_bases_that_double_at_each_level(tmp_path: Path) -> None:
         ("data.apply_chat_template_kwargs.a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q=1", "no setting has more than 16"),
     ],
 )
-def test_values_that_yaml_would_read_as_something_else(config_file: Path, override: str, words: str) -> None:
+def test_unexpected_yaml_values_are_refused(config_file: Path, override: str, words: str) -> None:
     message = error_of(config_file, override)
     assert words in message and len(message) < 400
 
 
-def test_bases_in_a_circle(tmp_path: Path) -> None:
+def test_circular_bases_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: ./a.yaml\n")
     assert "base: is circular" in error_of(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize("override", ["rollout.n", "=3", "rollout.n=[1"])
-def test_malformed_override(config_file: Path, override: str) -> None:
+def test_malformed_override_is_refused(config_file: Path, override: str) -> None:
     assert error_of(config_file, override).startswith(f"override {override!r}: ")
 
 
 @pytest.mark.parametrize("override", ["actor=3", "actor.optim=[1]"])
-def test_a_section_is_not_a_value(config_file: Path, override: str) -> None:
+def test_value_in_place_of_a_section_is_refused(config_file: Path, override: str) -> None:
     assert "a section of settings, found" in error_of(config_file, override)
 
 
-def test_a_value_is_not_a_section(config_file: Path) -> None:
+def test_section_in_place_of_a_value_is_refused(config_file: Path) -> None:
     assert "rollout.n: found the mapping {'x': 1}, expected an integer" in error_of(config_file, "rollout.n.x=1")

@@ -43,7 +43,7 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
     ],
 )
-def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, words: str) -> None:
+def test_unknown_key_of_verl_names_the_replacement(config_file: Path, key: str, words: str) -> None:
     message = error_of(config_file, f"{key}=2")
     assert f"unknown key {key!r}; " in message and words in message and "\n" not in message
 
@@ -75,12 +75,12 @@ def test_unknown_key_says_what_there_is_instead(config_file: Path, key: str, wor
         ("+actor.ppo_epochs", "write it without '+': actor.ppo_epochs"),
     ],
 )  # fmt: skip
-def test_what_is_said_of_an_unknown_key(config_file: Path, key: str, answer: str) -> None:
+def test_unknown_key_has_this_answer(config_file: Path, key: str, answer: str) -> None:
     assert error_of(config_file, f"{key}=1") == f"override '{key}=1': unknown key '{key}'; {answer}"
 
 
 def test_keys_that_are_named_in_answers_exist() -> None:
-    """Each section.key in what takes the place of verl's keys."""
+    """Check each section.key in the replacements of verl's keys."""
     answers = [*unknown._INSTEAD.values(), *unknown._LAST_NAMES.values(), *unknown._SECTIONS.values()]
     known = dotted_keys()
     for answer in answers:
@@ -90,7 +90,7 @@ def test_keys_that_are_named_in_answers_exist() -> None:
         assert key not in known
 
 
-def test_all_unknown_keys_are_told_at_once(config_file: Path) -> None:
+def test_all_unknown_keys_are_listed_at_once(config_file: Path) -> None:
     config_file.write_text(MINIMAL + "actor: {ppo_epoch: 1, ppo_epochs: 2}\nactor.shuffle: true\n")
     message = error_of(config_file, "rollout.m=1", "rollout.n=2", "trainer.nnodes=1")
     assert message.startswith("4 unknown keys: ")
@@ -111,7 +111,7 @@ def test_all_unknown_keys_are_told_at_once(config_file: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "actor_rollout_ref."])
-def test_clip_ratio_names_both_of_its_successors(config_file: Path, prefix: str) -> None:
+def test_clip_ratio_names_both_replacements(config_file: Path, prefix: str) -> None:
     message = error_of(config_file, f"{prefix}actor.clip_ratio=0.2")
     assert "actor.clip_ratio_low" in message
     assert "actor.clip_ratio_high" in message

@@ -50,7 +50,7 @@ from rlhf_mc.config.schema import FROZEN_ROLES
         ("algorithm.kl_ctrl.target_kl=0",),  # not used by the fixed controller
     ],
 )
-def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
+def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> None:
     validated(config_file, *overrides)
 
 
@@ -217,7 +217,7 @@ def test_valid(config_file: Path, overrides: tuple[str, ...]) -> None:
         (("data.train_files=[]",), ("data.train_files is empty",)),
     ],
 )  # fmt: skip
-def test_invalid(config_file: Path, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_invalid_settings_are_refused(config_file: Path, overrides: tuple[str, ...], words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         validated(config_file, *overrides)
     message = str(caught.value)
