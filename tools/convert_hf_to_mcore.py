@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.checkpoint.convert import Spread, hf_to_mcore
+from rlhf_mc.checkpoint.convert import ToolLayout, hf_to_mcore
 from rlhf_mc.runtime.exit_codes import exit_code
 
 
@@ -21,9 +21,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-path", required=True, help="directory with config.json and safetensors weights")
     parser.add_argument("--output", required=True, help="directory of the Megatron-Core checkpoint to write")
-    Spread.add_arguments(parser)
+    ToolLayout.add_arguments(parser)
     args = parser.parse_args()
-    return exit_code("convert_hf_to_mcore", lambda: hf_to_mcore(args.hf_path, args.output, Spread.of(args)))
+    return exit_code(
+        "convert_hf_to_mcore", lambda: hf_to_mcore(args.hf_path, args.output, ToolLayout.from_arguments(args))
+    )
 
 
 if __name__ == "__main__":  # the checkpoint writer starts processes that import this file

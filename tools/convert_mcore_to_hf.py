@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.checkpoint.convert import Spread, is_training_checkpoint, mcore_to_hf, training_checkpoint_to_hf
+from rlhf_mc.checkpoint.convert import ToolLayout, is_training_checkpoint, mcore_to_hf, training_checkpoint_to_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.runtime.exit_codes import exit_code
 
@@ -34,7 +34,7 @@ def main() -> int:
         "--role", choices=("actor", "critic"), help="training checkpoint: the model to convert; default: actor"
     )
     parser.add_argument("--hf-path", help="training checkpoint: directory of the model that the role started from")
-    Spread.add_arguments(parser)
+    ToolLayout.add_arguments(parser)
     args = parser.parse_args()
     return exit_code("convert_mcore_to_hf", lambda: convert(args))
 
@@ -47,7 +47,7 @@ def convert(args: argparse.Namespace) -> None:
     elif args.role or args.hf_path:
         raise UserError(f"--role and --hf-path are for a run's global_step_N; {args.checkpoint} is not one")
     else:
-        mcore_to_hf(args.checkpoint, args.output, Spread.of(args), limit)
+        mcore_to_hf(args.checkpoint, args.output, ToolLayout.from_arguments(args), limit)
 
 
 if __name__ == "__main__":

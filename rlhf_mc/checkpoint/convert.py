@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ToolLayout:
     """Parallel layout of the model during the conversion. The checkpoints do not depend on it."""
 
     tensor_model_parallel_size: int = 1
@@ -41,7 +41,7 @@ class Spread:
         group.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Spread:
+    def from_arguments(cls, args: argparse.Namespace) -> ToolLayout:
         """Return the layout of the options."""
         return cls(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
 
@@ -52,13 +52,13 @@ class Spread:
         return MegatronConfig(mesh.tp, mesh.pp, expert_model_parallel_size=mesh.ep, dtype=dtype)  # type: ignore[arg-type]
 
 
-def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
+def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
     """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if it cannot be
     read."""
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.reshard.placement import training_layouts
 
-    quiet()
+    silence_libraries()
     reader = HFReader(hf_path)
     shape = reader.shape()
     reader.check(shape)
@@ -66,19 +66,19 @@ def hf_to_mcore(hf_path: str, output: str, spread: Spread) -> None:
 
     from rlhf_mc.checkpoint.megatron_format import save_mcore
     from rlhf_mc.models.build import build_model
-    from rlhf_mc.topology.groups import world_of_a_tool
+    from rlhf_mc.topology.groups import tool_groups
 
-    with world_of_a_tool(*astuple(spread)) as groups:
-        model = build_model(shape, spread.megatron(groups.mesh, dtype), groups)
+    with tool_groups(*astuple(layout)) as groups:
+        model = build_model(shape, layout.megatron(groups.mesh, dtype), groups)
         params = {name: param.data for name, param in model.named_parameters()}
         import_hf(reader, training_layouts(shape, groups.mesh)[groups.rank], params)
         save_mcore(model, output, reader)
         _say(groups.rank, hf_path, output, shape)
 
 
-def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: int) -> None:
+def mcore_to_hf(checkpoint: str, output: str, layout: ToolLayout, max_shard_bytes: int) -> None:
     """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
-    quiet()
+    silence_libraries()
     import torch.distributed as dist
 
     from rlhf_mc.checkpoint.hf_export import export_hf
@@ -86,13 +86,13 @@ def mcore_to_hf(checkpoint: str, output: str, spread: Spread, max_shard_bytes: i
     from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
     from rlhf_mc.models.build import build_model
     from rlhf_mc.reshard.placement import training_layouts
-    from rlhf_mc.topology.groups import world_of_a_tool
+    from rlhf_mc.topology.groups import tool_groups
 
     dtype = checkpoint_dtype(checkpoint)
     assets = Path(checkpoint) / HF_ASSETS
     shape = read_shape(assets)
-    with world_of_a_tool(*astuple(spread)) as groups:
-        model = build_model(shape, spread.megatron(groups.mesh, dtype), groups)
+    with tool_groups(*astuple(layout)) as groups:
+        model = build_model(shape, layout.megatron(groups.mesh, dtype), groups)
         load_mcore(model, checkpoint)
         params = {name: param.data for name, param in model.named_parameters()}
         layouts = training_layouts(shape, groups.mesh)
@@ -113,7 +113,7 @@ def training_checkpoint_to_hf(
 
     hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: that of the run's settings.
     Raise UserError if the checkpoint is corrupt or has no such role."""
-    quiet()
+    silence_libraries()
     import torch
     import torch.distributed as dist
 
@@ -124,15 +124,15 @@ def training_checkpoint_to_hf(
     from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
     from rlhf_mc.checkpoint.training_tensors import read_tensors
     from rlhf_mc.reshard.layout import logical_shapes
-    from rlhf_mc.topology.groups import world_of_a_tool
+    from rlhf_mc.topology.groups import tool_groups
 
     path = Path(checkpoint)
-    with world_of_a_tool() as groups:
+    with tool_groups() as groups:
         directory.verify(path)
         models = stored_models(path)
         if role not in models:
             raise UserError(f"--role {role}: {path} holds {', '.join(models)}")
-        start = Path(hf_path) if hf_path is not None else _start_of(role, stored_config(path))
+        start = Path(hf_path) if hf_path is not None else _initial_checkpoint(role, stored_config(path))
         if not start.is_dir():
             raise UserError(f"{start}: no such directory; give the directory of the run's initial model as --hf-path")
         shape = read_shape(start, value_head=role == "critic")
@@ -156,13 +156,13 @@ def training_checkpoint_to_hf(
         _say(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
 
 
-def _start_of(role: str, config: dict[str, Any]) -> Path:
+def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
     """Return the Hugging Face checkpoint with which a role of a run began, from the run's settings."""
     own = config.get("critic", {}).get("model_path") if role == "critic" else None
     return Path(own or config.get("model", {}).get("path", ""))
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Silence warnings of libraries."""
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -21,10 +21,10 @@ class NodeError(UserError):
 class JoinError(Exception):
     """Not all ranks of the run have joined."""
 
-    def __init__(self, message: str, speaks: bool) -> None:
-        """Make the error with a message that is the same on all ranks. speaks: this rank prints it."""
+    def __init__(self, message: str, prints: bool) -> None:
+        """Make the error with a message that is the same on all ranks. prints: this rank prints it."""
         super().__init__(message)
-        self.speaks = speaks
+        self.prints = prints
 
 
 def reason_of(error: OSError) -> str:

@@ -43,7 +43,7 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         return EXIT_USER_ERROR
     except JoinError as error:
         line = f"{program}: error on rank {os.environ.get('RANK', '0')}: {error}"
-        if error.speaks:
+        if error.prints:
             write_line(line)
         error_report.write_torchrun_error_file(line)
         return EXIT_ERROR

@@ -106,7 +106,7 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
 
 
 @contextlib.contextmanager
-def world_of_a_tool(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Groups]:
+def tool_groups(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Groups]:
     """Join the processes that torchrun started, or make a world of this process alone; yield the groups of the mesh.
     For tools that convert checkpoints.
 
@@ -137,7 +137,7 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def set_timeout_everywhere(timeout_seconds: int) -> None:
+def set_timeout_of_all_groups(timeout_seconds: int) -> None:
     """Set the timeout of every existing process group, including those that vLLM and Megatron-Core made: new_group uses
     torch's default and not the world's timeout."""
     for group in list(dist.distributed_c10d._world.pg_map):

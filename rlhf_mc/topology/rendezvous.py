@@ -19,7 +19,7 @@ slow on a cold file system."""
 MOST_NAMED = 8
 """Maximum number of missing ranks that a message names; the others are counted."""
 _LONGEST_PAUSE = 0.5
-_ALL, _COUNT, _FAILED, _SPEAKER = (f"rlhf_mc/join/{name}" for name in ("all", "count", "failed", "speaker"))
+_ALL, _COUNT, _FAILED, _PRINTER = (f"rlhf_mc/join/{name}" for name in ("all", "count", "failed", "printer"))
 
 
 def init_process_group(timeout_seconds: float) -> None:
@@ -51,7 +51,7 @@ def _store(rank: int, world: int, seconds: float) -> dist.Store:
     except RuntimeError as error:
         what = "cannot listen" if is_host else f"has not reached rank 0 within {seconds:g} s"
         first = str(error).partition("\n")[0]
-        raise JoinError(f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first}", speaks=True) from error
+        raise JoinError(f"{what} at {host}:{port} (MASTER_ADDR, MASTER_PORT): {first}", prints=True) from error
 
 
 def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> None:
@@ -67,11 +67,11 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> N
             if time.monotonic() > deadline and not store.check([_FAILED]):
                 missing = [other for other in range(world) if not store.check([_joined_key(other)])]
                 if missing:
-                    speaks = store.add(_SPEAKER, 1) == 1
+                    prints = store.add(_PRINTER, 1) == 1
                     store.set(_FAILED, _missing(missing, world, seconds))
-                    raise JoinError(_missing(missing, world, seconds), speaks)
+                    raise JoinError(_missing(missing, world, seconds), prints)
             if store.check([_FAILED]):
-                raise JoinError(store.get(_FAILED).decode(), speaks=False)
+                raise JoinError(store.get(_FAILED).decode(), prints=False)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
     except JoinError:
@@ -80,7 +80,7 @@ def _wait_for_all(store: dist.Store, rank: int, world: int, seconds: float) -> N
         raise
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise JoinError(f"lost contact with rank 0 before all ranks had joined ({first})", speaks=True) from error
+        raise JoinError(f"lost contact with rank 0 before all ranks had joined ({first})", prints=True) from error
 
 
 def _joined_key(rank: int) -> str:

@@ -36,7 +36,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.vllm_engine import RolloutEngine, check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
-from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_everywhere
+from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
@@ -114,7 +114,7 @@ def build_run(cfg: Config) -> Run:
     weight_sync, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
-    set_timeout_everywhere(cfg.trainer.dist_timeout_seconds)
+    set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
     return Run(
         config=cfg,
         groups=groups["actor"],

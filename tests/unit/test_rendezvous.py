@@ -55,10 +55,10 @@ def test_all_ranks_join() -> None:
 def test_missing_ranks_are_named_once(ranks: list[int], world: int, words: str) -> None:
     errors = join(ranks, world, seconds=0.3)
     assert all(str(error).startswith(words) for error in errors), errors
-    assert [error.speaks for error in errors if error is not None].count(True) == 1
+    assert [error.prints for error in errors if error is not None].count(True) == 1
 
 
 def test_every_rank_reports_a_missing_rank_0() -> None:
     with pytest.raises(JoinError, match=r"^has not reached rank 0 within 1 s at localhost:\d+ ") as caught:
         _store(1, 2, seconds=1.0)
-    assert caught.value.speaks
+    assert caught.value.prints
