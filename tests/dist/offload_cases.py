@@ -21,6 +21,7 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import METRICS_FILE
 from rlhf_mc.platform import SideStream
 from rlhf_mc.rollout import vllm_engine
+from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop, offload_schedule, setup
 from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 
@@ -28,12 +29,13 @@ OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload":
 
 
 def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> dict[str, Any]:
-    """Run the whole loop. Return its metrics (on rank 0), the calls of vLLM's sleep and wake_up, and by phase and role
-    the tensor groups on the device. With vllm_sleeps vLLM's sleep is simulated: its weights are lost as on a GPU,
-    except those that alias the actor's.
+    """Run the whole loop. Return its metrics (on rank 0), the calls of vLLM's sleep and wake_up, by phase and role the
+    tensor groups on the device, and each step and phase of the rank status. With vllm_sleeps vLLM's sleep is simulated:
+    its weights are lost as on a GPU, except those that alias the actor's.
     """
     vllm_calls: list[str] = []
     on_device: dict[str, dict[str, list[str]]] = {}
+    reported: list[tuple[int, str]] = []
     phase = PhaseTimer.phase
 
     def record_phase(timer: PhaseTimer, name: str) -> Any:
@@ -58,12 +60,14 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         mock.patch.object(loop, "plot_run", lambda *args, **kwargs: None),
         built_run(config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]) as run,
     ):
-        loop.fit(run)
+        status = RankStatus()
+        status.on_move = lambda: reported.append((status.step, status.phases[-1]))
+        loop.fit(run, status)
         steps = []
         if dist.get_rank() == 0:
             lines = (Path(run.config.trainer.default_local_dir) / METRICS_FILE).read_text().splitlines()
             steps = [json.loads(line) for line in lines]
-    return {"steps": steps, "vllm_calls": vllm_calls, "on_device": on_device}
+    return {"steps": steps, "vllm_calls": vllm_calls, "on_device": on_device, "reported": reported}
 
 
 def model_of(llm: Any) -> torch.nn.Module:

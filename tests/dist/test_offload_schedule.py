@@ -29,6 +29,8 @@ OFFLOAD_ALL_BUT_ALIASED = [
     *(f"{role}.megatron.param_offload=true" for role in ("critic", "ref")),
 ]
 """Settings with vLLM's weights aliased to the actor's (equal tensor parallelism)."""
+STEP_PHASES = ["update_weights", "gen", "reward", "old_log_prob", "ref", "values", "adv"]
+STEP_PHASES += ["update_critic", "update_actor", "testing"]
 MACHINE_METRICS = ("run_id", "timing_s/", "perf/", "reshard/", "memory/")
 
 
@@ -75,6 +77,8 @@ def test_loop_with_offload_is_bit_exact(
     last = offloaded[0]["steps"][-1]
     assert last["timing_s/offload"] > 0
     assert all(last[f"memory/{role}_offloaded_gb"] > 0 for role in ("actor", "critic", "ref"))
+    for result in plain + offloaded:
+        check_reported(result["reported"])
     for result in offloaded:
         check_vllm(result["vllm_calls"])
         check_table(result["on_device"], {"actor": {"params"}} if settings == OFFLOAD_ALL_BUT_ALIASED else {})
@@ -102,6 +106,16 @@ def check_vllm(calls: list[str]) -> None:
     validation_first = [*make_room, *generate]
     export = train
     assert calls == [*validation_first, *step, *step, *export]
+
+
+def check_reported(reported: list[tuple[int, str]]) -> None:
+    """Check that the rank status names every phase and its step, also before the first step and after the last."""
+    phases = [(step, phase) for step, phase in reported if phase not in ("start", "offload", "step")]
+    assert [*dict.fromkeys(phases)] == [
+        *[(0, phase) for phase in ("load_checkpoint", "update_weights", "testing")],
+        *[(1, phase) for phase in STEP_PHASES],
+        *[(2, phase) for phase in (*STEP_PHASES, "save_checkpoint", "export")],
+    ]
 
 
 def check_table(on_device: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
