@@ -86,7 +86,7 @@ def _communicators(groups: Mapping[str, Groups]) -> list[tuple[int, ...]]:
     found = {}
     for role in groups.values():
         for field in fields(role.collection):
-            group = getattr(role.collection, field.name)
+            group = getattr(role.collection, field.name, None)
             if group is not None:
                 found[id(group)] = tuple(dist.get_process_group_ranks(group))
     return sorted(found.values())
