@@ -220,13 +220,13 @@ def largest(value: float) -> float:
 def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, share: bool, repeats: int) -> list[str]:
     """Return the cells of one line of the table."""
     from rlhf_mc.reshard.verify import verify
-    from rlhf_mc.rollout.vllm_engine import RolloutEngine
+    from rlhf_mc.rollout.vllm_engine import VLLMEngine
 
     rank = dist.get_rank()
     world = mesh.world
     groups = rollout_groups(mesh, rollout_tp)
     cfg = RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=8, max_num_batched_tokens=64)
-    engine = RolloutEngine(directory, shape, cfg, groups, rank, max_model_len=64, dtype="bfloat16", seed=0)
+    engine = VLLMEngine(directory, shape, cfg, groups, rank, max_model_len=64, dtype="bfloat16", seed=0)
     training = training_layouts(shape, mesh)
     rollout = rollout_layouts(shape, groups)
     plan = make_plan(training, rollout, DTYPE.itemsize, BUCKET_MB << 20, share=share)

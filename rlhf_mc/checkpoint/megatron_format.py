@@ -12,12 +12,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlhf_mc import platform
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.finite import check_finite
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.build import PackedGPT
+from rlhf_mc.models.megatron_patches import megatron_calls
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 HF_ASSETS = "hf"
@@ -35,7 +35,7 @@ def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> Non
     guard."""
     directory = Path(directory)
     on_rank_0(lambda: _begin(directory), f"{directory}: cannot be written")
-    with platform.megatron():
+    with megatron_calls():
         try:
             dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
         except CheckpointException as error:
@@ -72,7 +72,7 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
     skip_prefixes are unchanged. Raise UserError on every rank if it is no checkpoint, is of another model, or has a
     value that is not finite. Every rank must call it."""
     stored = on_every_rank(lambda: _stored_tensors(directory))
-    with platform.megatron():
+    with megatron_calls():
         state = _sharded(model, skip_prefixes)
         _check_same_model(state, stored, directory, skip_prefixes)
         try:

@@ -1,13 +1,11 @@
 """Tensors of a training checkpoint: written by a thread through Megatron-Core's dist_checkpointing, and read.
 
-Megatron-Core's own writers are processes, forked from a process that has threads (vLLM's, gloo's), with a spawned
-manager. They outlive a rank that is killed. A thread does the same work, since writing and hashing release the
-interpreter lock, and it ends with its rank.
+Megatron-Core's own writers are processes; PlannedSave (models/megatron_patches.py) says why they are not used. A thread
+does the same work, since writing and hashing release the interpreter lock, and it ends with its rank.
 """
 
 from __future__ import annotations
 
-import inspect
 import io
 import queue
 import threading
@@ -19,10 +17,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc import durable, platform
@@ -30,6 +24,7 @@ from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest, digest_file, write_bytes
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError, first_line, reason_of
+from rlhf_mc.models.megatron_patches import PlannedSave, megatron_calls, write_bucket
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 METADATA = ".metadata"
@@ -41,10 +36,6 @@ BACKEND = "metadata.json"
 _ASK_SECONDS = 1.0
 """Maximum time that a rank that still writes delays a collective: far below the timeout of collectives, which a slow
 disk may exceed."""
-
-
-_write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
-"""Without its decorator, which disables the garbage collector of the process."""
 
 
 class HostBuffers:
@@ -77,8 +68,8 @@ class TensorWriter:
         self._directory = directory
         mine = [block for block in blocks if block.is_mine]
         data = [block.data for block in mine] if buffers is None else buffers.copies(mine)
-        strategy = _Strategy()
-        with platform.megatron():
+        strategy = PlannedSave()
+        with megatron_calls():
             strategy.async_save(_sharded(mine, data), str(directory))
         self._writer = strategy.writer
         self._plan = strategy.plan
@@ -119,7 +110,7 @@ class TensorWriter:
                 outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 pending: queue.Queue[int] = queue.Queue()
                 pending.put(number)
-                _write_bucket([self._writer.transforms], number, bucket, outcome, pending, use_fsync=True)
+                write_bucket([self._writer.transforms], number, bucket, outcome, pending, use_fsync=True)
                 _, written = outcome.get()
                 if isinstance(written, Exception):
                     raise written
@@ -142,25 +133,10 @@ class TensorWriter:
             self._files[name] = digest_file(self._directory / name)
 
 
-class _Strategy(TorchDistSaveShardedStrategy):
-    """dist_checkpointing's plan of the files, one per rank, without its writer processes."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-        # By default this is a queue of a manager process, made on first use.
-        filesystem_async._results_queue = queue.SimpleQueue()
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
-        """Keep writer and plan, and return a request without a write function."""
-        self.writer = writer
-        self.plan = planned[1]
-        return AsyncRequest(None, (), [])
-
-
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
     """Read the blocks into their storage. Raise UserError if the files do not hold them. Every rank must call it."""
     on_every_rank(lambda: _check_holds(directory, blocks))
-    with platform.megatron():
+    with megatron_calls():
         try:
             state = _sharded(blocks, [block.data for block in blocks])
             dist_checkpointing.load(state, str(directory), validate_access_integrity=False)

@@ -1,6 +1,6 @@
-"""Attention and rotary positions over packed sequences without Transformer Engine: Megatron-Core's local
-layers with scaled_dot_product_attention per run of equally long sequences, so no padded token is computed. And, with
-or without it, attention on more tensor-parallel ranks than there are KV heads.
+"""Attention and rotary positions over packed sequences for Megatron-Core's local layers (without Transformer Engine):
+one scaled_dot_product_attention per run of equally long sequences, so that no padded token is computed. Also attention
+with more tensor-parallel ranks than KV heads, for all layers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's description of packed sequences, with what the local layers need besides.
+    """Megatron-Core's description of packed sequences, extended for the local layers.
 
-    With qkv_format "thd" Transformer Engine does the packing. With "packed" Megatron-Core hands q, k and v
-    through as [T, 1, heads, head_dim], and rotary angles by position, so that one operation serves all
-    sequences (Megatron-Core's unfused thd rotary slices and joins per sequence, in every layer)."""
+    With qkv_format "thd" Transformer Engine attends within the sequences. With "packed", which Megatron-Core does not
+    know, it passes q, k and v through as [T, 1, heads, head_dim], and applies the rotary angles of all tokens in one
+    operation (its unfused "thd" rotary splits and joins the sequences in every layer)."""
 
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T] int64: position of each token in its sequence."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """(number of sequences, their length), in packing order: neighbours of equal length are one batch."""
+    """(number of sequences, their length), in packing order: adjacent sequences of equal length are one batch."""
 
 
 def pack(seq_lens: Sequence[int], device: torch.device, transformer_engine: bool) -> PackedSequences:
-    """Describes sequences of these lengths packed end to end. Sorted lengths give the fewest runs."""
+    """Return the description of sequences of these lengths, packed one after another. Sorted lengths give the fewest
+    runs."""
     lens = torch.tensor(seq_lens, dtype=torch.int64)
     ends = torch.cumsum(lens, 0)
     starts = torch.repeat_interleave(ends - lens, lens)
@@ -56,9 +57,9 @@ def pack(seq_lens: Sequence[int], device: torch.device, transformer_engine: bool
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron-Core core attention: causal within each packed sequence, grouped queries as given.
+    """Core attention for Megatron-Core: causal within each packed sequence, with grouped queries.
 
-    Takes q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim]; returns [T, 1, heads * head_dim]."""
+    q [T, 1, heads, head_dim] and k, v [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim]."""
 
     def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
         super().__init__()
@@ -91,32 +92,37 @@ class PackedAttention(torch.nn.Module):
 
 
 class ReplicatedKVAttention(SelfAttention):
-    """Megatron-Core's attention where tensor-parallel ranks outnumber KV heads.
+    """Megatron-Core's attention with more tensor-parallel ranks than KV heads.
 
-    The rows of the weights of q, k and v are cut evenly, so that no two ranks have the same. All ranks gather what
-    these rows give, and several ranks attend with the same keys and values, whose gradients are summed in the gather's
-    backward pass. The original does the same, and asks Megatron-Core's global state for the group, which is never set
-    here."""
+    The rows of the q, k and v weights are sharded evenly, so that each row is on one rank. All ranks gather the outputs
+    of all rows. Several ranks attend with the same keys and values; the backward pass of the gather sums their
+    gradients. The original does the same, but takes the group from the global parallel_state, which is not
+    initialised here."""
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return this rank's q [T, 1, heads / ranks, head_dim], and k and v [T, 1, 1, head_dim] of its KV head."""
         rows, _ = self.linear_qkv(hidden_states)
-        # Every tensor-parallel rank must reach this, with its part of all tokens.
+        # A collective of all tensor-parallel ranks, each with its part of all tokens.
         rows = all_gather_last_dim_from_tensor_parallel_region(rows, group=self.tp_group)
         kv_head, part = divmod(self.tp_group.rank(), self.world_size // self.config.num_query_groups)
         group = rows.unflatten(-1, (self.config.num_query_groups, -1, self.key_hidden_size))[:, :, kv_head]
         size = self.config.num_attention_heads // self.world_size
-        query, key, value = group[:, :, part * size : (part + 1) * size], group[:, :, -2:-1], group[:, :, -1:]
+        query = group[:, :, part * size : (part + 1) * size]
+        key = group[:, :, -2:-1]
+        value = group[:, :, -1:]
         if self.q_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
         return query, key, value
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles by token position. Megatron-Core asks for a length and then for that many angles; here what
-    stands for the length is the packed sequences, and the angles come back one per token: [T, 1, 1, head_dim]."""
+    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim].
+
+    Megatron-Core calls get_rotary_seq_len, and then forward with its result. Here this result is the description of the
+    packed sequences, and not a length."""
 
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
@@ -126,6 +132,6 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     def forward(self, packed: PackedSequences, packed_seq: bool = False, **_: Any) -> torch.Tensor:
         if packed_seq:
             return self.get_emb(max(packed.max_seqlen_q, packed.max_seqlen_kv))
-        # The same products as get_emb's outer product, taken at the positions that occur.
+        # The products of get_emb's outer product, at the positions that occur.
         angles = packed.positions.to(self.inv_freq.dtype)[:, None] * self.inv_freq.to(packed.positions.device)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

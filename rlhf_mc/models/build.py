@@ -1,5 +1,5 @@
-"""Builds Megatron-Core models from a ModelShape: the transformer's settings, its layer specification, and the
-policy (vocabulary output layer) or the value model (value head). Weights are filled in by the caller.
+"""Megatron-Core models built from a ModelShape: the transformer's settings, its layer specification, and the policy
+(vocabulary output layer) or the value model (value head). The caller loads the weights.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel import random as mcore_random
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -31,7 +27,12 @@ from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, ReplicatedKVAttention
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.heads import ValueHead
-from rlhf_mc.models.linear import multiply_as_matrices
+from rlhf_mc.models.megatron_patches import (
+    add_random_states,
+    mark_tensor_parallel,
+    megatron_calls,
+    multiply_as_matrices,
+)
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.topology.groups import Groups
 
@@ -43,12 +44,13 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine (on GPUs that have it) or from Megatron-Core's local modules."""
+    """Return True for layers of Transformer Engine (on GPUs, where it is installed), False for Megatron-Core's local
+    layers."""
     return platform.use_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> TransformerConfig:
-    """Megatron-Core's settings for this model in this layout."""
+    """Return Megatron-Core's settings for this model in this layout."""
     dtype = DTYPES[megatron.dtype]
     fused = uses_transformer_engine()
     return TransformerConfig(
@@ -73,8 +75,8 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
-        # One message at a time between two ranks: with two stages the next one is the one before too, and states
-        # going on could be taken for gradients coming back.
+        # With virtual pipeline chunks, P2P messages are not batched: of two stages, the next and the previous are the
+        # same rank, which could receive activations of the forward pass as gradients of the backward pass.
         overlap_p2p_comm=megatron.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=megatron.virtual_pipeline_model_parallel_size is None,
         sequence_parallel=megatron.sequence_parallel,
@@ -82,11 +84,11 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         pipeline_dtype=dtype,
-        # Micro-batches are ragged: stages tell each other the shape before they send.
+        # Micro-batches are ragged: stages send the shape before the tensor.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses ragged lengths, even where there are no experts
         **(_expert_settings(shape, megatron) if shape.has_experts else {}),
-        # Weights are always read from a checkpoint: nothing to initialise, no random state to keep.
+        # Weights are always read from a checkpoint.
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
         gradient_accumulation_fusion=False,
@@ -101,7 +103,7 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
 def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
     if megatron.recompute_granularity != "full":
         return {"recompute_granularity": megatron.recompute_granularity, "recompute_modules": ["core_attn"]}
-    # Every layer for itself: what one layer keeps while it is computed again is the least there can be.
+    # One layer per recomputed block: the activations of a single layer exist at a time.
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -110,10 +112,10 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
         "moe_router_topk": shape.experts_per_token,
-        # The softmax over all experts, or over the chosen ones alone: these sum to 1.
+        # Softmax over all experts (True), or over the chosen ones, whose weights then sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        # PPO's loss is the whole loss.
+        # No auxiliary loss beside PPO's.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
@@ -122,8 +124,8 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
 
 
 class PackedGPT(GPTModel):
-    """GPTModel on packed sequences that ends with the final norm: the last stage returns hidden states
-    [T, 1, hidden], and heads.py applies the output layer to the positions it needs."""
+    """GPTModel on packed sequences, up to the final norm: the last stage returns hidden states [T, 1, hidden], and
+    heads.py applies the output layer at the logit positions."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -131,8 +133,8 @@ class PackedGPT(GPTModel):
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded: dict[str, Any], output_name: str, embedding_key: str, metadata: dict[str, Any]
     ) -> None:
-        """The last stage's copy of the embedding counts, in a checkpoint, as a copy of the first stage's. The original
-        asks Megatron-Core's global state for the replica."""
+        """Declare the last stage's copy of the embedding a replica of the first stage's, in checkpoints. The original
+        takes the data-parallel rank from the global parallel_state, which is not initialised."""
         if self.pre_process or not self.post_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -146,12 +148,12 @@ class PackedGPT(GPTModel):
         )
 
     def output_weight(self) -> torch.Tensor | None:
-        """The embedding where it serves as output layer too; None where the output layer has its own weight."""
+        """Return the embedding where it is also the output layer; None where the output layer has its own weight."""
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
 
 def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None) -> Any:
-    """Which modules this stage, or this chunk of it, is built of."""
+    """Return the specification of the modules of this stage, or of this virtual pipeline chunk of it."""
     parts = {"num_experts": shape.num_experts or None, "moe_grouped_gemm": False, "qk_layernorm": shape.qk_norm}
     fused = uses_transformer_engine()
     spec = (
@@ -163,38 +165,42 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_sta
         spec.submodules.self_attention.module = ReplicatedKVAttention
     if fused:
         return spec
-    # The router reads this name, which Megatron-Core 0.16 sets only where there is Transformer Engine.
-    vars(moe_utils).setdefault("te_general_gemm", None)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     norm = ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = norm
-    # A layer's specification says nothing of the norm after the last one, the block's does.
+    # The norm after the last layer is part of the block's specification, not of a layer's.
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, vp_stage, pp_rank=stage), layer_norm=norm
     )
 
 
 def scale_embeddings(model: Any, hidden_size: int) -> None:
-    """Multiplies what model.embedding returns by sqrt(hidden_size), rounded to the model's type as in transformers."""
+    """Multiply the embeddings by sqrt(hidden_size), rounded to the model's type as in transformers."""
     factor = torch.tensor(hidden_size**0.5)
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out))
 
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
-    """Take the rotary frequencies from transformers, whose scaling rules Megatron-Core has only in part."""
+    """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
     if not uses_transformer_engine():
-        model.rotary_pos_emb.__class__ = PackedRotaryEmbedding
+        model.rotary_pos_emb = PackedRotaryEmbedding(
+            shape.head_dim,
+            rotary_percent=1.0,
+            rotary_base=shape.rope_theta,
+            use_cpu_initialization=model.config.use_cpu_initialization,
+            cp_group=model.pg_collection.cp,
+        )
     if shape.rope_scaling is None:
         return
     rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
     inv_freq, attention_scaling = rule(_RopeParameters(shape), model.rotary_pos_emb.inv_freq.device)
     model.rotary_pos_emb.inv_freq = inv_freq
     if attention_scaling != 1.0:
-        # Sines and cosines are multiplied by it. Megatron-Core's attention computes the factor from these settings,
-        # as 0.1 x mscale x log(scaling factor) + 1, and its fused kernel leaves it out.
+        # The factor of sines and cosines. Megatron-Core's attention computes it from these settings, as
+        # 0.1 x mscale x log(scaling factor) + 1; its fused kernel ignores it.
         config = model.config
         config.yarn_rotary_scaling_factor = math.e
         config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
@@ -203,7 +209,7 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
 
 
 class _RopeParameters:
-    """What transformers' rotary functions read of a model's configuration."""
+    """The attributes of a model's configuration that transformers' rotary functions read."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.rope_parameters = {"rope_theta": shape.rope_theta, **(shape.rope_scaling or {})}
@@ -213,45 +219,19 @@ class _RopeParameters:
         self.max_position_embeddings = shape.max_position_embeddings
 
     def standardize_rope_params(self) -> None:
-        """transformers calls this; the parameters are standard already."""
-
-
-def _mark_tensor_parallel(model: PackedGPT) -> None:
-    """Marks which parameters are spread over tensor-parallel ranks. Megatron-Core does so only while it initialises
-    weights, and counts an unmarked parameter once in the gradient norm, as if every rank held the same."""
-    for module in model.modules():
-        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(type(module))
-        if dim is None:
-            continue
-        for name, param in module.named_parameters(recurse=False):
-            if name == "weight" or (name == "bias" and dim == 0):
-                for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-                    if hasattr(param, attribute):
-                        delattr(param, attribute)
-                set_tensor_model_parallel_attributes(param, True, dim, 1)
-
-
-def _add_random_state() -> None:
-    """Add the random states that are entered with sequence parallelism: by Megatron-Core's embedding for its dropout,
-    be that 0, and, once there is any, by Transformer Engine's linear layers, where experts have one of their own.
-    Nothing is drawn from them, so that all roles share them, whatever their layouts."""
-    tracker = mcore_random.get_cuda_rng_tracker()
-    names = (mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, mcore_random.get_expert_parallel_rng_tracker_name())
-    for seed, name in enumerate(names):
-        if name not in tracker.get_states():
-            tracker.add(name, seed)
+        """Do nothing: the parameters are in the standard form. transformers calls it."""
 
 
 def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
-    """This rank's part of the model, or that chunk of it, on its device, weights not yet set. Every rank must call
-    it."""
+    """Return this rank's part of the model, or the virtual pipeline chunk `chunk` of it, on its device, with zero
+    weights. Every rank must call it."""
     check_layout(shape, megatron)
     first = groups.mesh.is_first_stage(groups.rank) and chunk == 0
     last = groups.is_last_stage and chunk == groups.mesh.vpp - 1
     vp_stage = chunk if groups.mesh.vpp > 1 else None
-    with platform.megatron():
+    with megatron_calls():
         if megatron.sequence_parallel:
-            _add_random_state()
+            add_random_states()
         config = transformer_config(shape, megatron)
         model = PackedGPT(
             config,
@@ -271,12 +251,12 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chu
             model.output_layer = ValueHead(shape.hidden_size)
         if shape.scaled_embeddings and first:
             scale_embeddings(model, shape.hidden_size)
-        _mark_tensor_parallel(model)
+        mark_tensor_parallel(model)
         multiply_as_matrices(model)
         _set_rope(model, shape)
         model.to(platform.device(), DTYPES[megatron.dtype])
         with torch.no_grad():
             for param in model.parameters():
-                # Memory as it comes may hold NaN, and the vocabulary's padding rows are never filled: 0 * NaN is NaN.
+                # Uninitialised memory may hold NaN, and 0 * NaN is NaN: the vocabulary's padding rows are never loaded.
                 param.zero_()
     return model

@@ -1,5 +1,4 @@
-"""Which layouts a model can be trained in, told by its sizes alone. No torch: what is refused here is refused before
-torch is imported."""
+"""Checks of a model's sizes against its training layout. They need no torch, so that an error precedes its import."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def check_length(shape: ModelShape, data: DataConfig) -> None:
 
 
 def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:
-    """Raise a UserError for a layout ({role}.megatron) that the model cannot be cut into."""
+    """Raise a UserError for a layout ({role}.megatron) that the model cannot be split into."""
     check_mcore(shape, megatron.tensor_model_parallel_size, ep_size=megatron.expert_model_parallel_size)
     if shape.has_experts:
         _check_experts(shape, megatron, f"{role}.megatron")
@@ -35,7 +34,8 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
 
 def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> None:
     pp = megatron.pipeline_model_parallel_size
-    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    first = megatron.num_layers_in_first_pipeline_stage
+    last = megatron.num_layers_in_last_pipeline_stage
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     if vpp > 1 and num_layers % (pp * vpp):
         raise UserError(

@@ -1,5 +1,5 @@
-"""A model with its optimizer on the training mesh: run a whole batch through the pipeline, either to get one
-number per response token or to take one optimizer step. What the numbers mean is the caller's business.
+"""A model with its optimizer on the training mesh: one number per response token of a batch, or one optimizer step.
+The caller passes the head or the loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
@@ -23,6 +22,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
 from rlhf_mc.models.forward import MicroBatch, PackingCache, run_stage, states_at
 from rlhf_mc.models.freeze import enable_input_gradients
+from rlhf_mc.models.megatron_patches import megatron_calls
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.models.schedule import learning_rate_schedule
@@ -51,20 +51,20 @@ class ModelEngine:
         self._scheduler: Any = None
         self._ddp: list[Any] = []
         self.offload = model_offload(name, megatron, self.named_parameters)
-        """What of this model may be put away; what is, cannot be used."""
+        """The groups of this model's tensors that can be offloaded."""
 
     @property
     def model(self) -> PackedGPT:
-        """This rank's part of the model where that is one module; UserError where there are several chunks."""
+        """This rank's part of the model. Raises UserError where it has several virtual pipeline chunks."""
         if len(self.chunks) > 1:
             raise UserError(
-                "Megatron checkpoints of a stage in several chunks are not supported; set "
+                "Megatron checkpoints of virtual pipeline chunks are not supported; set "
                 f"{self.name}.megatron.virtual_pipeline_model_parallel_size to null"
             )
         return self.chunks[0]
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters, by the names of reshard's Megatron-Core layout."""
+        """Return this rank's parameters, by the names of reshard's Megatron-Core layout."""
         prefixed = ((chunk_prefix(i, len(self.chunks)), chunk) for i, chunk in enumerate(self.chunks))
         return {prefix + name: param for prefix, chunk in prefixed for name, param in chunk.named_parameters()}
 
@@ -75,8 +75,8 @@ class ModelEngine:
         return {name: param.data for name, param in self.named_parameters().items()}
 
     def make_trainable(self, optim: OptimConfig, total_steps: int, frozen: Collection[str] = ()) -> None:
-        """Adds gradient buffers and the optimizer, which leave the parameters `frozen` (this rank's, by name) as they
-        are. The weights must be in place: the optimizer copies them."""
+        """Add gradient buffers and the optimizer. The parameters `frozen` (this rank's, by name) get neither. The
+        weights must be loaded before: the optimizer copies them."""
         for name, param in self.named_parameters().items():
             param.requires_grad_(name not in frozen)
         for chunk in self.chunks:
@@ -84,7 +84,7 @@ class ModelEngine:
             embedding = getattr(chunk, "embedding", None)
             if embedding is not None and self._megatron.recompute_granularity == "full":
                 enable_input_gradients(embedding)
-        with platform.megatron():
+        with megatron_calls():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=False,
@@ -127,7 +127,7 @@ class ModelEngine:
         return float(self._scheduler.get_lr({}))  # a rank whose parameters are all frozen has no group to look at
 
     def end_of_ppo_step(self) -> None:
-        """Moves the learning-rate schedule on."""
+        """Advance the learning-rate schedule by one step."""
         self._scheduler.step(increment=1)
 
     @property
@@ -136,18 +136,18 @@ class ModelEngine:
         return self._megatron.dtype
 
     def optimizer_parts(self) -> list[OptimizerPart]:
-        """What this rank's optimizer holds, parameter by parameter, for the checkpoint."""
+        """Return this rank's part of the optimizer's state by parameter, for the checkpoint."""
         self.offload.require(OPTIMIZER)
         return optimizer_parts(self._optimizer, self.named_parameters())
 
     def progress(self) -> dict[str, int]:
-        """How far optimizer and schedule are, for the checkpoint. Every rank must call it."""
+        """Return the steps of optimizer and schedule, for the checkpoint. Every rank must call it."""
         steps = max(gather_objects(adam_steps(self._optimizer)))
         return {"optimizer_steps": steps, "schedule_steps": self._scheduler.num_steps}
 
     def load_progress(self, progress: Mapping[str, int]) -> None:
-        """Takes optimizer and schedule to where `progress` was taken; the tensors of optimizer_parts then have a place,
-        and are the caller's to fill. The schedule's shape is this run's."""
+        """Set the steps of optimizer and schedule, and allocate the tensors of optimizer_parts, which the caller then
+        fills. The shape of the schedule is that of this run."""
         self.offload.require(OPTIMIZER)
         set_adam_steps(self._optimizer, progress["optimizer_steps"])
         self._scheduler.num_steps = progress["schedule_steps"]
@@ -162,8 +162,8 @@ class ModelEngine:
         per_sequence: bool = False,
         packing: PackingCache | None = None,
     ) -> torch.Tensor:
-        """One number per response token of the whole batch, of the state before it: [R] float32, on every rank; with
-        per_sequence one per sequence, of the state of its last token: [S].
+        """Return the head's number for each response token of the whole batch, from the state at its logit position:
+        [R] float32, on every rank. With per_sequence: for each sequence, from the state of its last token: [S].
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
         result = torch.zeros(batch.num_sequences if per_sequence else int(batch.response_lens.sum()))
@@ -171,12 +171,12 @@ class ModelEngine:
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
             if micro.is_dummy:
                 return
-            scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each holds some columns
+            scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each has a shard of the columns
             if self.groups.coordinate.tp == 0:
                 result[micro.sequence_index if per_sequence else micro.response_index] = scored.float().cpu()
 
-        self._run(batch, self._filled_up(micro_batches), keep, True, packing, at_last_token=per_sequence)
-        # Every token was scored by one replica, on its last stage, and is kept by one of its ranks.
+        self._run(batch, self._with_dummies(micro_batches), keep, True, packing, at_last_token=per_sequence)
+        # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
         return sum_over_ranks(result)
 
     def train_step(
@@ -186,23 +186,25 @@ class ModelEngine:
         loss: Loss,
         packing: PackingCache | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on the batch (a mini-batch), along the gradient that `backward` leaves. Returns the
-        sums of the statistics, and grad_norm (before clipping), lr and "skipped": 0. Where loss, statistics or gradient
-        are not finite on any rank, no rank steps: weights and optimizer state stay as they are, and {"skipped": 1} is
-        all that is returned. Every rank must call it."""
+        """Compute the gradient of a mini-batch by `backward` and take one optimizer step.
+
+        Return the sums of the statistics, grad_norm (before clipping), lr and "skipped": 0. Where loss, statistics or
+        gradient are not finite on any rank, no rank steps: weights and optimizer state do not change, and the result is
+        {"skipped": 1}. Every rank must call it."""
         stats = self.backward(batch, micro_batches, loss, packing)
-        with platform.megatron():
+        with megatron_calls():
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
         finite = all(math.isfinite(value) for value in (grad_norm, *stats.values()))
         if not all(gather_objects(finite)):
             return {"skipped": 1.0}
-        with platform.megatron():
+        with megatron_calls():
             self._step(grad_norm)
         return {**stats, "grad_norm": grad_norm, "lr": self.lr, "skipped": 0.0}
 
     def _step(self, grad_norm: float) -> None:
-        """What Megatron-Core's optimizer.step does once the norm is known."""
+        """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after it has computed
+        the norm."""
         self.offload.require(OPTIMIZER)
         for part in self._optimizer.chained_optimizers:
             if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
@@ -216,16 +218,16 @@ class ModelEngine:
         loss: Loss,
         packing: PackingCache | None = None,
     ) -> dict[str, float]:
-        """Leaves in each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
-        micro-batches of all replicas (with the distributed optimizer, in the part that this rank updates).
-        Returns the sums of the statistics. Every rank must call it."""
+        """Write into each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
+        micro-batches of all replicas (with the distributed optimizer, into the part that this rank updates).
+        Return the sums of the statistics. Every rank must call it."""
         self.offload.require(GRADS)
         totals: dict[str, float] = {}
-        micro_batches = self._filled_up(micro_batches)
+        micro_batches = self._with_dummies(micro_batches)
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        # The schedule divides the loss by the number of micro-batches, DDP the gradient by that of replicas.
+        # The schedule divides the loss by the number of micro-batches, DDP the gradient by the number of replicas.
         scale = float(self.groups.mesh.dp * len(micro_batches))
 
         def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -239,13 +241,13 @@ class ModelEngine:
         self._run(batch, micro_batches, share, False, packing)
         return self._sum_stats(totals)
 
-    def _filled_up(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """With several chunks the schedule takes as many micro-batches as there are stages at a time."""
+    def _with_dummies(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of the stages."""
         group = self.groups.mesh.pp if len(self.chunks) > 1 else 1
         return [*micro_batches, *[()] * (-len(micro_batches) % group)]
 
     def _sum_stats(self, totals: dict[str, float]) -> dict[str, float]:
-        """Adds the replicas' shares up; ranks without the output layer learn the names from those with it."""
+        """Return the sums over the replicas, on all ranks. Ranks without the output layer contribute nothing."""
         mine = totals if self.groups.is_last_stage and self.groups.coordinate.tp == 0 else {}
         out: dict[str, float] = {}
         for shares in gather_objects(mine):
@@ -262,9 +264,10 @@ class ModelEngine:
         packing: PackingCache | None,
         at_last_token: bool = False,
     ) -> None:
-        """Runs the micro-batches through this rank's stage by Megatron-Core's schedule; on the last stage
-        `on_last_stage` gets the states that predict response tokens, or those of the last tokens, and, unless
-        forward_only, returns the loss."""
+        """Run the micro-batches through this rank's stage by Megatron-Core's schedule.
+
+        On the last stage `on_last_stage` gets the states at the logit positions, or with at_last_token those of the
+        last tokens. It returns the loss, unless forward_only."""
         self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
         multiple_of = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
@@ -290,7 +293,7 @@ class ModelEngine:
             return (cache.micro_batch(batch, list(m), multiple_of) for m in micro_batches)
 
         several = len(self.chunks) > 1
-        with platform.megatron():
+        with megatron_calls():
             get_forward_backward_func(pp, len(self.chunks) if several else None)(
                 forward_step_func=step,
                 data_iterator=[micros() for _ in self.chunks] if several else micros(),

@@ -1,4 +1,4 @@
-"""Which parameters of a model are not trained, from patterns of the names that a Hugging Face checkpoint has."""
+"""Frozen parameters of a model, from patterns of the tensor names of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
 
 
 def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
-    """The checkpoint's tensors that one of the patterns matches (* is any text). UserError, the same on every rank,
-    for a pattern that matches none, for a part of what Megatron-Core holds as one parameter, and for all of them."""
+    """Return the checkpoint's tensors that one of the patterns matches (* is any text).
+
+    Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if only some of the
+    tensors match that Megatron-Core holds as one parameter."""
     names = list(logical_shapes(shape))
     frozen: set[str] = set()
     for pattern in patterns:
@@ -41,13 +43,13 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
 
 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
-    """The parameters of a rank, by their names there, that hold these tensors."""
+    """Return the names of a rank's parameters that hold these tensors."""
     return frozenset(piece.local for piece in layout.shards if piece.tensor in tensors)
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
-    """Has a frozen embedding return what requires a gradient. Full recomputation sees only what goes into a layer:
-    where that requires none, the layer's own parameters get none."""
+    """Let a frozen embedding return a tensor that requires a gradient. Full recomputation computes gradients for a
+    layer's parameters only where the layer's input requires one."""
 
     def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return out.requires_grad_() if torch.is_grad_enabled() else out

@@ -1,7 +1,7 @@
-"""From hidden states to what PPO needs of a token: its log-prob and the entropy (policy), its value (critic).
+"""From hidden states to log-probs and entropy (policy) or values (critic).
 
-The vocabulary is spread over tensor-parallel ranks, and logits exist for a chunk of tokens at a time: neither
-passes over them keep more than that.
+The vocabulary is sharded over tensor-parallel ranks. The forward and the backward pass compute the logits of one chunk
+of tokens at a time, and keep none.
 """
 
 from __future__ import annotations
@@ -12,37 +12,41 @@ import torch
 import torch.distributed as dist
 
 CHUNK_LOGITS = 1 << 26
-"""Logits that exist at a time on a rank: tokens of a chunk times columns of the rank. 256 MiB in float32, twice that
-where the entropy is asked for. benchmarks/log_probs.py: larger chunks are no faster, much smaller ones are slower."""
+"""Maximum number of logits on a rank at a time: tokens of a chunk times columns of the rank. 256 MiB in float32, twice
+as much with the entropy. benchmarks/log_probs.py: larger chunks are no faster, much smaller ones are slower."""
 _NO_TOKEN = -1e30
-"""Logit of a padding column: its probability is 0, and unlike infinity it can be multiplied by that."""
+"""Logit of a padding column: its probability is 0, and 0 * this logit is 0, unlike 0 * infinity."""
 
 
 class ValueHead(torch.nn.Module):
-    """hidden -> one value. The same on every tensor-parallel rank, like a norm's weight."""
+    """Linear layer hidden -> value. Its weight is replicated over tensor-parallel ranks, like that of a norm."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, 1, hidden] -> values [R] float32."""
+        """Return the values [R] float32 of the states `hidden` [R, 1, hidden]."""
         return torch.nn.functional.linear(hidden, self.weight)[:, 0, 0].float()
 
 
 class _Logits:
-    """Logits of a chunk at a time, in one buffer that every chunk uses again."""
+    """Logits of one chunk of tokens at a time, in one buffer for all chunks."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, num_tokens: int, temperature: float) -> None:
-        """hidden [R, hidden], weight [columns, hidden], of which the first num_tokens stand for tokens."""
-        self._hidden, self._weight, self._temperature = hidden, weight, temperature
-        self._num_tokens, columns = num_tokens, weight.shape[0]
+        """hidden [R, hidden]; weight [columns, hidden], whose rows after the first num_tokens are padding."""
+        self._hidden = hidden
+        self._weight = weight
+        self._temperature = temperature
+        self._num_tokens = num_tokens
+        columns = weight.shape[0]
         size = max(1, min(len(hidden), CHUNK_LOGITS // columns))
         self._buffer = torch.empty(size, columns, dtype=weight.dtype, device=weight.device)
         self.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
 
     def scaled(self, part: slice) -> torch.Tensor:
-        """[r, columns] float32, divided by the temperature; the caller may write on it until the next call."""
+        """Return the logits [r, columns] float32 of a chunk, divided by the temperature. The caller may overwrite them;
+        the next call does."""
         hidden = self._hidden[part]
         out = self._buffer[: len(hidden)]
         torch.addmm(out, hidden, self._weight.t(), beta=0, alpha=1.0 / self._temperature, out=out)
@@ -53,7 +57,7 @@ class _Logits:
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     """log softmax(x)[target] and the entropy H of softmax(x), x = hidden weight^T / temperature, where the rows of
-    weight are spread over a process group. The backward pass computes x again, chunk by chunk.
+    weight are sharded over a process group. The backward pass recomputes x, chunk by chunk.
 
     d log p_t / dx_j = [j = t] - p_j;  dH / dx_j = -p_j (log p_j + H)."""
 
@@ -90,7 +94,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if group.size() > 1:
             highest = peak.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            share, below = (peak - highest).exp(), peak - highest
+            below = peak - highest
+            share = below.exp()
             sums = torch.stack([target_x, share * total, share * (weighted + below * total)])
             dist.all_reduce(sums, group=group)
             target_x, total, weighted = sums
@@ -98,7 +103,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         log_z = peak + total.log()
         entropy = total.log() - weighted / total
         ctx.save_for_backward(hidden, weight, local, is_local, log_z, entropy)
-        ctx.num_tokens, ctx.temperature, ctx.group = num_tokens, temperature, group
+        ctx.num_tokens = num_tokens
+        ctx.temperature = temperature
+        ctx.group = group
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -110,14 +117,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
-        # Chunks add up in float32 even where weights are narrower. A frozen weight has none.
+        # Chunks are summed in float32 for all weight types. A frozen weight has no gradient.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
         for part in logits.parts:
             log_p = logits.scaled(part).sub_(log_z[part, None])
             at_target = (local[part, None], is_local[part, None].float())
             if grad_entropy is None:
-                # One factor for a row: it is taken out of the products with the weight and with the states.
+                # One factor per row, applied outside the products with the weight and with the states.
                 factor = -grad_log_probs[part, None] / ctx.temperature
                 grad = log_p.exp_().scatter_add_(1, at_target[0], -at_target[1])
             else:
@@ -135,7 +142,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             else:
                 grad_weight += torch.mm(narrow.t(), states)
         if ctx.group.size() > 1:
-            # Each rank has what its columns add; the states are the same on all of them.
+            # Each rank has the contribution of its columns.
             dist.all_reduce(grad_hidden, group=ctx.group)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
@@ -154,23 +161,22 @@ def _apply(
 def log_probs(
     model: Any, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float
 ) -> torch.Tensor:
-    """Log-prob of each target token.
+    """Return the log-prob of each target token: [R] float32, in nats, at the sampling temperature.
 
-    hidden: [R, 1, hidden], the final states that predict the targets. targets: [R] int64.
-    Returns [R] float32, in nats, at the sampling temperature; the same on every tensor-parallel rank,
-    all of which must call it."""
+    hidden: [R, 1, hidden], the final states at the logit positions. targets: [R] int64. Every tensor-parallel rank must
+    call it; all get the same result."""
     return _apply(model, hidden, targets, vocab_size, temperature, with_entropy=False)[0]
 
 
 def log_probs_and_entropy(
     model: Any, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As log_probs, and the entropy of the distribution each target was drawn from: two [R] float32. Where nothing
-    is backpropagated through the entropy, the backward pass spends nothing on it."""
+    """Return log_probs and the entropy of the distribution of each target: two [R] float32. The backward pass computes
+    no gradient of the entropy where none is needed."""
     return _apply(model, hidden, targets, vocab_size, temperature, with_entropy=True)
 
 
 def values(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The critic's value at each of the states hidden [R, 1, hidden]: [R] float32."""
+    """Return the critic's value of each state: [R] float32. hidden: [R, 1, hidden]."""
     out: torch.Tensor = model.output_layer(hidden)
     return out

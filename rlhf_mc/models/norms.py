@@ -1,4 +1,5 @@
-"""Norms for Megatron-Core's local layers, whose own know neither sequence parallelism nor a weight around zero."""
+"""Norms for Megatron-Core's local layers. Its own norm for them supports neither sequence parallelism nor zero-centred
+weights."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import torch
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / rms(x) * weight. With sequence parallelism each rank normalises its part of the tokens, and Megatron-Core
-    adds up the gradients of the weights so marked."""
+    """x / rms(x) * weight. With sequence parallelism each rank normalises its part of the tokens; the weight is marked,
+    so that Megatron-Core sums its gradient over the tensor-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -17,8 +18,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
-    """x / rms(x) * (1 + weight), in float32: gemma's norm. Megatron-Core has it in Transformer Engine's layers alone;
-    its norm for local layers refuses layernorm_zero_centered_gamma."""
+    """x / rms(x) * (1 + weight), in float32: gemma's norm. Megatron-Core has it only in Transformer Engine's layers:
+    its norm for local layers rejects layernorm_zero_centered_gamma."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         _mark_sequence_parallel(self.weight, config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] -> the same shape and type."""
+        """Return the normalised x, of the same shape [..., hidden] and type."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * (1.0 + self.weight.float())).type_as(x)

@@ -1,8 +1,7 @@
-"""Puts tensors of one model away into host memory and brings them back under the same views. When that is done is the
-trainer's business (trainer/offload_schedule.py).
+"""Offload of one model's tensors to host memory and back. The schedule is in trainer/offload_schedule.py.
 
-A group is put away by emptying the memory below its tensors, not by replacing them: parameters, Megatron-Core's flat
-buffers and the optimizer's shards are views of one another, and stay so.
+An offload resizes the storage of a group of tensors to 0 and keeps the views: parameters, Megatron-Core's flat buffers
+and the optimizer's shards are views of one another, and stay so.
 """
 
 from __future__ import annotations
@@ -15,92 +14,97 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.config.schema import MegatronConfig
 
-PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
+PARAMS = "params"
+GRADS = "grads"
+OPTIMIZER = "optimizer"
 HOST_BLOCK = 256 << 20
-"""Bytes. Page-locked memory comes in powers of two, so one large piece could take twice what it needs."""
+"""Bytes. Page-locked memory is allocated in powers of two, so one large block could take twice what it needs."""
 
 
 class HostMemory:
-    """Host bytes that tensors are laid into, end to end; on a GPU page-locked, which takes long and is done once."""
+    """Host memory for tensors, one after another. With a GPU it is page-locked; page-locking is slow and done once."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes sure that so many bytes are there."""
+        """Allocate up to `num_bytes` bytes in all."""
         missing = num_bytes - sum(map(len, self._blocks))
         while missing > 0:
             self._blocks.append(platform.host_bytes(min(HOST_BLOCK, missing)))
             missing -= len(self._blocks[-1])
 
-    def beside(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(host part, tensor's part) of equal length, over all of these byte vectors in order."""
-        block, at = 0, 0
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (host piece, device piece) of equal length, over all of the byte vectors `tensors` in order."""
+        block = 0
+        start = 0
         for tensor in tensors:
             done = 0
             while done < len(tensor):
-                size = min(len(tensor) - done, len(self._blocks[block]) - at)
-                yield self._blocks[block][at : at + size], tensor[done : done + size]
-                done, at = done + size, at + size
-                if at == len(self._blocks[block]):
-                    block, at = block + 1, 0
+                size = min(len(tensor) - done, len(self._blocks[block]) - start)
+                yield self._blocks[block][start : start + size], tensor[done : done + size]
+                done += size
+                start += size
+                if start == len(self._blocks[block]):
+                    block += 1
+                    start = 0
 
 
 class TensorGroup:
-    """Tensors that go away and come back together."""
+    """Tensors that are offloaded and onloaded together."""
 
     def __init__(
         self, tensors: Callable[[], Iterable[torch.Tensor]], keep_values: bool = True, never_change: bool = False
     ) -> None:
-        """tensors: asked each time, since Adam's state appears with the first step. keep_values: otherwise what comes
-        back is uninitialised. never_change: one copy on the host serves for all times."""
+        """tensors: called at each offload, since Adam's state is created by the first step. keep_values: without it the
+        tensors are uninitialised after an onload. never_change: the first copy to the host is used by all offloads."""
         self._tensors = tensors
         self._keep_values = keep_values
         self._never_change = never_change
-        self.is_away = False
-        """Also where there is nothing to move, so that it is the same on every rank."""
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self.is_offloaded = False
+        """The same on every rank, also where this rank's group is empty."""
+        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
         self._host = HostMemory()
-        self._host_is_right = False
+        self._host_has_values = False
         self._copies = platform.SideStream()
 
     @property
     def offloaded_bytes(self) -> int:
-        """Device memory that is given back."""
-        return sum(size for _, size in self._away)
+        """Bytes of device memory that are released."""
+        return sum(size for _, size in self._offloaded)
 
-    def put_away(self) -> None:
-        """Gives the device memory back. On a GPU the copies run on while the caller goes on."""
-        if self.is_away:
+    def offload(self) -> None:
+        """Copy the values to the host and release the device memory. On a GPU the copies are asynchronous."""
+        if self.is_offloaded:
             return
-        self.is_away = True
+        self.is_offloaded = True
         storages = distinct_storages(self._tensors())
-        if self._keep_values and not (self._never_change and self._host_is_right):
+        if self._keep_values and not (self._never_change and self._host_has_values):
             self._host.reserve(sum(storage.nbytes() for storage in storages))
             device = [as_bytes(storage) for storage in storages]
-            with self._copies.leaving(device):
-                for host_part, device_part in self._host.beside(device):
+            with self._copies.to_host(device):
+                for host_part, device_part in self._host.pieces(device):
                     host_part.copy_(device_part, non_blocking=True)
-            self._host_is_right = True
+            self._host_has_values = True
         for storage in storages:
-            self._away.append((storage, storage.nbytes()))
+            self._offloaded.append((storage, storage.nbytes()))
             storage.resize_(0)
 
     def onload(self) -> None:
-        """Takes device memory again, at another address perhaps, with the values that were put away."""
-        storages = [storage for storage, _ in self._away]
-        for storage, size in self._away:
+        """Allocate the device memory again, possibly at another address, and copy the values back."""
+        storages = [storage for storage, _ in self._offloaded]
+        for storage, size in self._offloaded:
             storage.resize_(size)
         if self._keep_values and storages:
-            with self._copies.arriving():
-                for host_part, device_part in self._host.beside([as_bytes(storage) for storage in storages]):
+            with self._copies.to_device():
+                for host_part, device_part in self._host.pieces([as_bytes(storage) for storage in storages]):
                     device_part.copy_(host_part, non_blocking=True)
-        self._away.clear()
-        self.is_away = False
+        self._offloaded.clear()
+        self.is_offloaded = False
 
 
 class Offload:
-    """What of one model may be put away, and what is."""
+    """The groups of one model's tensors that can be offloaded."""
 
     def __init__(self, name: str, groups: Mapping[str, TensorGroup]) -> None:
         self._name = name
@@ -108,32 +112,33 @@ class Offload:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Device memory that is given back at this time."""
+        """Bytes of device memory that are released at this time."""
         return sum(group.offloaded_bytes for group in self._groups.values())
 
     def differs_from(self, on_device: Collection[str]) -> bool:
-        """Whether anything would move to have just these on the device; the same on every rank."""
-        return any((name in on_device) == group.is_away for name, group in self._groups.items())
+        """Return True where a group must move so that the groups `on_device`, and no others, are on the device. The
+        result is the same on every rank."""
+        return any((name in on_device) == group.is_offloaded for name, group in self._groups.items())
 
     def offload_all_but(self, on_device: Collection[str]) -> None:
-        """Gives the memory of all others back, as far as they may be put away."""
+        """Offload all groups but `on_device`."""
         for name, group in self._groups.items():
             if name not in on_device:
-                group.put_away()
+                group.offload()
 
     def onload(self, names: Collection[str]) -> None:
-        """Has these on the device."""
+        """Onload the groups of these names."""
         for name, group in self._groups.items():
             if name in names:
                 group.onload()
 
     def require(self, *names: str) -> None:
-        """RuntimeError where one of these is away: kernels would read memory that is not there."""
+        """Raise RuntimeError where one of these groups is offloaded: kernels would read released memory."""
         for name in names:
-            if name in self._groups and self._groups[name].is_away:
+            if name in self._groups and self._groups[name].is_offloaded:
                 raise RuntimeError(
-                    f"the {name} of {self._name} are put away; they are used outside of a phase that has them on the "
-                    "device (trainer/offload_schedule.py)"
+                    f"the {name} of {self._name} are offloaded; they are used outside of the phases that have them on "
+                    "the device (trainer/offload_schedule.py)"
                 )
 
 
@@ -144,7 +149,7 @@ def model_offload(
     ddp: Sequence[Any] = (),
     optimizer: Any = None,
 ) -> Offload:
-    """The groups of a model that `settings` lets go away. Without an optimizer the model is frozen."""
+    """Return the groups of a model that `settings` offload. Without an optimizer the model is frozen."""
 
     def params() -> Iterable[torch.Tensor]:
         return named_parameters().values()
@@ -168,7 +173,7 @@ def model_offload(
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Main parameters and Adam's moments of a Megatron-Core optimizer; not step counts, which lie on the host."""
+    """Yield the main parameters and Adam's moments of a Megatron-Core optimizer; its step counts are on the host."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:  # a rank that updates no parameter of this kind
             continue
@@ -179,14 +184,14 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_besides(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Those whose memory is none of the others'."""
+    """Return the tensors that share no storage with `others`."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in others}
     return (tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in taken)
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The memory below the tensors, each once, in their order; what is empty, or away with another group, is left
-    out. Memory that is not torch's own (mapped from a file, say) cannot be given back."""
+    """Return the storages of the tensors, each once, in their order, without empty ones (also those that another group
+    has offloaded). Storage that torch has not allocated (mapped from a file, for example) cannot be resized."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -197,5 +202,5 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as one vector of bytes."""
+    """Return all of a storage as one vector of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,5 +1,5 @@
-"""What an optimizer of Megatron-Core holds on this rank, parameter by parameter: which elements, and the tensors of
-Adam's state over them. Written and read by the checkpoint; nothing here communicates.
+"""This rank's part of a Megatron-Core optimizer's state: for each parameter its elements and the tensors of Adam's
+state. The checkpoint writes and reads them; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """The elements of one parameter that this rank updates, and their state."""
+    """The elements of one parameter that this rank updates, with their state."""
 
     local: str
     """Name of the parameter on this rank."""
     start: int
     """First of the elements, in the flattened local parameter."""
     end: int
-    """Past their last."""
+    """One past the last of the elements."""
     ranks: tuple[int, ...]
-    """The ranks over which the local parameter's elements are spread; without the distributed optimizer, this one."""
+    """The ranks over which the local parameter's elements are sharded; without the distributed optimizer, this one."""
     state: dict[str, torch.Tensor]
     """By name: flat tensors of end - start elements. "main" is the float32 copy of a parameter of another type."""
 
 
 def optimizer_parts(optimizer: Any, params: Mapping[str, torch.nn.Parameter]) -> list[OptimizerPart]:
-    """This rank's parts. `params`: by their names on this rank. Before the first step there are no moments."""
+    """Return this rank's parts. `params`: by their names on this rank. Before the first step there are no moments."""
     names = {id(param): name for name, param in params.items()}
     parts = []
     for one in _in_use(optimizer):
@@ -47,8 +47,7 @@ def optimizer_parts(optimizer: Any, params: Mapping[str, torch.nn.Parameter]) ->
 
 
 def adam_steps(optimizer: Any) -> int:
-    """How many steps the optimizer has taken, which Adam's bias correction depends on; 0 on a rank that updates
-    nothing."""
+    """Return the number of steps taken, which Adam's bias correction depends on; 0 on a rank that updates nothing."""
     for one in _in_use(optimizer):
         for group in one.optimizer.param_groups:
             if "step" in group:  # Apex and Transformer Engine count by group, torch by parameter
@@ -59,7 +58,7 @@ def adam_steps(optimizer: Any) -> int:
 
 
 def set_adam_steps(optimizer: Any, count: int) -> None:
-    """Makes room for the moments of an optimizer that has taken `count` steps; they are zero where there were none."""
+    """Set the number of steps and allocate the moments; new ones are zero. With 0 steps the state is cleared."""
     for one in _in_use(optimizer):
         if count == 0:
             one.optimizer.state.clear()
@@ -77,12 +76,12 @@ def set_adam_steps(optimizer: Any, count: int) -> None:
 
 
 def _in_use(optimizer: Any) -> list[Any]:
-    """The optimizers that have something to update on this rank."""
+    """Return the optimizers that have a parameter to update on this rank."""
     return [one for one in optimizer.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
 
 
 def _main_params(one: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
-    """(model's parameter, what the optimizer updates in its place, first of its elements, past the last)."""
+    """Yield (model's parameter, tensor that the optimizer updates in its place, first element, one past the last)."""
     if isinstance(one, DistributedOptimizer):
         for param, (group, order) in one.model_param_group_index_map.items():
             elements = one._get_model_param_range_map(param)["param"]

@@ -10,7 +10,7 @@ from rlhf_mc.config.schema import OptimConfig
 
 
 def learning_rate_schedule(optimizer: Any, optim: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Return the schedule of `optim` for total_steps PPO steps, at the first of them.
+    """Return the schedule of `optim` for total_steps PPO steps, at the first step.
 
     Without a warm-up the first step has learning rate lr. With one of W steps, step s of the first W has lr * s / W.
     The decay goes from there to min_lr, which it reaches after the last step, as in Megatron-LM and transformers: with

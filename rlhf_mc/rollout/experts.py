@@ -1,5 +1,5 @@
-"""The mixture-of-experts layer that vLLM runs on a CPU here: on plain weights, in place of its own kernel, which
-keeps them in an order that only itself can read, so that an update could not be written into them.
+"""A mixture-of-experts kernel on plain weights, for vLLM on a CPU (vllm_patches.py). vLLM's own kernel takes repacked
+weights, which a weight update could not write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": functools.partial(gelu, approximate="tanh"),
 }
-"""By vLLM's names."""
+"""By vLLM's names of them."""
 
 
 def fused_moe(
@@ -31,16 +31,16 @@ def fused_moe(
     isa: str,
     skip_weighted: bool = False,
 ) -> None:
-    """Writes into out [T, hidden] each token's sum over its experts of weight x expert(hidden [T, hidden]).
+    """Write into out [T, hidden] each token's sum over its experts of weight x expert(hidden [T, hidden]).
 
     w13 [experts, 2 x ffn, hidden]: gate, then up; w2 [experts, hidden, ffn]; topk_weights and topk_ids [T, k].
-    The arguments are those of vllm._custom_ops.cpu_fused_moe; `isa` names its kernel and says nothing here."""
+    The arguments are those of vllm._custom_ops.cpu_fused_moe; `isa`, which selects its kernel, is ignored."""
     assert w13_bias is None and w2_bias is None
     out.zero_()
     for expert in topk_ids.unique().tolist():
-        token, place = torch.where(topk_ids == expert)
+        token, slot = torch.where(topk_ids == expert)
         gate, up = linear(hidden[token], w13[expert]).chunk(2, dim=-1)
         result = linear(ACTIVATIONS[activation](gate) * up, w2[expert])
         if not skip_weighted:
-            result = result * topk_weights[token, place, None]
+            result = result * topk_weights[token, slot, None]
         out.index_add_(0, token, result.to(out.dtype))

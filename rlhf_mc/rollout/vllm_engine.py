@@ -1,120 +1,40 @@
-"""The in-process vLLM engine: builds it over given rank groups, hands out its parameters to be written in place,
-and generates. It knows nothing of rewards or training. Beside vllm_patches.py, the only file that imports vllm.
+"""The rollout engine over vLLM, in this process: built over given rank groups, with parameters that a reshard writes in
+place. Besides vllm_patches.py the only file that imports vllm.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
-
-# Read by vllm when it is imported: the engine lives in this very process, and nothing is fetched or reported.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from rlhf_mc import platform
-
-if not platform.use_cuda():
-    # The CPU engine runs eagerly; what it would still compile costs a C++ compiler and minutes on first use. (The
-    # environment's TORCH_COMPILE_DISABLE is read when another library imports torch._dynamo, which is too early.)
-    torch._dynamo.config.disable = True
-
-import contextlib
-import functools
-import gc
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-from unittest import mock
-
-import torch.distributed as dist
+from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
 import vllm
-import vllm.distributed.parallel_state as vllm_state
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.reshard.layout import check_vllm, vllm_layout
-from rlhf_mc.rollout.vllm_patches import patch
+from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. Nothing is cut off the distribution (no top-k, no top-p)."""
-
-    temperature: float
-    """0: greedy."""
-    max_tokens: int
-    """Longest response."""
-    stop_token_ids: tuple[int, ...]
-    """A response ends with any of these, the token included."""
-
-
 def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
-    """Refuses, before an engine is built, a model that vLLM cannot cut so, or whose heads it has no kernel for."""
+    """Raise UserError where vLLM cannot shard the model so, or has no kernel for its head dimension."""
     check_vllm(shape, cfg.tensor_model_parallel_size)
     if not platform.use_cuda() and shape.head_dim % 32:
         raise UserError(f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32")
 
 
-@contextlib.contextmanager
-def _groups_as_given(groups: Sequence[Sequence[int]]) -> Iterator[None]:
-    """vLLM takes consecutive ranks as tensor-parallel groups; inside this context it takes the given ones, whose order
-    is that of their shards (torch would sort the ranks of a group, and gather in that order).
-
-    No group gets vLLM's message queue in shared memory: each rank drives its own engine, so nothing is broadcast, and a
-    process that ends without closing its queue leaks it."""
-    original = vllm_state.init_model_parallel_group
-    in_order = functools.partial(dist.new_group, sort_ranks=False)
-
-    def init_group(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["use_message_queue_broadcaster"] = False
-        if kwargs.get("group_name") != "tp":
-            return original(group_ranks, *args, **kwargs)
-        with mock.patch.object(dist, "new_group", in_order):
-            return original([list(ranks) for ranks in groups], *args, **kwargs)
-
-    with mock.patch.object(vllm_state, "init_model_parallel_group", init_group):
-        yield
-
-
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""vLLM's names for what it can give back."""
-LOAD_FORMAT = "rlhf_mc"
-"""vLLM's name for the way in which its parameters get their memory here."""
-
-
-def _give_memory(storage: Mapping[str, torch.Tensor]) -> None:
-    """Has vLLM take these tensors as its parameters of these names; all others are its own, and zero.
-
-    It is done where vLLM would load weights: before it measures memory or captures graphs, which hold addresses."""
-
-    class Loader(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
-            pass  # nothing is loaded: a reshard fills the parameters
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            for name, param in model.named_parameters():
-                found = storage.get(name)
-                if found is None or found.shape != param.shape:  # which is refused once the engine is built
-                    param.data.zero_()
-                    continue
-                assert found.dtype == param.dtype, name
-                param.data = found
-
-    register_model_loader(LOAD_FORMAT)(Loader)
-
-
-class RolloutEngine:
-    """This rank's part of one vLLM engine. Its weights are arbitrary until the first update."""
+class VLLMEngine:
+    """This rank's part of one vLLM engine, as rollout/base.py describes it. Before the first weight update the weights
+    are arbitrary."""
 
     def __init__(
         self,
@@ -128,35 +48,36 @@ class RolloutEngine:
         seed: int,
         storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """storage: by vLLM's names, tensors that are to be its parameters, in place of memory of its own.
+        """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not those of the weight update.
+        Every rank must call it.
 
-        Every rank must call it. UserError on all of them where vLLM's parameters are not those of the weight update."""
+        storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates."""
         self._group = next(list(g) for g in groups if rank in g)
         self._replica = next(i for i, g in enumerate(groups) if rank in g)
         self._num_replicas = len(groups)
         self._rank = rank
         self.awake = frozenset({WEIGHTS, KV_CACHE})
-        """What is on the device."""
+        """The parts on the device."""
         self._buffers: dict[str, torch.Tensor] = {}
         options: dict[str, Any] = {}
         if platform.use_cuda():
             options.update(gpu_memory_utilization=cfg.gpu_memory_utilization, enforce_eager=cfg.enforce_eager)
             options.update(enable_sleep_mode=cfg.free_cache_engine)
-            # The one backend that keeps the weights of experts as they are laid out, so that they can be written.
+            # The only backend that does not repack the weights of experts: a weight update writes them in place.
             options.update(moe_backend="triton")
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
-        patch()
-        _give_memory(storage or {})
-        with _groups_as_given(groups):
+        vllm_patches.patch()
+        vllm_patches.use_storage(storage or {})
+        with vllm_patches.tensor_parallel_groups(groups):
             self._llm = vllm.LLM(
                 model_path,
                 config_format="hf",  # not mistral's params.json, which the trainer does not read
                 skip_tokenizer_init=True,
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",
-                load_format=LOAD_FORMAT,
+                load_format=vllm_patches.LOAD_FORMAT,
                 hf_overrides={"tie_word_embeddings": shape.tie_embeddings},
                 dtype=dtype,
                 seed=seed,
@@ -183,24 +104,26 @@ class RolloutEngine:
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
-        """vLLM's own parameters, by the names of reshard's vLLM layout; a reshard writes them in place."""
-        assert WEIGHTS in self.awake, "vLLM's weights are put away"
+        """vLLM's parameters, by the names of reshard's vLLM layout; a reshard writes them in place."""
+        assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         return {name: param.data for name, param in self._model.named_parameters()}
 
     def weights_updated(self) -> None:
-        """Forgets what was computed with earlier weights (the prefix cache). Call after each reshard."""
+        """Discard the prefix cache, which earlier weights have filled. Call after each weight update."""
         self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Gives the device memory of weights and KV cache back. Nothing of either is kept, since an update brings all
-        weights; parameters that were given to vLLM (`storage`) are not its to give back, and stay. GPU only."""
+        """Release the device memory of weights and KV cache. Neither is kept, since a weight update writes all weights.
+        Parameters in `storage` stay: vLLM has not allocated them. GPU only."""
         self._buffers = {name: buffer.cpu().clone() for name, buffer in self._model.named_buffers()}
         self._llm.sleep(level=2)
         self.awake = frozenset()
 
     def wake_up(self, part: str) -> None:
-        """Takes the memory of WEIGHTS again, to be filled by an update, or then of KV_CACHE. GPU only. RuntimeError
-        where vLLM has not brought a buffer back that is no parameter (rotary tables): no update would."""
+        """Allocate the memory of WEIGHTS, which a weight update then fills, or of KV_CACHE. GPU only.
+
+        Raise RuntimeError if vLLM has not restored a buffer that is no parameter (rotary tables): no update writes
+        it."""
         self._llm.wake_up(tags=[part])
         self.awake |= {part}
         if part == WEIGHTS:
@@ -209,10 +132,11 @@ class RolloutEngine:
                     raise RuntimeError(f"vLLM's buffer {name} is not what it was before its sleep")
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
-        """One response per prompt, for all prompts, on every rank. Every rank must call it with the same arguments.
+        """Return one response per prompt, for all prompts, on every rank. Every rank must call it with the same
+        arguments.
 
-        Engine e takes prompts e, e + number of engines, ...; each response depends on its own seed alone, not on
-        who generates it or beside what. Raises where the ranks of one engine have drawn different tokens."""
+        Engine e takes prompts e, e + number of engines, ... A response depends on its prompt and seed, not on its
+        engine or batch. Raise UserError if the ranks of one engine have drawn different tokens."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
         mine = range(self._replica, len(prompts), self._num_replicas)
         requests = [
@@ -247,9 +171,8 @@ class RolloutEngine:
         return result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Frees the engine and vLLM's process groups, so that another engine can be built in this process."""
-        # vLLM would take the whole world down with its own groups; the world is the trainer's.
-        with mock.patch.object(vllm_state, "destroy_distributed_environment", lambda: None):
+        """Free the engine and vLLM's process groups, so that another engine can be built in this process."""
+        with vllm_patches.world_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
@@ -286,7 +209,7 @@ def _to_generation(output: Any) -> Generation:
 
 
 def _check_same_tokens(everyone: Sequence[tuple[int, str, Any]]) -> None:
-    """Every rank holds the same list, so all ranks raise together."""
+    """Raise UserError if ranks of one engine have different digests. All ranks have the same list, so all raise."""
     first: dict[int, int] = {}
     for rank, (replica, digest, _) in enumerate(everyone):
         other = first.setdefault(replica, rank)

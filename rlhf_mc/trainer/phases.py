@@ -17,7 +17,7 @@ from rlhf_mc.data.prompts import prompt_indices
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import PendingScores
-from rlhf_mc.rollout.vllm_engine import Sampling
+from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.setup import Run, layouts_of

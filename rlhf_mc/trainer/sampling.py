@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhf_mc.data.batch import Generation, Prompt
-from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
+from rlhf_mc.rollout.base import RolloutEngine, Sampling
 
 TRAINING = 0
 VALIDATION = 1

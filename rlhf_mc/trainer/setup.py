@@ -33,7 +33,8 @@ from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rollout.vllm_engine import RolloutEngine, check_rollout_layout
+from rlhf_mc.rollout.base import RolloutEngine
+from rlhf_mc.rollout.vllm_engine import VLLMEngine, check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
@@ -276,7 +277,7 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
         share=cfg.reshard.share_weights,
     )
     weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
-    rollout = RolloutEngine(
+    rollout = VLLMEngine(
         cfg.model.path,
         actor.shape,
         cfg.rollout,

@@ -120,8 +120,8 @@ def frozen_scores(checkpoint: str, batch: RaggedBatch) -> dict[str, Any]:
     """Return the scores of a frozen model before offload and after each of two offloads, the error message of scoring
     while it is offloaded, and the number of copies to the host.
     """
-    with mesh_groups(1, 1) as groups, mock.patch.object(SideStream, "leaving", autospec=True) as leaving:
-        leaving.side_effect = lambda *args: contextlib.nullcontext()
+    with mesh_groups(1, 1) as groups, mock.patch.object(SideStream, "to_host", autospec=True) as to_host:
+        to_host.side_effect = lambda *args: contextlib.nullcontext()
         engine = make_engine(checkpoint, "actor", groups, param_offload=True)
         head = log_prob_head(engine.shape.vocab_size, 1.0)
         scores = [score_tokens(engine, batch, head, 48)]
@@ -134,4 +134,4 @@ def frozen_scores(checkpoint: str, batch: RaggedBatch) -> dict[str, Any]:
                 message = str(error)
             engine.offload.onload(("params",))
             scores.append(score_tokens(engine, batch, head, 48))
-    return {"scores": scores, "message": message, "copies": leaving.call_count}
+    return {"scores": scores, "message": message, "copies": to_host.call_count}

@@ -10,24 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from cases import built_run
 from safetensors.torch import load_file
-from vllm.config import ModelConfig
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
-from rlhf_mc.reshard.layout import vllm_layout
-from rlhf_mc.rollout import vllm_engine, vllm_patches
-from rlhf_mc.rollout.vllm_engine import RolloutEngine, Sampling
+from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import logprob_check, loop, phases, step_report
@@ -41,10 +36,10 @@ def built_engine(
     shape: ModelShape | None = None,
     storage: Mapping[str, torch.Tensor] | None = None,
     **cfg: int,
-) -> Iterator[RolloutEngine]:
+) -> Iterator[VLLMEngine]:
     """Build float32 engines over all ranks with the checkpoint's weights. `shape` replaces the checkpoint's shape."""
     groups = [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
-    engine = RolloutEngine(
+    engine = VLLMEngine(
         checkpoint,
         shape or HFReader(checkpoint).shape(),
         RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=64, **cfg),
@@ -79,38 +74,10 @@ def generate(
     return responses
 
 
-def generate_unpatched(checkpoint: str, max_model_len: int, prompts: Sequence[Sequence[int]], budget: int) -> str:
-    """Return the error of vLLM's own `CPUModelRunner.sample_tokens` under chunked prefill."""
-    with built_engine(checkpoint, 1, max_model_len, max_num_batched_tokens=budget) as engine:
-        patched = CPUModelRunner.sample_tokens
-        CPUModelRunner.sample_tokens = GPUModelRunner.sample_tokens
-        try:
-            engine.generate(prompts, list(range(len(prompts))), Sampling(1.0, 8, ()))
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            CPUModelRunner.sample_tokens = patched
-    return "no error"
-
-
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:
     """Build engines for a shape with `changes`, so that the trainer expects another model than vLLM loads."""
     shape = replace(HFReader(checkpoint).shape(), **changes)
     with built_engine(checkpoint, rollout_tp, 64, shape=shape):
-        pass
-
-
-def build_unpatched(checkpoint: str) -> None:
-    """Build an engine without our patches: vLLM decides whether the language-model head is tied."""
-    shape = HFReader(checkpoint).shape()
-    embedding = "model.embed_tokens.weight"
-    storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
-    original = vllm_patches._keep_tie_word_embeddings.__wrapped__
-    with (
-        mock.patch.object(vllm_engine, "patch", lambda: None),
-        mock.patch.object(ModelConfig, "maybe_untie_word_embeddings", original),
-        built_engine(checkpoint, 1, 64, storage=storage),
-    ):
         pass
 
 

@@ -90,14 +90,6 @@ def test_parameters_that_no_weight_update_writes_are_rejected(
         assert message in error[1] and str(checkpoint) in error[1] and "\n" not in error[1]
 
 
-@pytest.mark.parametrize("world", [1])
-def test_vllm_still_needs_the_patch_of_tied_heads(pool: Any, tmp_path: Path, world: int) -> None:
-    source = make_checkpoint(tmp_path / "source")
-    add_head(source, 0.0)
-    ((ok, error),) = pool(world).outcomes(rollout_cases.build_unpatched, checkpoint=str(source))
-    assert not ok and "vLLM alone has lm_head.weight" in error[1], error
-
-
 @pytest.mark.parametrize("world", [2])
 @pytest.mark.parametrize("from_step", [1, 2])
 def test_differing_log_probs_end_the_run_at_first_and_warn_later(

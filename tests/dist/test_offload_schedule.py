@@ -16,7 +16,7 @@ from tiny import make_checkpoint, make_workspace, write_config
 
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.vllm_engine import RolloutEngine
+from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.trainer.offload_schedule import TABLE, OffloadSchedule, row_of
 
 OFFLOAD_ALL = [
@@ -201,7 +201,7 @@ def test_frozen_model_is_copied_to_the_host_once(
     result = pool(world).run(offload_cases.frozen_scores, checkpoint=checkpoints["qwen2"], batch=batch)[0]
     first, *others = result["scores"]
     assert all(torch.equal(first, scores) for scores in others)
-    assert "the params of actor are put away" in result["message"]
+    assert "the params of actor are offloaded" in result["message"]
     assert result["copies"] == 1
 
 
@@ -271,7 +271,7 @@ def test_buffer_lost_in_vllms_sleep_is_detected(kept: bool) -> None:
         if not kept:
             model.get_buffer("cos_sin_cache").zero_()
 
-    engine = RolloutEngine.__new__(RolloutEngine)
+    engine = VLLMEngine.__new__(VLLMEngine)
     runner = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
     executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
     engine._llm = SimpleNamespace(sleep=sleep, wake_up=lambda tags: None, llm_engine=executor)

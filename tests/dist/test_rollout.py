@@ -58,20 +58,6 @@ def test_chunked_prefill_samples_the_same_responses(
             )
 
 
-@pytest.mark.parametrize("world", [1])
-def test_vllm_still_needs_the_patch_of_chunked_prefill(
-    pool: Any, checkpoint: str, prompts: list[list[int]], world: int
-) -> None:
-    (error,) = pool(world).run(
-        rollout_cases.generate_unpatched,
-        checkpoint=checkpoint,
-        max_model_len=MAX_MODEL_LEN,
-        prompts=prompts,
-        budget=CHUNKED[0],
-    )
-    assert "does not use offset" in error
-
-
 ROOT = Path(__file__).parents[2]
 REAL_DATA = Path(os.environ.get("RLHF_MC_DATA", ROOT.parent / "shared/data")) / "gsm8k_train.jsonl"
 SOURCE = "real" if REAL_DATA.is_file() else "generated"

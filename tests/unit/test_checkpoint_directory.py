@@ -215,7 +215,7 @@ def test_every_file_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll with short collectives, so that a disk slower than the collective timeout does not abort the run."""
     polls = []
-    write_bucket = training_tensors._write_bucket
+    write_bucket = training_tensors.write_bucket
 
     def slowly(*args: Any, **kwargs: Any) -> None:
         time.sleep(0.5)
@@ -225,7 +225,7 @@ def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytes
         polls.append(value)
         return [value]
 
-    monkeypatch.setattr(training_tensors, "_write_bucket", slowly)
+    monkeypatch.setattr(training_tensors, "write_bucket", slowly)
     monkeypatch.setattr(training_tensors, "_ASK_SECONDS", 0.05)
     writing = training_tensors.TensorWriter(blocks_over(torch.ones(2, 6)), tmp_path, training_tensors.HostBuffers())
     monkeypatch.setattr(training_tensors, "gather_objects", counted)

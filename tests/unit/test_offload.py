@@ -28,10 +28,10 @@ def test_values_and_views_survive_offload(monkeypatch: pytest.MonkeyPatch) -> No
     wanted = [view.clone() for view in views]
     group = TensorGroup(lambda: views)
     for _ in range(2):
-        group.put_away()
+        group.offload()
         assert group.offloaded_bytes == 25 * 4 + 7 * 4 + 33 * 2
         assert all(view.untyped_storage().nbytes() == 0 for view in views)
-        group.put_away()  # a second offload changes nothing
+        group.offload()  # a second offload changes nothing
         group.onload()
         assert group.offloaded_bytes == 0 and all(map(torch.equal, views, wanted))
         flat += 1.0  # visible through its views, also after the next offload
@@ -45,7 +45,7 @@ def test_offload_copies_before_its_memory_is_reused() -> None:
     group = TensorGroup(lambda: [values])
     for step in range(1, 4):
         values.add_(1.0)  # still running when the copy starts
-        group.put_away()
+        group.offload()
         others = [torch.full((1 << 22,), torch.nan, device=DEVICE) for _ in range(2)]
         group.onload()
         assert torch.equal(values, torch.full_like(values, step))
@@ -55,10 +55,10 @@ def test_offload_copies_before_its_memory_is_reused() -> None:
 def test_group_may_grow_between_offloads() -> None:
     tensors = [numbers(3)]
     group = TensorGroup(lambda: tensors)
-    group.put_away()
+    group.offload()
     group.onload()
     tensors.append(numbers(100))
-    group.put_away()
+    group.offload()
     assert group.offloaded_bytes == 103 * 4
     group.onload()
     assert torch.equal(tensors[0], numbers(3)) and torch.equal(tensors[1], numbers(100))
@@ -68,7 +68,7 @@ def test_values_not_kept_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(offload.platform, "host_bytes", lambda size: pytest.fail("host memory was taken"))
     grads = torch.ones(10, device=DEVICE)
     group = TensorGroup(lambda: [grads], keep_values=False)
-    group.put_away()
+    group.offload()
     assert grads.untyped_storage().nbytes() == 0
     group.onload()
     assert grads.zero_().shape == (10,)
@@ -77,7 +77,7 @@ def test_values_not_kept_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) ->
 def test_storage_not_allocated_by_torch_is_rejected() -> None:
     group = TensorGroup(lambda: [torch.from_numpy(np.zeros(4))])
     with pytest.raises(AssertionError, match="memory that is not its own"):
-        group.put_away()
+        group.offload()
 
 
 def test_optimizer_tensors_exclude_parameter_shards() -> None:
@@ -95,7 +95,7 @@ def test_offloaded_group_cannot_be_used() -> None:
     model.offload_all_but(("params",))
     model.require("params", "grads")
     assert model.offloaded_bytes == 12 and model.differs_from(()) and not model.differs_from(("params", "grads"))
-    with pytest.raises(RuntimeError, match="the optimizer of critic are put away"):
+    with pytest.raises(RuntimeError, match="the optimizer of critic are offloaded"):
         model.require("params", "optimizer")
     model.onload(("optimizer",))
     model.require("optimizer")

@@ -1,0 +1,186 @@
+"""Every patch of Megatron-Core, tested with megatron-core 0.16.1: replaced attributes (EVERYWHERE, ON_CPU), corrections
+of the models that it has built, and its checkpoint writer without processes. Patches of torch for Megatron-Core's sake
+are in torch_patches.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
+from megatron.core.tensor_parallel import random as mcore_random
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from rlhf_mc import platform
+from rlhf_mc.patching import Patch, apply
+from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
+
+TESTED_VERSION = "0.16.1"
+
+_gather = mappings._gather_along_first_dim
+
+
+def _gather_any_sizes(part: Any, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+    """Gather along the first dimension; parts of different sizes by an all-to-all."""
+    if sizes is None or len(set(sizes)) == 1:
+        return _gather(part, group, sizes, use_global_buffer)
+    out = part.new_empty(sum(sizes), *part.shape[1:])
+    to_each = torch.cat([part] * group.size())
+    torch.distributed.all_to_all_single(out, to_each, sizes, [len(part)] * group.size(), group=group)
+    return out
+
+
+def _splits_as_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Convert the split sizes of the token dispatcher to numpy, as the original does after copying them to the host."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(splits := getattr(dispatcher, name), torch.Tensor):
+            setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
+
+
+EVERYWHERE = (
+    Patch(
+        moe_utils,
+        "te_general_gemm",
+        getattr(moe_utils, "te_general_gemm", None),
+        "the router reads the name, which is defined only where Transformer Engine is installed",
+    ),
+)
+ON_CPU = (
+    Patch(
+        mcore_random,
+        "_get_cuda_rng_state",
+        get_rng_state,
+        "it raises without a GPU; the tracker of random states calls it",
+    ),
+    Patch(
+        mcore_random,
+        "_set_cuda_rng_state",
+        set_rng_state,
+        "it queues each call until a GPU is initialised: on a CPU the queue only grows",
+    ),
+    Patch(
+        MoEAlltoAllTokenDispatcher,
+        "cuda_dtoh_stream",
+        torch.device("cpu"),  # anything but None, for which a CUDA stream is created
+        "the token dispatcher creates a CUDA stream",
+    ),
+    Patch(
+        MoEAlltoAllTokenDispatcher,
+        "_maybe_dtoh_and_synchronize",
+        _splits_as_numpy,
+        "the token dispatcher copies its split sizes to the host on a CUDA stream",
+    ),
+    Patch(
+        mappings,
+        "_gather_along_first_dim",
+        _gather_any_sizes,
+        "gloo's all_gather refuses tensors of different sizes: tokens of experts, by tensor-parallel rank",
+    ),
+)
+
+
+@functools.cache
+def _patch() -> None:
+    apply(EVERYWHERE)
+    if not platform.use_cuda():
+        apply(CUDA_CALLS)
+        apply(ON_CPU)
+
+
+@contextlib.contextmanager
+def megatron_calls() -> Iterator[None]:
+    """Patch Megatron-Core, and on a CPU let it create CPU tensors while the body runs.
+
+    Every call into Megatron-Core is inside this context; no call of vLLM is, which must see the real devices."""
+    _patch()
+    with contextlib.nullcontext() if platform.use_cuda() else CudaMeansCpu():
+        yield
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark the parameters that are sharded over tensor-parallel ranks.
+
+    Reason: Megatron-Core marks them only while it initialises weights (perform_initialization). It counts an unmarked
+    parameter once in the gradient norm, as if every rank had the same."""
+    for module in model.modules():
+        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(type(module))
+        if dim is None:
+            continue
+        for name, param in module.named_parameters(recurse=False):
+            if name == "weight" or (name == "bias" and dim == 0):
+                for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                    if hasattr(param, attribute):
+                        delattr(param, attribute)
+                set_tensor_model_parallel_attributes(param, True, dim, 1)
+
+
+def multiply_as_matrices(model: torch.nn.Module) -> None:
+    """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T, hidden].
+
+    Reason: Megatron-Core calls torch.matmul with a 3-D input and a matrix. torch.matmul computes one product of
+    matrices only where the matrix requires a gradient, or where the strides of the input show that its leading
+    dimensions are contiguous. Otherwise it computes T products, for which a CPU copies the matrix T times in bfloat16.
+    A frozen layer after a tensor-parallel embedding is such a case: the embedding returns [T, 1, hidden] as a
+    transposed [1, T, hidden], whose dimension of size 1 has stride T * hidden.
+
+    Transformer Engine's layers are of other classes, flatten their input themselves, and are left alone."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module._forward_impl = _on_matrices(module._forward_impl)
+
+
+def _on_matrices(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def on_matrices(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = forward(input.flatten(0, -2), weight, *args, **kwargs)
+        return out.unflatten(0, (-1, *input.shape[1:-1]))  # sequence parallelism gathers: more tokens than in the input
+
+    return on_matrices
+
+
+def add_random_states() -> None:
+    """Add the random states that sequence parallelism enters; all roles share them.
+
+    Reason: Megatron-Core expects its global initialisation to have added them. Its embedding enters one for dropout,
+    with rate 0 too. Transformer Engine's linear layers enter one as soon as there is any; those of experts have their
+    own. Nothing is drawn from them, so their seeds do not matter."""
+    tracker = mcore_random.get_cuda_rng_tracker()
+    names = (mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, mcore_random.get_expert_parallel_rng_tracker_name())
+    for seed, name in enumerate(names):
+        if name not in tracker.get_states():
+            tracker.add(name, seed)
+
+
+write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
+"""FileSystemWriterAsync.write_preloaded_data without its decorator. Reason: the decorator turns the garbage collector
+off, for the whole process; it is meant for a process of its own, and the caller is a thread."""
+
+
+class PlannedSave(TorchDistSaveShardedStrategy):
+    """dist_checkpointing's strategy up to the plan: `writer` and `plan` after async_save. One file per rank.
+
+    Reason: Megatron-Core writes in processes. It forks them from a process with threads (vLLM's, gloo's), starts a
+    manager process for their results, and all of them outlive a rank that is killed."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1, thread_count=1)
+        # Otherwise created on first use, in a manager process.
+        filesystem_async._results_queue = queue.SimpleQueue()
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        """Keep the plan; the original returns a request that starts the processes."""
+        self.writer = writer
+        self.plan = planned[1]
+        return AsyncRequest(None, (), [])

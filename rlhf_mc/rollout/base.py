@@ -1,0 +1,55 @@
+"""The interface between the loop and a rollout engine. The implementation over vLLM is in vllm_engine.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rlhf_mc.data.batch import Generation
+
+WEIGHTS = "weights"
+"""Part of an engine's device memory that sleep releases, and wake_up takes again."""
+KV_CACHE = "kv_cache"
+"""The other part."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of responses. The distribution is not truncated (no top-k, no top-p)."""
+
+    temperature: float
+    """0: greedy."""
+    max_tokens: int
+    """Maximum length of a response."""
+    stop_token_ids: tuple[int, ...]
+    """A response ends with any of these, the token included."""
+
+
+class RolloutEngine(Protocol):
+    """This rank's part of the engines that generate responses."""
+
+    awake: frozenset[str]
+    """The parts (WEIGHTS, KV_CACHE) that have device memory."""
+
+    @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters, by the names of the engine's layout; a reshard writes them in place."""
+
+    def weights_updated(self) -> None:
+        """Discard what was computed with earlier weights. Call after each weight update."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+        """Return one response per prompt, for all prompts, on every rank. Every rank must call it with the same
+        arguments. A response depends on its prompt, its seed and the weights alone."""
+
+    def sleep(self) -> None:
+        """Release the device memory of WEIGHTS and KV_CACHE; neither is kept."""
+
+    def wake_up(self, part: str) -> None:
+        """Allocate the device memory of WEIGHTS or KV_CACHE again. A weight update must then fill WEIGHTS."""
+
+    def close(self) -> None:
+        """Free the engine and its process groups; those of the trainer stay."""

@@ -1,0 +1,131 @@
+"""Functions of the ranks in test_megatron_patches.py: Megatron-Core and torch with one patch reverted. Each is called
+on every rank with the same arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from freeze_cases import Products
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import random as mcore_random
+from model_cases import make_engine, mesh_groups
+from torch.overrides import TorchFunctionMode
+
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import build, megatron_patches
+from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, megatron_calls
+from rlhf_mc.patching import Patch, replaced
+from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu
+
+PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *EVERYWHERE, *ON_CPU)}
+
+
+def small_batch() -> RaggedBatch:
+    """Return two sequences of random tokens."""
+    return RaggedBatch(
+        tokens=torch.randint(4, 260, (22,), generator=torch.Generator().manual_seed(0)),
+        prompt_lens=torch.tensor([5, 9]),
+        response_lens=torch.tensor([4, 4]),
+        rollout_log_probs=torch.zeros(8),
+        finished=torch.ones(2, dtype=torch.bool),
+    )
+
+
+@contextlib.contextmanager
+def reverted(patch: Patch) -> Iterator[None]:
+    """Apply all patches but this one."""
+    with megatron_calls():
+        pass
+    with replaced(patch.owner, patch.name, patch.original):
+        yield
+
+
+def _step(checkpoint: str, tp: int, pp: int) -> None:
+    with mesh_groups(tp, pp) as groups:
+        model = make_engine(checkpoint, "actor", groups, sequence_parallel=tp > 1)
+        model.make_trainable(OptimConfig(), total_steps=1)
+        model.train_step(small_batch(), [[0], [1]], lambda model, states, micro: (states.float().square().mean(), {}))
+
+
+def step_without(target: str, checkpoint: str, tp: int, pp: int) -> None:
+    """Build a model and take one optimizer step with the patch of `target` reverted."""
+    mcore_random.get_cuda_rng_tracker().reset()
+    # An engine of vLLM, built earlier in this process, has replaced torch.cuda.Stream.
+    with reverted(PATCHES[target]), replaced(torch.cuda, "Stream", torch.cuda.streams.Stream):
+        _step(checkpoint, tp, pp)
+
+
+class DeviceOnly(TorchFunctionMode):
+    """Creates CPU tensors where "cuda" is asked for, as CudaMeansCpu does, but reports their own types."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.type:
+            return func(*args, **(kwargs or {}))
+        return CudaMeansCpu.__torch_function__(self, func, types, args, kwargs)  # type: ignore[arg-type]
+
+
+def step_in_mode(checkpoint: str, mode: str) -> None:
+    """Build a model and take one optimizer step in another mode than CudaMeansCpu."""
+    with replaced(megatron_patches, "CudaMeansCpu", {"none": contextlib.nullcontext, "device only": DeviceOnly}[mode]):
+        _step(checkpoint, 1, 2)
+
+
+def step_without_random_states(checkpoint: str) -> None:
+    """Build a model with sequence parallelism and take one optimizer step without add_random_states."""
+    mcore_random.get_cuda_rng_tracker().reset()
+    with replaced(build, "add_random_states", lambda: None):
+        _step(checkpoint, 2, 1)
+
+
+def gather_different_sizes() -> None:
+    """Call Megatron-Core's own gather with 1 token of rank 0 and 2 of rank 1."""
+    patch = PATCHES[f"{mappings.__name__}._gather_along_first_dim"]
+    with reverted(patch), megatron_calls():
+        patch.original(torch.ones(dist.get_rank() + 1, 4), dist.group.WORLD, [1, 2])
+
+
+def queued_random_states() -> int:
+    """Return the number of calls that Megatron-Core's own _set_cuda_rng_state has queued for a GPU, of one."""
+    patch = PATCHES[f"{mcore_random.__name__}._set_cuda_rng_state"]
+    before = len(torch.cuda._queued_calls)
+    with reverted(patch):
+        patch.original(torch.get_rng_state())
+    count = len(torch.cuda._queued_calls) - before
+    del torch.cuda._queued_calls[before:]
+    return count
+
+
+def unmarked_parameters(checkpoint: str) -> list[str]:
+    """Return the parameters that differ between tensor-parallel ranks and that Megatron-Core alone does not mark."""
+    with mesh_groups(2, 1) as groups, replaced(build, "mark_tensor_parallel", lambda model: None):
+        params = make_engine(checkpoint, "actor", groups).named_parameters()
+    unmarked = []
+    for name, param in params.items():
+        copies: list[Any] = [None, None]
+        dist.all_gather_object(copies, param.detach())
+        if not torch.equal(*copies) and not getattr(param, "tensor_model_parallel", False):
+            unmarked.append(name)
+    return unmarked
+
+
+def batched_products(checkpoint: str) -> int:
+    """Return the number of batched matrix products of a frozen model without multiply_as_matrices."""
+    with mesh_groups(2, 1) as groups, replaced(build, "multiply_as_matrices", lambda model: None):
+        model = make_engine(checkpoint, "actor", groups, dtype="bfloat16")
+        with Products() as products:
+            model.score(small_batch(), [[0], [1]], lambda model, states, micro: states.float().mean((1, 2)))
+    return sum("bmm" in name for name, _ in products.seen)
+
+
+def tie_by_parallel_state(checkpoint: str) -> None:
+    """Call GPTModel's own tie_embeddings_and_output_weights_state_dict on the last of two stages."""
+    with mesh_groups(1, 2) as groups:
+        model: Any = make_engine(checkpoint, "actor", groups).model
+        if groups.is_last_stage:
+            GPTModel.tie_embeddings_and_output_weights_state_dict(model, {"weight": None}, "weight", "embedding")

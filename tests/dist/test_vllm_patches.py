@@ -1,0 +1,128 @@
+"""Every patch of vLLM is still needed: without it vLLM behaves as the patch's reason says. A patch whose test fails
+after an upgrade can be dropped. Chunked prefill with its patch is tested in test_rollout.py, engines over given
+storage in test_layouts.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+import vllm_patch_cases
+from safetensors.torch import load_file, save_file
+from tiny import make_checkpoint
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from rlhf_mc.rollout import vllm_patches
+from rlhf_mc.rollout.experts import fused_moe
+
+TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
+ONEDNN = "vllm._custom_ops._supports_onednn"
+SHARED_MEMORY = (
+    "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name"
+)
+SAMPLE = "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens"
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
+TARGETS = {TIED, ONEDNN, SHARED_MEMORY, SAMPLE, REPACK, f"{EXPERTS}.cpu_fused_moe"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a checkpoint whose config ties the language-model head, and which has a head of its own."""
+    source = make_checkpoint(tmp_path_factory.mktemp("patches") / "model", num_hidden_layers=2)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    return str(source)
+
+
+def test_the_patches_are_of_the_installed_version() -> None:
+    assert vllm.__version__.partition("+")[0] == vllm_patches.TESTED_VERSION
+
+
+def test_every_patch_has_a_test() -> None:
+    assert set(vllm_patch_cases.PATCHES) == TARGETS
+    for patch in vllm_patch_cases.PATCHES.values():
+        assert hasattr(patch.owner, patch.name), f"{patch.target} is gone"
+        assert patch.original is not patch.replacement, patch.target
+
+
+@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize(
+    ("target", "budget", "error"),
+    [
+        (TIED, 8192, "vLLM alone has lm_head.weight"),
+        (ONEDNN, 8192, "has shape (0,) in vLLM"),
+        (SAMPLE, 72, "does not use offset"),
+    ],
+)
+def test_an_engine_fails_without_the_patch(
+    pool: Any, checkpoint: str, world: int, target: str, budget: int, error: str
+) -> None:
+    ((ok, value),) = pool(world).outcomes(
+        vllm_patch_cases.generate_without, target=target, checkpoint=checkpoint, max_num_batched_tokens=budget
+    )
+    assert not ok and error in value[1], value
+
+
+def test_vllm_repacks_the_weights_of_experts_for_its_kernel() -> None:
+    tokens = 5
+    experts = 3
+    hidden = 32
+    ffn = 32
+    generator = torch.Generator().manual_seed(0)
+    w13 = torch.randn(experts, 2 * ffn, hidden, generator=generator)
+    w2 = torch.randn(experts, hidden, ffn, generator=generator)
+    x = torch.randn(tokens, hidden, generator=generator)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]], dtype=torch.int32)
+    weights = torch.full((tokens, 2), 0.5)
+    layer = torch.nn.Module()
+    layer.w13_weight = torch.nn.Parameter(w13.clone(), requires_grad=False)
+    layer.w2_weight = torch.nn.Parameter(w2.clone(), requires_grad=False)
+    kernel = SimpleNamespace(isa="vec", _pad_moe_intermediate=lambda layer: None)
+    vllm_patch_cases.PATCHES[REPACK].original(kernel, layer)
+    assert not torch.equal(layer.w13_weight, w13)
+
+    def result(function: Any, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        function(out, x, w13, w2, None, None, weights, ids, "silu", "vec", False)
+        return out
+
+    own = vllm_patch_cases.PATCHES[f"{EXPERTS}.cpu_fused_moe"].original
+    wanted = result(fused_moe, w13, w2)
+    torch.testing.assert_close(result(own, layer.w13_weight, layer.w2_weight), wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(result(own, w13, w2), wanted, rtol=1e-2, atol=1e-2)
+    assert cpu_moe.CPUUnquantizedExperts.isa == "vec"
+
+
+@pytest.mark.parametrize("world", [2])
+def test_ranks_of_a_node_get_collectives_in_shared_memory(pool: Any, checkpoint: str, world: int) -> None:
+    assert all(pool(world).run(vllm_patch_cases.uses_shared_memory, checkpoint=checkpoint, target=SHARED_MEMORY))
+
+
+@pytest.mark.parametrize("world", [2])
+def test_vllm_groups_consecutive_ranks_and_torch_sorts_them(pool: Any, checkpoint: str, world: int) -> None:
+    for groups, has_queue, sorted_by_torch, order in pool(world).run(
+        vllm_patch_cases.own_groups, checkpoint=checkpoint
+    ):
+        assert groups == [[0, 1]] and has_queue is True
+        assert sorted_by_torch == [0, 1]
+        assert order == [1, 0]
+
+
+@pytest.mark.parametrize("world", [1])
+def test_vllm_destroys_the_world_when_it_shuts_down(pool: Any, checkpoint: str, world: int) -> None:
+    assert pool(world).run(vllm_patch_cases.destroys_the_world, checkpoint=checkpoint) == [1]
+
+
+def test_the_base_class_of_loaders_is_there() -> None:
+    assert {"download_model", "load_weights"} == BaseModelLoader.__abstractmethods__
+
+
+def test_compilation_is_off() -> None:
+    """Libraries that import torch._dynamo earlier have read TORCH_COMPILE_DISABLE by now."""
+    assert torch._dynamo.config.disable
