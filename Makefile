@@ -53,6 +53,7 @@ checks: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_size.py rlhf_mc tools
+	$(BIN)/python tools/check_language.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import forked
@@ -9,6 +10,9 @@ import pytest
 from lanes import pytest_addoption, pytest_runtestloop  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
+
+# A shell starts a background job with SIGINT ignored, and the programs that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

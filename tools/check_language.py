@@ -6,14 +6,15 @@ begin as docs/style.md asks, and where one line assigns several values. Part of 
 from __future__ import annotations
 
 import ast
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".sh", ".toml", ".sbatch")
 SKIPPED = ("tools/check_language.py",)
+OUTPUTS = ("build", "runs")
 
 TERMS: tuple[tuple[str, str], ...] = (
     (
@@ -62,10 +63,14 @@ NOT_VERBS = QUESTIONS | set(
 
 
 def files(roots: list[str]) -> list[Path]:
-    """Return the tracked files under the roots that are checked."""
-    listed = subprocess.run(["git", "ls-files", "--", *roots], check=True, capture_output=True, text=True).stdout
-    paths = [Path(line) for line in listed.splitlines()]
-    return [p for p in paths if p.suffix in SUFFIXES and p.as_posix() not in SKIPPED and p.is_file()]
+    """Return the files to check: the given ones, and those below the given directories (default: the current one)."""
+    found = []
+    for root in map(Path, roots or ["."]):
+        for directory, subdirectories, names in os.walk(root):
+            subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name not in OUTPUTS]
+            found += [Path(directory, name) for name in names]
+        found += [root] if root.is_file() else []
+    return sorted(path for path in found if path.suffix in SUFFIXES and path.as_posix() not in SKIPPED)
 
 
 def private_words(path: Path, text: str) -> Iterator[str]:
