@@ -103,8 +103,10 @@ def describe_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
 
 
 def _is_library(file: PurePath) -> bool:
-    if file.parent.match("rlhf_mc/topology") or file.match("rlhf_mc/platform.py"):
-        return True  # thin wrappers of torch: their caller says more
+    if file.parent.match("rlhf_mc/topology") or file.parent.match("rlhf_mc/runtime"):
+        return True  # wrappers of torch, and the reporting of a phase: their caller says more
+    if file.match("rlhf_mc/platform.py") or file.match("rlhf_mc/observability/metrics.py"):
+        return True
     if "site-packages" in file.parts:
         return "rlhf_mc" not in file.parts
     return file.is_relative_to(_STANDARD_LIBRARY) or file.name.startswith("<")

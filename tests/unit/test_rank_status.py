@@ -43,6 +43,19 @@ def test_stack_gives_the_collective_and_the_source_line() -> None:
         dist.destroy_process_group()
 
 
+def test_a_phase_change_is_reported_at_the_line_of_its_caller() -> None:
+    """The heartbeat of a phase change is sent from within PhaseTimer and rlhf_mc/runtime."""
+    status = RankStatus()
+    names = {"heartbeat_of": heartbeat_of, "status": status, "found": [], "thread": threading.get_ident()}
+    source = "def on_move():\n    found.append(heartbeat_of(status, 0, thread))"
+    exec(compile(source, "rlhf_mc/runtime/heartbeat_thread.py", "exec"), names)
+    status.on_move = names["on_move"]  # type: ignore[assignment]
+    with PhaseTimer(status=status).phase("gen"):
+        pass
+    assert len(names["found"]) == 2  # type: ignore[arg-type]
+    assert all("(test_a_phase_change" in heartbeat.at for heartbeat in names["found"])  # type: ignore[attr-defined]
+
+
 def test_status_counts_the_seconds_since_its_last_change() -> None:
     status = RankStatus()
     status.since = time.monotonic() - 7.0
