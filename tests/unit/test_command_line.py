@@ -59,7 +59,7 @@ def test_print_config_prints_overridden_settings_without_torch() -> None:
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     at = lines.index("    clip_grad: 0.0")
-    assert lines[at - 1] == "    # Largest global gradient norm; 0: no clipping."
+    assert lines[at - 1] == "    # Maximum global gradient norm; 0: no clipping."
     modules = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
     assert "yaml" in modules and "torch" not in modules
 
