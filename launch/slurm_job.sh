@@ -18,8 +18,8 @@
 # attempts wrote no new one. The job exits with 0 only if rank 0 has reported that the run has finished.
 set -uo pipefail
 
-# The trap is set before anything that takes time. A site's preemption may send TERM and not the signal of --signal. srun
-# passes USR1 on to the ranks.
+# The trap is set before anything that takes time. A site's preemption may send TERM and not the signal of --signal.
+# srun passes USR1 on to the ranks.
 stop="" srun_pid=""
 trap 'stop=1; [[ -z "$srun_pid" ]] || kill -USR1 "$srun_pid" 2>/dev/null' USR1 TERM
 
@@ -73,8 +73,8 @@ state() {
     echo "$found"
 }
 
-# Succeed if neither this attempt nor the one before it wrote a new checkpoint. Each attempt that is to be requeued writes
-# the name of its newest checkpoint to a file.
+# Succeed if neither this attempt nor the one before it wrote a new checkpoint. Each attempt that is to be requeued
+# writes the name of its newest checkpoint to a file.
 made_no_progress() {
     local attempt=${SLURM_RESTART_COUNT:-0} job=${LOG_DIR%/*} newest before
     newest=$("$PYTHON" -m launch.progress "$@") || return 1

@@ -26,8 +26,8 @@ fi
 # shellcheck source=launch/env.sh
 source "$launch/env.sh"
 
-# --signals-to-handle: SIGUSR1 would kill torchrun but not its ranks. Handled, it is passed on to the ranks, and torchrun
-# waits 30 s for them, as after SIGTERM.
+# --signals-to-handle: SIGUSR1 would kill torchrun but not its ranks. With this option torchrun passes it on to the
+# ranks and waits 30 s for them, as after SIGTERM.
 # -P: keep this folder's modules from hiding others of the same name.
 exec "$PYTHON" -P "$launch/torchrun_1node.py" --standalone --nproc-per-node "$NPROC" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m rlhf_mc "$@"

@@ -38,7 +38,7 @@ exit codes:
   {0:<3}  the run has finished
   {EXIT_ERROR:<3}  an error
   {EXIT_USER_ERROR:<3}  a mistake in the settings or in a file that they name, reported in one line
-  {EXIT_REQUEUE:<3}  the run was asked to stop and has saved (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes it
+  {EXIT_REQUEUE:<3}  the run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes it
   {EXIT_INTERRUPTED:<3}  the run was interrupted (a second Ctrl-C) and has saved nothing
 
 documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md, docs/reliability.md"""

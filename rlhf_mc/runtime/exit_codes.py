@@ -18,7 +18,7 @@ EXIT_ERROR = 1
 EXIT_USER_ERROR = 2
 """A mistake in what the user gave: a setting, a file, a function."""
 EXIT_REQUEUE = 75
-"""The run was asked to stop and has saved. Started again, it resumes from its checkpoint (EX_TEMPFAIL)."""
+"""The run was asked to stop. Started again, it resumes from its newest checkpoint (EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 """The run was interrupted and has saved nothing (128 + SIGINT)."""
 

@@ -129,7 +129,7 @@ class StopRequests:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
         reason = next((reason for reason in gather_objects(self._reason) if reason), "")
         if reason.startswith(_TIME_IS_UP) and self.steps_done == 0:
-            # Requeued, the job would get no further, each time again.
+            # A requeued job would get no further than this one.
             raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")
         if reason:
             self.request(reason)

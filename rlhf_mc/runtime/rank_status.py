@@ -85,8 +85,8 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 def describe_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     """Return the collective that a stack is in (torch's function; empty if none) and "file:line (function)".
 
-    frames: from the innermost outwards. The line is the innermost one of this project's or the user's code; if there is
-    none, the innermost one of all, torch's distributed functions excepted."""
+    frames: from the innermost outwards. The line is the innermost one of this project's or the user's code, without the
+    project's wrappers (`_is_library`). If there is none, it is the innermost one outside of torch's collectives."""
     collective = ""
     innermost = ""
     for frame, line in frames:

@@ -33,7 +33,7 @@ class Difference:
 
     mean: float
     p99: float
-    """Bound that all but 1 % of the tokens keep, at least one token."""
+    """The 99th percentile: the k-th smallest difference, k = 0.99 x the number of tokens, rounded down, at least 1."""
     max: float
 
     @classmethod

@@ -1,5 +1,5 @@
-"""The phases of a run: each function runs on every rank, within its row of the offload schedule, and is timed under its
-name. A phase takes the step's batch and returns it with more fields. Their order is in loop.py.
+"""The phases of a run. Every rank calls each function. A phase runs with its row of the offload schedule and is timed
+under the row's name. The phases that compute on the step's batch return it with more fields. Their order is in loop.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The state of a step while its phases run, and what is logged and said of it. docs/metrics.md lists the keys."""
+"""The state of a step while its phases run, the metrics of the step, and the console lines of a run. docs/metrics.md
+lists the metrics.
+"""
 
 from __future__ import annotations
 
@@ -105,8 +107,8 @@ def log(sinks: Sink, state: StepState) -> None:
 
 
 def headlines(run: Run) -> list[str]:
-    """Return the lines that are said when a run begins: its size, and the layouts, one line for all models of the same
-    layout."""
+    """Return the console lines for the start of a run: its size, and one line for each layout with the models that have
+    it."""
     world = run.groups.mesh.world
     rollout_tp = run.config.rollout.tensor_model_parallel_size
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"

@@ -1,4 +1,4 @@
-"""The decision of what is due after which step: validation, export, checkpoint, the end of the run."""
+"""The steps after which validation, export and checkpoint are due, and the end of the run."""
 
 from __future__ import annotations
 
