@@ -44,7 +44,7 @@ def test_stack_gives_the_collective_and_the_source_line() -> None:
 
 
 def test_a_phase_change_is_reported_at_the_line_of_its_caller() -> None:
-    """The heartbeat of a phase change is sent from within PhaseTimer and rlhf_mc/runtime."""
+    # The heartbeat of a phase change is sent from within PhaseTimer and rlhf_mc/runtime.
     status = RankStatus()
     names = {"heartbeat_of": heartbeat_of, "status": status, "found": [], "thread": threading.get_ident()}
     source = "def on_move():\n    found.append(heartbeat_of(status, 0, thread))"
