@@ -47,7 +47,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         for receiver in wait(list(processes)):
             try:
                 data = receiver.recv()
-            except EOFError:
+            except (EOFError, OSError):  # OSError: the process has ended within a message
                 processes.pop(receiver).join()
                 continue
             if isinstance(data, str):
@@ -92,8 +92,10 @@ def _lane(session: pytest.Session, groups: list[list[pytest.Item]], taken: Any, 
     except BaseException as error:  # Ctrl-C, pytest.exit, an error of a plugin
         sender.send(f"{type(error).__name__}: {error}")
     finally:
-        session._setupstate.teardown_exact(None)  # where the last test has not done it
-        os._exit(0)
+        try:
+            session._setupstate.teardown_exact(None)  # where the last test has not done it
+        finally:
+            os._exit(0)  # an exit by sys.exit would wait for the processes that tests have left
 
 
 def _items(groups: list[list[pytest.Item]], taken: Any) -> Iterator[pytest.Item]:
