@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 
-# Beside the program's own imports, those that vLLM makes only where it builds an engine.
+# The program first: it sets what vLLM reads when it is imported.
+import rlhf_mc.checkpoint.convert
+import rlhf_mc.trainer.loop  # noqa: F401
+
+# isort: split
+# Imports that vLLM makes only when it builds an engine.
 import compressed_tensors  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import vllm.entrypoints.llm  # noqa: F401
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
-
-import rlhf_mc.checkpoint.convert
-import rlhf_mc.trainer.loop  # noqa: F401
 
 # vLLM searches all modules for its kernels in each engine. One search finds them all.
 CpuPlatform.register_triton_kernel_overrides()
