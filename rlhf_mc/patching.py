@@ -20,7 +20,7 @@ class Patch:
     owner: Any
     """Module or class."""
     name: str
-    """Of the attribute."""
+    """Name of the attribute."""
     replacement: Any
     reason: str
     """The behaviour of the original that the program cannot use. A test fails when the original no longer has it."""

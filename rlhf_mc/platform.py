@@ -1,6 +1,4 @@
-"""The only file that distinguishes CUDA from CPU: device, communication backend, streams, synchronisation, memory.
-Nothing about models or the loop is here.
-"""
+"""CUDA or CPU: device, communication backend, streams, synchronisation and memory of this process."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(new_state)
 
 
-_RAISES = "Megatron-Core calls it unconditionally, and it raises without a GPU: "
+_RAISES = "it raises without a GPU, and Megatron-Core calls it unconditionally, "
 CUDA_CALLS = (
-    Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), _RAISES + "the device of new tensors"),
+    Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), _RAISES + "for the device of new tensors"),
     Patch(torch.cuda, "synchronize", _nothing, _RAISES + "after P2P messages"),
-    Patch(torch.cuda, "get_rng_state", get_rng_state, _RAISES + "the tracker of random states"),
-    Patch(torch.Tensor, "cuda", _self, _RAISES + "tied embeddings of several stages"),
+    Patch(torch.cuda, "get_rng_state", get_rng_state, _RAISES + "in its tracker of random states"),
+    Patch(torch.Tensor, "cuda", _self, _RAISES + "for tied embeddings of several stages"),
 )
 """The CUDA calls of Megatron-Core, with their meaning on a CPU."""
 

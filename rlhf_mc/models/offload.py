@@ -28,7 +28,7 @@ class HostMemory:
         self._blocks: list[torch.Tensor] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate up to `num_bytes` bytes in all."""
+        """Allocate what is missing to `num_bytes` bytes in all."""
         missing = num_bytes - sum(map(len, self._blocks))
         while missing > 0:
             self._blocks.append(platform.host_bytes(min(HOST_BLOCK, missing)))

@@ -45,7 +45,7 @@ def _first_difference(
 ) -> str | None:
     for name, view in aliased_views(plan, source).items():
         if target[name].data_ptr() != view.data_ptr():
-            return f"{name} on rank {plan.rank} does not alias its source, as the plan has it"
+            return f"{name} on rank {plan.rank} does not alias its source, but the plan says that it does"
     found = [(t, checksum(source_blocks(t, source, target)), checksum(destination(t, target))) for t in plan.copies]
     if group is not None:
         received = [t for _, receives in plan.buckets for t in receives]

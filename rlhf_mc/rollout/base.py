@@ -11,9 +11,9 @@ import torch
 from rlhf_mc.data.batch import Generation
 
 WEIGHTS = "weights"
-"""Part of an engine's device memory that sleep releases, and wake_up takes again."""
+"""The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it again."""
 KV_CACHE = "kv_cache"
-"""The other part."""
+"""The KV cache, the other such part."""
 
 
 @dataclass(frozen=True)

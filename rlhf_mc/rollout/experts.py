@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": functools.partial(gelu, approximate="tanh"),
 }
-"""By vLLM's names of them."""
+"""Activation functions, by vLLM's names."""
 
 
 def fused_moe(
