@@ -88,7 +88,7 @@ def _marker_folder(cfg: Config) -> Path:
 
 
 def _write(file: Path) -> str:
-    """Write a marker file. Return whether that worked, as a fact."""
+    """Write a marker file. Return the fact whether the directory is writable."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")

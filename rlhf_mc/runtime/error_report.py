@@ -82,8 +82,8 @@ def wait_for_reports() -> None:
 def _is_first_to_report(key: str, of_this_node: bool) -> bool:
     """Return whether no other rank has reported the key.
 
-    If the ranks are not connected and there is no torchrun agent to ask, rank 0 counts as the first: all ranks have the
-    same error. For an error of this node the node's first rank does."""
+    If the ranks are not connected and there is no torchrun agent to ask, rank 0 counts as the first, since all ranks
+    have the same error. If the error is about this node, the node's first rank counts as the first too."""
     if "torch" in sys.modules and (first := _is_first_in_store(key)) is not None:
         return first
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -75,8 +75,8 @@ def exit_now(code: int) -> NoReturn:
 def write_exit_code(code: int) -> None:
     """Write the exit code to the file that RLHF_MC_EXIT_CODE_FILE names, on rank 0, if the launcher has set it.
 
-    torchrun and srun end with exit codes of their own. Call it before the ranks part: a rank that ends first may have
-    rank 0 killed."""
+    torchrun and srun have exit codes of their own. Call it while all ranks still run: when another rank ends first,
+    rank 0 may be killed."""
     path = os.environ.get("RLHF_MC_EXIT_CODE_FILE")
     if path and os.environ.get("RANK", "0") == "0":
         with open(path, "w", encoding="utf-8") as file:

@@ -80,7 +80,7 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
 
 
 def collect_rewards(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores | None) -> RaggedBatch:
-    """Fill in each response's score: wait for the reward workers, or run the reward model."""
+    """Return the batch with each response's score, from the reward workers or the reward model."""
     if pending is None:
         return score_by_reward_model(run, state, batch)
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
@@ -90,7 +90,7 @@ def collect_rewards(run: Run, state: StepState, batch: RaggedBatch, pending: Pen
 
 
 def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Fill in the reward model's score of each response. Raise UserError if a score is not finite."""
+    """Return the batch with the reward model's scores. Raise UserError if a score is not finite."""
     assert run.reward_model is not None
     with run.offload_schedule.phase(state.timer, "reward_model"):
         scores = scoring.score_sequences(run.reward_model, batch, run.limits["reward_model"], state.packing)
