@@ -103,9 +103,11 @@ def describe_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
 
 
 def _is_library(file: PurePath) -> bool:
+    # Wrappers of torch, and the reporting of a phase: their caller says more.
     if file.parent.match("rlhf_mc/topology") or file.parent.match("rlhf_mc/runtime"):
-        return True  # wrappers of torch, and the reporting of a phase: their caller says more
-    if file.match("rlhf_mc/platform.py") or file.match("rlhf_mc/observability/metrics.py"):
+        return True
+    wrappers = ("rlhf_mc/platform.py", "rlhf_mc/torch_patches.py", "rlhf_mc/observability/metrics.py")
+    if any(file.match(wrapper) for wrapper in wrappers):
         return True
     if "site-packages" in file.parts:
         return "rlhf_mc" not in file.parts

@@ -1,86 +1,11 @@
-"""Worker processes for tests on several ranks: started once per world size, connected by gloo, each running the same
-function of a test module with the same arguments."""
+"""The ranks that all tests of this folder share."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import forked
 import pytest
-
-TIMEOUT_SECONDS = 300
-
-
-def _worker(variables: dict[str, str], pipe: Any) -> None:
-    assert "preloaded" in sys.modules
-    os.environ.update(variables)
-    import warnings
-
-    import torch
-
-    from rlhf_mc.topology.rendezvous import init_process_group
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    init_process_group(TIMEOUT_SECONDS)
-    while True:
-        task = pipe.recv()
-        if task is None:
-            return
-        module, function, kwargs = task
-        try:
-            pipe.send((True, getattr(importlib.import_module(module), function)(**kwargs)))
-        except BaseException as error:  # the test decides what a failure means
-            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
-
-
-class Workers:
-    """`world` ranks that run a function together."""
-
-    def __init__(self, world: int) -> None:
-        self.world = world
-        context = forked.context()
-        self._pipes = []
-        self._processes = []
-        for variables in forked.rank_variables(world):
-            mine, theirs = context.Pipe()
-            # Not daemons: the checkpoint writer starts processes of its own.
-            process = context.Process(target=_worker, args=(variables, theirs))
-            process.start()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def outcomes(self, function: Callable[..., Any], **kwargs: Any) -> list[tuple[bool, Any]]:
-        """Return for each rank (True, result) or (False, (exception's name, its message, stack))."""
-        for pipe in self._pipes:
-            pipe.send((function.__module__, function.__name__, kwargs))
-        out = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_SECONDS):
-                pytest.exit(f"rank {rank} of {self.world} has not answered: {function.__name__}({kwargs})", 3)
-            out.append(pipe.recv())
-        return out
-
-    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Return each rank's result. Fail the test with the stack of the first rank that raised."""
-        outcomes = self.outcomes(function, **kwargs)
-        for rank, (ok, value) in enumerate(outcomes):
-            if not ok:
-                pytest.fail(f"rank {rank}: {value[2]}")
-        return [value for _, value in outcomes]
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+from workers import Workers
 
 
 @pytest.fixture(scope="session")
