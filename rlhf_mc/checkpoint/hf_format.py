@@ -279,17 +279,17 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
     wanted = layout.without(skip)  # single tensors, as in the files
 
     def read() -> None:
-        slices = reader.slices({piece.tensor: None for piece in wanted.shards})
+        slices = reader.slices({shard.tensor: None for shard in wanted.shards})
         source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
         plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
         with reader.reading():
             execute(plan.for_rank(0), slices, params, Local())
 
     on_every_rank(read)
-    filled = {piece.local for piece in wanted.shards}
+    filled = {shard.local for shard in wanted.shards}
 
     def describe(local: str, count: int) -> str:
-        of_param = {piece.tensor: None for piece in wanted.shards if piece.local == local}
+        of_param = {shard.tensor: None for shard in wanted.shards if shard.local == local}
         for name in of_param:
             if in_file := reader.num_not_finite(name):
                 return f"{reader.file_of(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"

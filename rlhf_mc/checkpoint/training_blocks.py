@@ -47,25 +47,25 @@ def blocks_of(model: TrainedModel) -> list[Block]:
     parts = model.engine.optimizer_parts()
     spread = gather_objects({part.local: part.ranks for part in parts})
     shapes = logical_shapes(model.engine.shape)
-    pieces: dict[str, list[Shard]] = {}
-    for piece in model.layouts[rank].shards:
-        pieces.setdefault(piece.local, []).append(piece)
+    shards: dict[str, list[Shard]] = {}
+    for shard in model.layouts[rank].shards:
+        shards.setdefault(shard.local, []).append(shard)
     writers = _Writers(model.layouts, spread)
     out = []
     for local, param in model.engine.params.items():
-        for piece in pieces[local]:
-            key = f"{model.engine.name}.weight.{piece.tensor}"
-            is_mine = writers.of_weight(piece) == rank
-            out.append(Block(key, shapes[piece.tensor], piece.box, param[_slices(piece)], is_mine))
+        for shard in shards[local]:
+            key = f"{model.engine.name}.weight.{shard.tensor}"
+            is_mine = writers.of_weight(shard) == rank
+            out.append(Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_mine))
     for part in parts:
         local_shape = tuple(model.engine.params[part.local].shape)
-        for piece in pieces[part.local]:
-            is_mine = writers.of_state(piece) == part.ranks
-            for box, run in _runs(piece, local_shape, part.start, part.end):
+        for shard in shards[part.local]:
+            is_mine = writers.of_state(shard) == part.ranks
+            for box, run in _runs(shard, local_shape, part.start, part.end):
                 size = tuple(end - start for start, end in box)
                 for name, flat in part.state.items():
-                    key = f"{model.engine.name}.{name}.{piece.tensor}"
-                    out.append(Block(key, shapes[piece.tensor], box, flat[run].view(size), is_mine))
+                    key = f"{model.engine.name}.{name}.{shard.tensor}"
+                    out.append(Block(key, shapes[shard.tensor], box, flat[run].view(size), is_mine))
     return out
 
 
@@ -77,52 +77,52 @@ class _Writers:
         self._holders: dict[tuple[str, Box], list[int]] = {}
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):
-            for piece in layout.shards:
-                at = (piece.tensor, piece.box)
+            for shard in layout.shards:
+                at = (shard.tensor, shard.box)
                 self._holders.setdefault(at, []).append(rank)
-                if piece.local in spread[rank]:
-                    self._state.setdefault(at, set()).add(spread[rank][piece.local])
+                if shard.local in spread[rank]:
+                    self._state.setdefault(at, set()).add(spread[rank][shard.local])
 
-    def of_weight(self, piece: Shard) -> int:
+    def of_weight(self, shard: Shard) -> int:
         """Return the rank that writes a block of a weight. Replicas share the work."""
-        holders = self._holders[piece.tensor, piece.box]
-        return holders[zlib.crc32(f"{piece.tensor}{piece.box}".encode()) % len(holders)]
+        holders = self._holders[shard.tensor, shard.box]
+        return holders[zlib.crc32(f"{shard.tensor}{shard.box}".encode()) % len(holders)]
 
-    def of_state(self, piece: Shard) -> tuple[int, ...]:
+    def of_state(self, shard: Shard) -> tuple[int, ...]:
         """Return the ranks that together write the optimizer state of a block. Other ranks may hold the same state: of
         a norm on all tensor-parallel ranks, or of a tied embedding on both ends of a pipeline."""
-        return min(self._state[piece.tensor, piece.box])
+        return min(self._state[shard.tensor, shard.box])
 
 
-def _slices(piece: Shard) -> tuple[slice, ...]:
-    return tuple(slice(at, at + end - start) for at, (start, end) in zip(piece.offset, piece.box, strict=True))
+def _slices(shard: Shard) -> tuple[slice, ...]:
+    return tuple(slice(at, at + end - start) for at, (start, end) in zip(shard.offset, shard.box, strict=True))
 
 
-def _runs(piece: Shard, local_shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, slice]]:
-    """Yield the part of elements [start, end) of a flattened local parameter that belongs to the piece, as boxes of the
+def _runs(shard: Shard, local_shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, slice]]:
+    """Yield the part of elements [start, end) of a flattened local parameter that belongs to the shard, as boxes of the
     logical tensor. For a matrix these are the end of a row, full rows, and the beginning of a row. Each comes with the
     slice of its elements, relative to `start`."""
     width = local_shape[1] if len(local_shape) == 2 else 1
-    rows = piece.box[0]
-    assert len(local_shape) == 1 or (piece.offset[1] == 0 and piece.box[1][1] - piece.box[1][0] == width), piece
-    first = piece.offset[0] * width
+    rows = shard.box[0]
+    assert len(local_shape) == 1 or (shard.offset[1] == 0 and shard.box[1][1] - shard.box[1][0] == width), shard
+    first = shard.offset[0] * width
     low = max(start, first)
     high = min(end, first + (rows[1] - rows[0]) * width)
     for begin, finish in _split_at_rows(low, high, width):
         run = slice(begin - start, finish - start)
-        row = rows[0] + begin // width - piece.offset[0]
+        row = rows[0] + begin // width - shard.offset[0]
         if len(local_shape) == 1:
             yield ((row, row + finish - begin),), run
         elif begin % width or finish - begin < width:
-            column = piece.box[1][0] + begin % width
+            column = shard.box[1][0] + begin % width
             yield ((row, row + 1), (column, column + finish - begin)), run
         else:
-            yield ((row, row + (finish - begin) // width), piece.box[1]), run
+            yield ((row, row + (finish - begin) // width), shard.box[1]), run
 
 
 def _split_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
     """Yield [low, high) as at most three ranges: up to the beginning of the next row, full rows, the rest. Yield none
-    if it is empty, as for a piece before or beyond the elements of the rank."""
+    if it is empty, as for a shard before or beyond the elements of the rank."""
     if low >= high:
         return
     cuts = sorted({low, min(high, -(-low // width) * width), max(low, high // width * width), high})

@@ -29,8 +29,8 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
             raise UserError(f"{key}: {pattern!r} matches no tensor of the model; the nearest name is {nearest!r}")
         frozen.update(matched)
     together: dict[str, set[str]] = defaultdict(set)
-    for piece in mcore_layout(shape, 0, 1, range(shape.num_layers), first=True, last=True).shards:
-        together[piece.local].add(piece.tensor)
+    for shard in mcore_layout(shape, 0, 1, range(shape.num_layers), first=True, last=True).shards:
+        together[shard.local].add(shard.tensor)
     for tensors in together.values():
         if tensors & frozen and tensors - frozen:
             raise UserError(
@@ -44,7 +44,7 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
     """Return the names of a rank's parameters that hold these tensors."""
-    return frozenset(piece.local for piece in layout.shards if piece.tensor in tensors)
+    return frozenset(shard.local for shard in layout.shards if shard.tensor in tensors)
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:

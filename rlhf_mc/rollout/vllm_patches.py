@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 
-# vLLM reads these when it is imported.
+# vLLM reads these when it is imported, or later.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # has no effect where transformers has been imported before
 
 from rlhf_mc import platform, torch_patches
 
