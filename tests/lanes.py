@@ -48,6 +48,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             try:
                 data = receiver.recv()
             except (EOFError, OSError):  # OSError: the process has ended within a message
+                data = None
+            if data is None:
                 processes.pop(receiver).join()
                 continue
             if isinstance(data, str):
@@ -94,6 +96,7 @@ def _lane(session: pytest.Session, groups: list[list[pytest.Item]], taken: Any, 
     finally:
         try:
             session._setupstate.teardown_exact(None)  # where the last test has not done it
+            sender.send(None)  # a process that a test has forked may hold the pipe open
         finally:
             os._exit(0)  # an exit by sys.exit would wait for the processes that tests have left
 
