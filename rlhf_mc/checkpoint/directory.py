@@ -31,6 +31,8 @@ FORMAT = 1
 _NAME = re.compile(r"global_step_(\d+)")
 QUARANTINED = ".quarantined"
 """Suffix of a quarantined directory's name, followed by a number."""
+OLD_QUARANTINED = ".aside"
+"""The suffix that earlier versions wrote."""
 _BLOCK_BYTES = 1 << 20
 _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
@@ -74,7 +76,7 @@ def steps_with_checkpoint(root: Path) -> list[int]:
 
 
 def ignored(root: Path) -> list[str]:
-    """Return one line for each directory that is named like a checkpoint, but is none, or is one of another step."""
+    """Return one line for each directory that has a checkpoint's name, but no checkpoint of that step."""
     reasons = ((path, _why_ignored(path, step)) for path, step in sorted(_named(root)))
     return [f"{path} {reason}; it is ignored" for path, reason in reasons if reason]
 
@@ -246,7 +248,7 @@ def retry_once(read: Callable[[], T]) -> T:
 
 
 def _other_format(path: Path) -> str:
-    """Return words on the setting for the format of the directory, if it is a checkpoint of another one."""
+    """Return a hint to the right setting if the directory is a checkpoint of another format, else an empty string."""
     if (path / "metadata.json").is_file():
         return "; Megatron checkpoints of weights alone are given as model.dist_checkpointing_path"
     if (path / "config.json").is_file():

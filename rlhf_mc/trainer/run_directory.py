@@ -7,6 +7,7 @@ One rank alone calls these functions, with the directory locked.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -136,8 +137,8 @@ def drop_later(root: Path, step: int) -> list[str]:
 def _outputs(root: Path) -> Iterator[Path]:
     for pattern in _OUTPUTS:
         yield from sorted(root.glob(pattern))
-    for name in (HF, EXPORT):
-        yield from sorted(root.glob(f"{name}{directory.QUARANTINED}*"))
+    for name, suffix in itertools.product((HF, EXPORT), (directory.QUARANTINED, directory.OLD_QUARANTINED)):
+        yield from sorted(root.glob(f"{name}{suffix}*"))
 
 
 def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:

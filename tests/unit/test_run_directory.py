@@ -62,6 +62,14 @@ def test_files_of_an_earlier_run_are_moved_away(tmp_path: Path) -> None:
     assert run_directory.owner(tmp_path) == "second" and run_directory.owner(moved) == "first"
 
 
+def test_exports_that_an_earlier_version_quarantined_are_moved_away_too(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "hf").rename(tmp_path / "hf.aside1")
+    moved = run_directory.move_away(tmp_path, [])
+    assert moved is not None
+    assert "hf.aside1" in names(moved) and "hf.aside1" not in names(tmp_path)
+
+
 def test_without_an_earlier_run_nothing_is_moved(tmp_path: Path) -> None:
     for name in INPUTS:
         (tmp_path / name).write_text(name)
