@@ -47,8 +47,8 @@ TERMS: tuple[tuple[str, str], ...] = (
     (r"in silence|without a word|for ever\b|mend(s|ed|ing)?\b|befell", "silently, forever, fix, happen"),
 )
 """Pattern (case-insensitive, at a word's start) -> the standard terms to use instead."""
-STORED_NAMES = ("skipped_in_a_row",)
-"""Names in files of earlier versions, which are read under these names. They are not checked."""
+STORED_NAMES = ("skipped_in_a_row", "max_skipped_updates_in_a_row")
+"""Names in checkpoints and config files of earlier versions, which must be recognised. They are not checked."""
 
 QUESTIONS = frozenset(("what", "who", "whom", "whose", "where", "whether", "how", "why"))
 """Words that no docstring begins with, of a module, a class, an attribute or a function."""

@@ -1,4 +1,4 @@
-"""Messages for keys that schema.py does not have: the replacement of verl's keys, or the most similar known key."""
+"""Messages for keys that schema.py does not have: the replacement of a verl or renamed key, or the most similar key."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ _INSTEAD = {
     "data.truncation": "an overlong prompt is an error, or dropped: data.filter_overlong_prompts",
     "data.val_batch_size": "all validation prompts are generated at once: leave it out",
     "data.tokenizer": "use model.tokenizer_path",
+    "trainer.max_skipped_updates_in_a_row": "it is now trainer.max_consecutive_skipped_updates",
     "model.use_remove_padding": "sequences are always packed: leave it out",
     "model.enable_gradient_checkpointing": "use actor.megatron.recompute_granularity",
 }
-"""Replacements of verl's keys, or the reason why none is needed. The keys are without actor_rollout_ref."""
+"""Replacements of verl's keys and of renamed ones, or the reason why none is needed. The keys are without
+actor_rollout_ref."""
 
 _LAST_NAMES = {
     "context_parallel_size": "context parallelism is not supported: attention takes whole sequences. For long ones use "

@@ -38,12 +38,13 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
     [
         ("critic.use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
         ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
+        ("trainer.max_skipped_updates_in_a_row", "it is now trainer.max_consecutive_skipped_updates"),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
         ("actor.megatron.context_parallel_size", "context parallelism is not supported"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
     ],
 )
-def test_unknown_key_of_verl_names_the_replacement(config_file: Path, key: str, words: str) -> None:
+def test_unknown_key_of_verl_or_an_earlier_version_names_the_replacement(config_file: Path, key: str, words: str) -> None:
     message = error_of(config_file, f"{key}=2")
     assert f"unknown key {key!r}; " in message and words in message and "\n" not in message
 
