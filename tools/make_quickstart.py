@@ -294,7 +294,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits:
         sloppy = sloppy or careful_done
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- main
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 
 class NodeError(UserError):
-    """A UserError about a file on this node. Other nodes may read the file, so each node reports its own error."""
+    """A UserError about a file on this node. Other nodes may have the file, so each node reports its own error."""
 
 
 class JoinError(Exception):

@@ -218,7 +218,7 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:
-    """Raise UserError, naming the role and its layout, if its model cannot be sharded so."""
+    """Raise UserError, naming the role and its layout, if the layout cannot shard the role's model."""
     megatron = layouts(cfg)[role]
     try:
         check_layout(shape, megatron, role)

@@ -44,7 +44,7 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
         ("actor_rollout_ref.actor.megatron.context_parallel_size", "tensor_model_parallel_size with sequence_parallel"),
     ],
 )
-def test_unknown_key_of_verl_or_an_earlier_version_names_the_replacement(config_file: Path, key: str, words: str) -> None:
+def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: str) -> None:
     message = error_of(config_file, f"{key}=2")
     assert f"unknown key {key!r}; " in message and words in message and "\n" not in message
 
