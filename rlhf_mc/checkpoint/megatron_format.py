@@ -141,18 +141,18 @@ def _stored_tensors(directory: str | Path) -> dict[str, Any]:
 def _check_same_model(
     state: dict[str, Any], stored: dict[str, Any], directory: str | Path, skip_prefixes: tuple[str, ...]
 ) -> None:
-    """Raise UserError unless names and global shapes are the model's. dist_checkpointing's own message has many lines
-    and does not mention excess tensors. Every rank must call it."""
+    """Raise UserError on every rank unless names and global shapes are the model's. dist_checkpointing's own message
+    has many lines and does not mention excess tensors. Every rank must call it."""
     mine = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     # A pipeline stage has only some of the names.
     wanted = set().union(*gather_objects(set(mine)))
-    for key in sorted(wanted - stored.keys()):
-        raise UserError(f"{directory}: holds no tensor {key}; it is a checkpoint of another architecture")
-    for key in sorted(stored.keys() - wanted):
-        if not key.removeprefix("model.").startswith(skip_prefixes):
-            raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
 
-    def check_shapes() -> None:
+    def check() -> None:
+        for key in sorted(wanted - stored.keys()):
+            raise UserError(f"{directory}: holds no tensor {key}; it is a checkpoint of another architecture")
+        for key in sorted(stored.keys() - wanted):
+            if not key.removeprefix("model.").startswith(skip_prefixes):
+                raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
         for key, value in mine.items():
             if isinstance(value, ShardedTensorFactory):
                 continue  # linear_fc1, whose size is checked by linear_fc2
@@ -163,4 +163,4 @@ def _check_same_model(
                     "it is a checkpoint of another architecture"
                 )
 
-    on_every_rank(check_shapes)
+    on_every_rank(check)
