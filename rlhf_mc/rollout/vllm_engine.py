@@ -109,8 +109,10 @@ class VLLMEngine:
         return {name: param.data for name, param in self._model.named_parameters()}
 
     def weights_updated(self) -> None:
-        """Discard the prefix cache, which earlier weights have filled. Call after each weight update."""
-        self._llm.reset_prefix_cache()
+        """Discard the prefix cache, which earlier weights have filled. Call after each weight update. Raise
+        RuntimeError if vLLM keeps it: responses would be computed from old keys and values."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of the KV cache")
 
     def sleep(self) -> None:
         """Release the device memory of weights and KV cache. Neither is kept, since a weight update writes all weights.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import vllm
 from cases import built_run
 from safetensors.torch import load_file
 
@@ -72,6 +73,27 @@ def generate(
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
             responses.append(engine.generate(prompts, seeds, Sampling(temperature, 8, ())))
     return responses
+
+
+def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequence[int]) -> str:
+    """Report new weights while a request is unfinished, and after its end. Return the first call's error."""
+    with built_engine(checkpoint, 1, max_model_len) as engine:
+        requests = engine._llm.llm_engine
+        requests.add_request(
+            "unfinished",
+            vllm.TokensPrompt(prompt_token_ids=list(prompt)),
+            vllm.SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False),
+        )
+        requests.step()
+        try:
+            engine.weights_updated()
+            message = ""
+        except RuntimeError as error:
+            message = str(error)
+        while requests.has_unfinished_requests():
+            requests.step()
+        engine.weights_updated()
+        return message
 
 
 def build_with(checkpoint: str, rollout_tp: int, **changes: Any) -> None:

@@ -36,6 +36,16 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(4, 260) for _ in range(rng.randrange(3, MAX_MODEL_LEN - 8))] for _ in range(24)]
 
 
+def test_update_fails_if_the_prefix_cache_is_kept(pool: Any, checkpoint: str, prompts: list[list[int]]) -> None:
+    (message,) = pool(1).run(
+        rollout_cases.update_during_a_request,
+        checkpoint=checkpoint,
+        max_model_len=MAX_MODEL_LEN,
+        prompt=prompts[0],
+    )
+    assert "did not reset its prefix cache" in message
+
+
 @pytest.mark.parametrize(("world", "rollout_tp"), [(1, 1), (2, 2)])
 def test_chunked_prefill_samples_the_same_responses(
     pool: Any, checkpoint: str, prompts: list[list[int]], world: int, rollout_tp: int

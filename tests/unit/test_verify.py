@@ -36,6 +36,14 @@ def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int, monkeypat
     assert not torch.equal(checksum([torch.zeros_like(blocks)]), wanted)
 
 
+def test_checksum_uses_operations_that_exist_for_int64_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.dot and torch.matmul have no CUDA kernels for integers, so a GPU's first weight update would fail."""
+    blocks = torch.arange(1, 9, dtype=torch.int64).reshape(1, 2, 4)
+    for name in ("dot", "vdot", "inner", "matmul", "mm", "mv"):
+        monkeypatch.setattr(torch, name, None)
+    assert checksum([blocks]).tolist() == [36, sum(n * n for n in range(1, 9))]
+
+
 def test_stacked_experts_are_filled_and_verified() -> None:
     """Use offsets that begin with a fixed index, in the target and in the source."""
     tensors = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
