@@ -10,6 +10,7 @@ directory. pytest collects nothing here: tests/system tests the same properties 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import collections
 import json
 import os
@@ -117,7 +118,8 @@ class Attempt:
     def signal(self, number: int, ranks: Sequence[int] = range(WORLD)) -> None:
         for rank in ranks:
             if self.ranks[rank].is_alive():
-                os.kill(self.ranks[rank].pid or 0, number)
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(self.ranks[rank].pid or 0, number)
 
     def end(self, ranks: Sequence[int] = range(WORLD)) -> list[int]:
         """Return the exit codes, once these ranks have ended and left no process behind."""
