@@ -10,8 +10,8 @@ directory. pytest collects nothing here: tests/system tests the same properties 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import collections
+import contextlib
 import json
 import os
 import random
