@@ -390,7 +390,8 @@ def start_another_run(campaign: Campaign) -> str:
         return kill_one_rank(campaign)
     root = campaign.run
     earlier = root / "earlier_runs"
-    before = {path.name for path in root.iterdir()} - {"run.lock", earlier.name}
+    # A start deletes what an interrupted save has left.
+    before = {path.name for path in root.iterdir() if path.suffix != ".tmp"} - {"run.lock", earlier.name}
     known = set(earlier.iterdir()) if earlier.exists() else set()
     attempt = Attempt(campaign, "trainer.resume_mode=disable")
     attempt.sleep(at := campaign.moment(first=0.7))
