@@ -7,13 +7,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rlhf_mc.reshard.transfers import RankPlan
 from rlhf_mc.reshard.transport import Buffers, Messages, PointToPoint, Transport
+from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.topology.consensus import gather_objects
 
 
@@ -31,7 +31,7 @@ class SharedMemory:
         self._memory: dict[int, mmap.mmap] = {}
         size = self._header_bytes + max(num_bytes, 8)  # torch takes no view of 0 bytes
         file = self._allocate(size)
-        mine = (_namespace(), os.getpid(), file, size)
+        mine = (namespace_id("pid"), os.getpid(), file, size)
         everyone = gather_objects(mine, group)
         on_node = [rank for rank, other in enumerate(everyone) if other[0] == mine[0]]
         opened = all(self._open(rank, *everyone[rank][1:]) for rank in on_node if rank != self._rank)
@@ -143,9 +143,3 @@ def host_transport(outbox_bytes: int, group: dist.ProcessGroup) -> Transport:
     network = PointToPoint(group)
     shared = SharedMemory(outbox_bytes, group)
     return SharedMemoryAndNetwork(shared, network) if shared.ranks else network
-
-
-def _namespace() -> str:
-    """Return an id that is equal for processes that can see each other in /proc: of one boot of one machine, and one
-    container."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

@@ -12,7 +12,6 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.runtime.console import say
@@ -20,6 +19,7 @@ from rlhf_mc.runtime.failure_detector import FailureDetector
 from rlhf_mc.runtime.heartbeat_client import HeartbeatClient
 from rlhf_mc.runtime.heartbeat_server import HeartbeatServer
 from rlhf_mc.runtime.heartbeat_thread import Timeouts
+from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.runtime.rank_status import RankStatus, describe_error
 from rlhf_mc.topology.consensus import gather_objects
 
@@ -52,7 +52,8 @@ def _start(
     status: RankStatus, rank: int, timeouts: Timeouts, straggler_seconds: float
 ) -> HeartbeatServer | HeartbeatClient | None:
     """Start rank 0's server and the other ranks' clients. Return None with one rank, or if a rank cannot connect."""
-    ranks = gather_objects((socket.gethostname(), _machine(), _addresses_of_rank_0()))
+    host = socket.gethostname()
+    ranks = gather_objects((host, namespace_id("net") or host, _addresses_of_rank_0()))
     hosts = [host for host, _, _ in ranks]
     if len(hosts) == 1:
         return None
@@ -86,15 +87,6 @@ def _start(
         return HeartbeatServer(status, token, timeouts, listener, detector, straggler_seconds)
     assert connection is not None
     return HeartbeatClient(status, rank, token, timeouts, hosts[0], (host, port), connection)
-
-
-def _machine() -> str:
-    """Return a text that is equal for processes that reach each other over the loopback interface."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def _addresses_of_rank_0() -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.topology.consensus import on_rank_0
 
 NAME = "run.lock"
@@ -48,7 +49,7 @@ class Owner:
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        return cls(socket.gethostname(), pid, _start_of(pid) or "", _pid_namespace(), job, restarts)
+        return cls(socket.gethostname(), pid, _start_of(pid) or "", namespace_id("pid"), job, restarts)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
@@ -228,15 +229,6 @@ class Lock:
             with contextlib.suppress(OSError):
                 if self._read() == self._owner:
                     os.utime(self._path)
-
-
-def _pid_namespace() -> str:
-    """Return the machine's boot and this process's PID namespace; empty if the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def _start_of(pid: int) -> str | None:
