@@ -1,15 +1,51 @@
-# For NVIDIA GPUs. This project's tests do not build it, since they have no container builder: expect to adjust the base
-# image. Choose one whose torch is the version that vLLM pins. pip then keeps the image's torch, and with it the image's
-# builds of Transformer Engine and Apex; otherwise the last step fails the build.
-ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
-FROM ${BASE}
+# For NVIDIA GPUs of the A100, H100 and B200 generations, on a driver for CUDA 13 (580 or later):
+#
+#   docker build -t rlhf_mc .
+#   docker run --gpus all --ipc host --entrypoint python rlhf_mc -m rlhf_mc --check
+#   docker run --gpus all --ipc host -v /data:/data rlhf_mc /data/CONFIG.yaml
+#
+# What fits what, and what of this file was built where: docs/gpu.md, "Versions".
 
+# Apex compiles with the minor version of CUDA alone that torch was built with. The compiler stays in the image: Triton,
+# FlashInfer and TileLang compile kernels while they run.
+ARG BASE=nvidia/cuda:13.0.3-devel-ubuntu24.04
+# hadolint ignore=DL3006
+FROM ${BASE} AS python
+# The libraries are what NCCL needs for InfiniBand. Their versions follow the base image's distribution.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        git python3 python3-dev python3-venv ibverbs-providers libibverbs1 librdmacm1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+
+# All that PyPI has as wheels, as locked.
+FROM python AS locked
+COPY requirements/gpu.txt /opt/requirements/
+RUN grep -v '^transformer-engine-torch==' /opt/requirements/gpu.txt >/opt/requirements/wheels.txt \
+    && pip install --no-cache-dir --no-deps --only-binary :all: -r /opt/requirements/wheels.txt
+
+# The rest is compiled in one layer, which changes with requirements/ alone. Transformer Engine's kernels are in its
+# wheel, for sm_80, sm_90 and sm_100 among others; what is compiled of it is its interface to torch.
+FROM locked AS compiled
+COPY requirements/apex.txt /opt/requirements/
+ARG MAX_JOBS=8
+# The headers of the cuDNN and NCCL that torch loads; the base image has no cuDNN.
+ARG SITE=/opt/venv/lib/python3.12/site-packages/nvidia
+RUN export MAX_JOBS CPLUS_INCLUDE_PATH="$SITE/cudnn/include:$SITE/nccl/include" TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" \
+    NVTE_PYTORCH_FORCE_BUILD=TRUE APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
+    && grep '^transformer-engine-torch==' /opt/requirements/gpu.txt >/opt/requirements/compiled.txt \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /opt/wheels \
+        -r /opt/requirements/compiled.txt -r /opt/requirements/apex.txt
+
+FROM locked
+RUN --mount=type=bind,from=compiled,source=/opt/wheels,target=/opt/wheels \
+    pip install --no-cache-dir --no-deps /opt/wheels/*.whl
 WORKDIR /opt/rlhf_mc
-COPY setup.py pyproject.toml ./
-COPY rlhf_mc rlhf_mc
-RUN pip install --no-cache-dir -e ".[gpu,dev]"
-
 COPY . .
-RUN python -c "import torch, megatron.core, transformer_engine.pytorch, apex, vllm; assert torch.version.cuda"
+RUN pip install --no-cache-dir --no-deps --no-build-isolation -e . \
+    && python -c "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda, transformer_engine.pytorch" \
+    && python -c "import megatron.core.models.gpt.gpt_layer_specs, vllm"
 
 ENTRYPOINT ["launch/torchrun_1node.sh"]

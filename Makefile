@@ -7,6 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUN    := runs/quickstart
+LOCK   := requirements/gpu.txt
 # Errors alone; and no compiling of files that are never imported, which is a third of the time.
 PIP_FLAGS := -qq --no-compile
 
@@ -14,13 +15,15 @@ PIP_FLAGS := -qq --no-compile
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast checks format clean
+.PHONY: help install quickstart test test-fast coverage checks lock format clean
 
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make test        every test"
 	@echo "make test-fast   the one-process tests, within a minute"
-	@echo "make checks      ruff, mypy, import-linter, sizes"
+	@echo "make coverage    the lines of rlhf_mc/ that no test runs on this machine (build/coverage/lines.txt)"
+	@echo "make checks      ruff, mypy, import-linter, hadolint, sizes"
+	@echo "make lock        resolve requirements/gpu.txt again; keeps each version that still fits"
 	@echo "make clean       remove caches and runs/quickstart (the virtual environment stays)"
 
 install: $(STAMP)
@@ -47,13 +50,27 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest tests/unit --lanes 3 --durations=5
 
+coverage: $(STAMP)
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest tests --lanes 2
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report | tee build/coverage/lines.txt
+
 checks: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/python tools/check_size.py rlhf_mc tools
 	$(BIN)/python tools/check_language.py
+
+# transformer-engine-torch names the CUDA 12 build in its metadata although it compiles against either.
+lock: $(STAMP)
+	$(BIN)/uv pip compile --quiet --no-config setup.py --extra gpu requirements/gpu.in --output-file $(LOCK) \
+		--python-version 3.12 --python-platform x86_64-manylinux_2_28 --no-python-downloads \
+		--no-emit-package transformer-engine-cu12 --no-annotate --custom-compile-command "make lock"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

