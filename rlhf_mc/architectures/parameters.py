@@ -33,8 +33,9 @@ class Param:
     """Name in Megatron-Core's local layer spec."""
     vllm: str | None
     """Name in vLLM; None: vLLM has no such parameter. vLLM stacks a layer's experts in one tensor [experts, ...]."""
-    mcore_fused: str | None = None
-    """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer; None: as `mcore`."""
+    mcore_te: str | None = None
+    """Name in the Transformer Engine layer spec, which fuses norms with the next linear layer and has one module for
+    the experts of a layer; None: as `mcore`."""
     only_if: str | None = None
     """Attribute of ModelShape (a trait, mostly) without which the model lacks the parameter."""
 
@@ -53,7 +54,7 @@ PARAMS: tuple[Param, ...] = (
         stage="layer",
         hf={_HF + "input_layernorm.weight": ("hidden",)},
         mcore=_MC + "input_layernorm.weight",
-        mcore_fused=_MC + "self_attention.linear_qkv.layer_norm_weight",
+        mcore_te=_MC + "self_attention.linear_qkv.layer_norm_weight",
         vllm=_HF + "input_layernorm.weight",
     ),
     Param(
@@ -108,7 +109,7 @@ PARAMS: tuple[Param, ...] = (
         stage="layer",
         hf={_HF + "post_attention_layernorm.weight": ("hidden",)},
         mcore=_MC + "pre_mlp_layernorm.weight",
-        mcore_fused=_MC + "mlp.linear_fc1.layer_norm_weight",
+        mcore_te=_MC + "mlp.linear_fc1.layer_norm_weight",
         vllm=_HF + "post_attention_layernorm.weight",
         only_if="is_dense",
     ),
@@ -134,6 +135,7 @@ PARAMS: tuple[Param, ...] = (
             _HF + "mlp.experts.{e}.up_proj.weight": ("expert_ffn", "hidden"),
         },
         mcore=_MC + "mlp.experts.local_experts.{e}.linear_fc1.weight",
+        mcore_te=_MC + "mlp.experts.linear_fc1.weight{e}",
         vllm=_HF + "mlp.experts.routed_experts.w13_weight",
         only_if="has_experts",
     ),
@@ -141,6 +143,7 @@ PARAMS: tuple[Param, ...] = (
         stage="expert",
         hf={_HF + "mlp.experts.{e}.down_proj.weight": ("hidden", "expert_ffn")},
         mcore=_MC + "mlp.experts.local_experts.{e}.linear_fc2.weight",
+        mcore_te=_MC + "mlp.experts.linear_fc2.weight{e}",
         vllm=_HF + "mlp.experts.routed_experts.w2_weight",
         only_if="has_experts",
     ),

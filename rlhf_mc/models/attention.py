@@ -1,10 +1,11 @@
-"""Attention and rotary positions over packed sequences for Megatron-Core's local layers (without Transformer Engine):
-one scaled_dot_product_attention per run of equally long sequences, so that no padded token is computed. Also attention
-with more tensor-parallel ranks than KV heads, for all layers.
+"""Attention and rotary positions over packed sequences where Transformer Engine does not attend: one
+scaled_dot_product_attention per run of equally long sequences, so that no padded token is computed. Also attention with
+more tensor-parallel ranks than KV heads, for all layers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,25 +20,32 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's description of packed sequences, extended for the local layers.
+    """Megatron-Core's description of packed sequences, extended for PackedAttention.
 
-    With qkv_format "thd" Transformer Engine attends within the sequences. With "packed", which Megatron-Core does not
-    know, it passes q, k and v through as [T, 1, heads, head_dim], and applies the rotary angles of all tokens in one
-    operation (its unfused "thd" rotary splits and joins the sequences in every layer)."""
+    Each model sets qkv_format to that of its attention. With "thd" Transformer Engine attends within the sequences.
+    With "packed", which Megatron-Core does not know, it passes q, k and v through as [T, 1, heads, head_dim], and
+    applies the rotary angles of all tokens in one operation (its unfused "thd" rotary splits and joins the sequences in
+    every layer)."""
 
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T] int64: position of each token in its sequence."""
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(number of sequences, their length), in packing order: adjacent sequences of equal length are one batch."""
 
+    def for_format(self, qkv_format: str) -> PackedSequences:
+        """Return the same description, with the same tensors, for this format."""
+        found = copy.copy(self)
+        found.qkv_format = qkv_format
+        return found
 
-def pack(seq_lens: Sequence[int], device: torch.device, transformer_engine: bool) -> PackedSequences:
-    """Return the description of sequences of these lengths, packed one after another. Sorted lengths give the fewest
-    runs."""
+
+def pack(seq_lens: Sequence[int]) -> PackedSequences:
+    """Return the description of sequences of these lengths, packed one after another, with its tensors on the host.
+    Sorted lengths give the fewest runs."""
     lens = torch.tensor(seq_lens, dtype=torch.int64)
     ends = torch.cumsum(lens, 0)
     starts = torch.repeat_interleave(ends - lens, lens)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device=device, dtype=torch.int32)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
     runs: list[tuple[int, int]] = []
     for length in seq_lens:
         if runs and runs[-1][1] == length:
@@ -46,12 +54,11 @@ def pack(seq_lens: Sequence[int], device: torch.device, transformer_engine: bool
             runs.append((1, length))
     longest = max(seq_lens)
     return PackedSequences(
-        qkv_format="thd" if transformer_engine else "packed",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=(torch.arange(int(ends[-1])) - starts).to(device),
+        positions=torch.arange(int(ends[-1])) - starts,
         runs=runs,
     )
 
@@ -119,10 +126,11 @@ class ReplicatedKVAttention(SelfAttention):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim].
+    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim]; for "thd" those of the longest sequence.
 
     Megatron-Core calls get_rotary_seq_len, and then forward with its result. Here this result is the description of the
-    packed sequences, and not a length."""
+    packed sequences, and not a length. The original's forward caches the angles of the last 32 lengths: of 32k tokens,
+    up to 0.5 GB on a GPU."""
 
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, packed: PackedSequences
@@ -133,5 +141,5 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         if packed_seq:
             return self.get_emb(max(packed.max_seqlen_q, packed.max_seqlen_kv))
         # The products of get_emb's outer product, at the positions that occur.
-        angles = packed.positions.to(self.inv_freq.dtype)[:, None] * self.inv_freq.to(packed.positions.device)
+        angles = packed.positions.to(self.inv_freq.dtype)[:, None] * self.inv_freq
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +23,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import Activation, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, ReplicatedKVAttention
+from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, PackedSequences, ReplicatedKVAttention
 from rlhf_mc.models.checks import check_layout
+from rlhf_mc.models.fp8 import fp8_settings
+from rlhf_mc.models.fusions import fusions
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
@@ -34,6 +35,7 @@ from rlhf_mc.models.megatron_patches import (
     multiply_as_matrices,
 )
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
+from rlhf_mc.models.transformer_engine import has_packed_attention, uses_transformer_engine
 from rlhf_mc.topology.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,12 +43,6 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-
-
-def uses_transformer_engine() -> bool:
-    """Return True for layers of Transformer Engine (on GPUs, where it is installed), False for Megatron-Core's local
-    layers."""
-    return platform.use_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> TransformerConfig:
@@ -63,7 +59,6 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
-        activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=shape.o_bias,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -80,31 +75,45 @@ def transformer_config(shape: ModelShape, megatron: MegatronConfig) -> Transform
         overlap_p2p_comm=megatron.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=megatron.virtual_pipeline_model_parallel_size is None,
         sequence_parallel=megatron.sequence_parallel,
-        **_recomputation(megatron),
+        # Set for the whole process (trainer.deterministic). The gradient of an embedding then has one order of sums.
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
+        **_recomputation(shape, megatron),
         num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
         pipeline_dtype=dtype,
-        # Micro-batches are ragged: stages send the shape before the tensor.
+        # A device-wide synchronisation after P2P messages avoids a race that torch 1.13 fixed (pytorch PR 82450).
+        batch_p2p_sync=False,
+        # Micro-batches are ragged: PlannedShapes knows the shape of each tensor that a stage receives.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses ragged lengths, even where there are no experts
         **(_expert_settings(shape, megatron) if shape.has_experts else {}),
         # Weights are always read from a checkpoint.
         perform_initialization=False,
         use_cpu_initialization=not platform.use_cuda(),
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=fused,
+        **{"activation_func": ACTIVATIONS[shape.activation], **fusions(shape)},
+        **fp8_settings(megatron),
     )
 
 
-def _recomputation(megatron: MegatronConfig) -> dict[str, Any]:
-    if megatron.recompute_granularity != "full":
-        return {"recompute_granularity": megatron.recompute_granularity, "recompute_modules": ["core_attn"]}
-    # One layer per recomputed block: the activations of a single layer exist at a time.
-    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+def _recomputation(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
+    if megatron.recompute_granularity == "full":
+        # One layer per recomputed block: the activations of a single layer exist at a time.
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {
+        "recompute_granularity": megatron.recompute_granularity,
+        "recompute_modules": recompute_modules(shape, megatron),
+    }
+
+
+def recompute_modules(shape: ModelShape, megatron: MegatronConfig) -> list[str]:
+    """Return the modules that selective recomputation recomputes: those that store most for their computation. Local
+    attention stores its scores. Transformer Engine's stores nothing that its projections do not need anyway."""
+    if not uses_transformer_engine():
+        return ["core_attn"]
+    if not shape.has_experts:
+        return ["mlp"]  # Megatron-Core has no module for the activation of a dense layer alone
+    # A dense layer's norms are part of its linear layers; the one before a router is a module.
+    return ["layernorm", "moe_act"] if _expert_settings(shape, megatron)["moe_grouped_gemm"] else ["layernorm"]
 
 
 def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
@@ -118,7 +127,9 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
         # No auxiliary loss beside PPO's.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
+        # The experts of a rank in one call, and kernels for the order of tokens: Transformer Engine's.
+        "moe_grouped_gemm": uses_transformer_engine(),
+        "moe_permute_fusion": uses_transformer_engine(),
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
     }
 
@@ -126,6 +137,14 @@ def _expert_settings(shape: ModelShape, megatron: MegatronConfig) -> dict[str, A
 class PackedGPT(GPTModel):
     """GPTModel on packed sequences, up to the final norm: the last stage returns hidden states [T, 1, hidden], and
     heads.py applies the output layer at the logit positions."""
+
+    qkv_format = "packed"
+    """That of its attention (PackedSequences)."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> torch.Tensor:
+        packed = packed_seq_params.for_format(self.qkv_format)
+        out: torch.Tensor = super().forward(*args, packed_seq_params=packed, **kwargs)
+        return out
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -152,9 +171,22 @@ class PackedGPT(GPTModel):
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
 
-def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None) -> Any:
+def _qkv_format(config: TransformerConfig) -> str:
+    """Return the qkv_format of PackedSequences for the attention of this model's layers."""
+    tp = config.tensor_model_parallel_size
+    heads = config.num_attention_heads // tp
+    kv_heads = max(1, config.num_query_groups // tp)
+    is_te = uses_transformer_engine() and has_packed_attention(config.params_dtype, heads, kv_heads, config.kv_channels)
+    return "thd" if is_te else "packed"
+
+
+def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_stage: int | None, qkv_format: str) -> Any:
     """Return the specification of the modules of this stage, or of this virtual pipeline chunk of it."""
-    parts = {"num_experts": shape.num_experts or None, "moe_grouped_gemm": False, "qk_layernorm": shape.qk_norm}
+    parts = {
+        "num_experts": shape.num_experts or None,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": shape.qk_norm,
+    }
     fused = uses_transformer_engine()
     spec = (
         get_gpt_layer_with_transformer_engine_spec(**parts)
@@ -163,9 +195,14 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_sta
     )
     if config.num_query_groups < config.tensor_model_parallel_size:
         spec.submodules.self_attention.module = ReplicatedKVAttention
+    if qkv_format == "packed":
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
     if fused:
         return spec
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if shape.has_experts:
+        # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it with. It fuses none
+        # before a router.
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     norm = ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:
@@ -185,14 +222,13 @@ def scale_embeddings(model: Any, hidden_size: int) -> None:
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
-    if not uses_transformer_engine():
-        model.rotary_pos_emb = PackedRotaryEmbedding(
-            shape.head_dim,
-            rotary_percent=1.0,
-            rotary_base=shape.rope_theta,
-            use_cpu_initialization=model.config.use_cpu_initialization,
-            cp_group=model.pg_collection.cp,
-        )
+    model.rotary_pos_emb = PackedRotaryEmbedding(
+        shape.head_dim,
+        rotary_percent=1.0,
+        rotary_base=shape.rope_theta,
+        use_cpu_initialization=model.config.use_cpu_initialization,
+        cp_group=model.pg_collection.cp,
+    )
     if shape.rope_scaling is None:
         return
     rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
@@ -233,9 +269,10 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chu
         if megatron.sequence_parallel:
             add_random_states()
         config = transformer_config(shape, megatron)
+        qkv_format = _qkv_format(config)
         model = PackedGPT(
             config,
-            _layer_spec(shape, config, groups.coordinate.pp, vp_stage),
+            _layer_spec(shape, config, groups.coordinate.pp, vp_stage, qkv_format),
             vocab_size=padded_vocab_size(shape.vocab_size, groups.mesh.tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=first,
@@ -247,6 +284,7 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chu
             pg_collection=groups.collection,
             vp_stage=vp_stage,
         )
+        model.qkv_format = qkv_format
         if shape.value_head and last:
             model.output_layer = ValueHead(shape.hidden_size)
         if shape.scaled_embeddings and first:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig, MegatronConfig
-from rlhf_mc.reshard.layout import check_mcore
+from rlhf_mc.reshard.layout import check_mcore, mcore_layout
 from rlhf_mc.topology.mesh import Mesh
+
+FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+"""Recipe -> the multiple that each dimension of a matrix must be on its rank. tensorwise: that of cuBLAS. The others: a
+block of values that share a scale (is_quantizable of Transformer Engine's quantizers)."""
 
 
 def check_length(shape: ModelShape, data: DataConfig) -> None:
@@ -25,11 +29,23 @@ def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor
     if shape.has_experts:
         _check_experts(shape, megatron, f"{role}.megatron")
     _check_stages(shape.num_layers, megatron, f"{role}.megatron")
+    if megatron.fp8 is not None:
+        _check_fp8(shape, megatron.fp8, megatron.tensor_model_parallel_size, f"{role}.megatron")
     if shape.o_bias != shape.mlp_bias:
         raise UserError(
             f"config.json: attention_bias is {shape.o_bias} and mlp_bias is {shape.mlp_bias}; "
             "Megatron-Core has both or none"
         )
+
+
+def _check_fp8(shape: ModelShape, recipe: str, tp: int, section: str) -> None:
+    multiple = FP8_MULTIPLES[recipe]
+    for name, size in mcore_layout(shape, 0, tp, range(1), first=False, last=False).shapes.items():
+        if ".linear_" in name and name.endswith("weight") and any(n % multiple for n in size):
+            raise UserError(
+                f"{section}.fp8: {recipe!r} needs dimensions that are multiples of {multiple}; "
+                f"{name} has {list(size)} on a tensor-parallel rank of {tp}"
+            )
 
 
 def _check_stages(num_layers: int, megatron: MegatronConfig, section: str) -> None:

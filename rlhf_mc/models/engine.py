@@ -4,7 +4,6 @@ The caller passes the head or the loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,20 +11,24 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
-from rlhf_mc.models.forward import MicroBatch, PackingCache, run_stage, states_at
+from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
+from rlhf_mc.models.fp8 import token_multiple
 from rlhf_mc.models.freeze import enable_input_gradients
 from rlhf_mc.models.megatron_patches import megatron_calls
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
+from rlhf_mc.models.pipeline import PlannedShapes
+from rlhf_mc.models.reduction import loss_of_dummy, overlaps_reduction, set_reduction
 from rlhf_mc.models.schedule import learning_rate_schedule
+from rlhf_mc.models.statistics import StatisticSums
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import Groups
@@ -50,6 +53,7 @@ class ModelEngine:
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._ddp: list[Any] = []
+        self._statistics = StatisticSums()
         self.offload = model_offload(name, megatron, self.named_parameters)
         """The groups of this model's tensors that can be offloaded."""
 
@@ -82,12 +86,12 @@ class ModelEngine:
         for chunk in self.chunks:
             chunk.train()
             embedding = getattr(chunk, "embedding", None)
-            if embedding is not None and self._megatron.recompute_granularity == "full":
+            if embedding is not None and self._megatron.recompute_granularity is not None:
                 enable_input_gradients(embedding)
         with megatron_calls():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
+                overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh),
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
             self._ddp = [
@@ -166,14 +170,15 @@ class ModelEngine:
         [R] float32, on every rank. With per_sequence: for each sequence, from the state of its last token: [S].
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
-        result = torch.zeros(batch.num_sequences if per_sequence else int(batch.response_lens.sum()))
+        size = batch.num_sequences if per_sequence else len(batch.rollout_log_probs)
+        result = torch.zeros(size, device=platform.device())
 
         def keep(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> None:
             if micro.is_dummy:
                 return
             scored = head(model, hidden, micro)  # on all tensor-parallel ranks: each has a shard of the columns
             if self.groups.coordinate.tp == 0:
-                result[micro.sequence_index if per_sequence else micro.response_index] = scored.float().cpu()
+                result[micro.sequence_index if per_sequence else micro.response_index] = scored.float()
 
         self._run(batch, self._with_dummies(micro_batches), keep, True, packing, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
@@ -191,12 +196,12 @@ class ModelEngine:
         Return the sums of the statistics, grad_norm (before clipping), lr and "skipped": 0. Where loss, statistics or
         gradient are not finite on any rank, no rank steps: weights and optimizer state do not change, and the result is
         {"skipped": 1}. Every rank must call it."""
-        stats = self.backward(batch, micro_batches, loss, packing)
+        self._compute_gradient(batch, micro_batches, loss, packing)
         with megatron_calls():
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
-        finite = all(math.isfinite(value) for value in (grad_norm, *stats.values()))
-        if not all(gather_objects(finite)):
+        stats, finite = self._statistics.over_ranks(self._has_loss, grad_norm)
+        if not finite:
             return {"skipped": 1.0}
         with megatron_calls():
             self._step(grad_norm)
@@ -221,8 +226,15 @@ class ModelEngine:
         """Write into each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
         micro-batches of all replicas (with the distributed optimizer, into the part that this rank updates).
         Return the sums of the statistics. Every rank must call it."""
+        self._compute_gradient(batch, micro_batches, loss, packing)
+        return self._statistics.over_ranks(self._has_loss, 0.0)[0]
+
+    def _compute_gradient(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss, packing: PackingCache | None
+    ) -> None:
+        """Do as `backward`, and leave this rank's sums of the statistics on the device."""
         self.offload.require(GRADS)
-        totals: dict[str, float] = {}
+        self._statistics.clear()
         micro_batches = self._with_dummies(micro_batches)
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
@@ -232,28 +244,22 @@ class ModelEngine:
 
         def share(model: PackedGPT, hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             if micro.is_dummy:
-                return hidden.float().sum() * 0.0
+                return loss_of_dummy(model, hidden)
             value, stats = loss(model, hidden, micro)
-            for key, stat in stats.items():
-                totals[key] = totals.get(key, 0.0) + float(stat)
+            self._statistics.add(stats)
             return value * scale
 
         self._run(batch, micro_batches, share, False, packing)
-        return self._sum_stats(totals)
+
+    @property
+    def _has_loss(self) -> bool:
+        """True on the ranks whose statistics count: one of each replica, on the stage with the output layer."""
+        return self.groups.is_last_stage and self.groups.coordinate.tp == 0
 
     def _with_dummies(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Append dummy micro-batches: the schedule of virtual pipeline chunks needs a multiple of the stages."""
         group = self.groups.mesh.pp if len(self.chunks) > 1 else 1
         return [*micro_batches, *[()] * (-len(micro_batches) % group)]
-
-    def _sum_stats(self, totals: dict[str, float]) -> dict[str, float]:
-        """Return the sums over the replicas, on all ranks. Ranks without the output layer contribute nothing."""
-        mine = totals if self.groups.is_last_stage and self.groups.coordinate.tp == 0 else {}
-        out: dict[str, float] = {}
-        for shares in gather_objects(mine):
-            for key, value in shares.items():
-                out[key] = out.get(key, 0.0) + value
-        return out
 
     def _run(
         self,
@@ -270,7 +276,7 @@ class ModelEngine:
         last tokens. It returns the loss, unless forward_only."""
         self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
-        multiple_of = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
+        multiple_of = token_multiple(self._megatron)
 
         def step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
@@ -285,7 +291,10 @@ class ModelEngine:
 
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
-            extra["p2p_communicator"] = P2PCommunicator(self.groups.collection.pp, self.chunks[0].config)
+            # The plan is the same on all stages of a replica.
+            shards = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
+            lengths = [n // shards for n in packed_lengths(batch, micro_batches, multiple_of)]
+            extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, lengths)
 
         cache = packing or PackingCache()
 
@@ -293,13 +302,15 @@ class ModelEngine:
             return (cache.micro_batch(batch, list(m), multiple_of) for m in micro_batches)
 
         several = len(self.chunks) > 1
+        overlap = not forward_only and overlaps_reduction(self._megatron, self.groups.mesh)
+        set_reduction(self.chunks[0].config, self._ddp if overlap else ())
         with megatron_calls():
             get_forward_backward_func(pp, len(self.chunks) if several else None)(
                 forward_step_func=step,
                 data_iterator=[micros() for _ in self.chunks] if several else micros(),
                 model=self.chunks if forward_only else self._ddp,
                 num_microbatches=len(micro_batches),
-                seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
+                seq_length=1,  # unused: micro-batches are ragged (variable_seq_lengths)
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,

@@ -15,25 +15,24 @@ from rlhf_mc import platform
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.attention import PackedSequences, pack
-from rlhf_mc.models.build import uses_transformer_engine
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed end to end: T tokens, of which R are response tokens."""
+    """Sequences packed end to end: T tokens, of which R are response tokens. All tensors are on the device."""
 
     tokens: torch.Tensor
-    """[1, T] int64, on the device."""
+    """[1, T] int64."""
     packed: PackedSequences
     """The offsets of the sequences, padding included."""
     logit_positions: torch.Tensor
-    """[R] int64, on the device: for each response token the position before it, whose final state predicts it."""
+    """[R] int64: for each response token the position before it, whose final state predicts it."""
     targets: torch.Tensor
-    """[R] int64, on the device: the response tokens."""
+    """[R] int64: the response tokens."""
     response_index: torch.Tensor
     """[R] int64: index of each response token in the per-token vectors of the whole batch; empty for a dummy."""
     last: torch.Tensor
-    """[S] int64, on the device: position of each sequence's last token."""
+    """[S] int64: position of each sequence's last token."""
     sequence_index: torch.Tensor
     """[S] int64: index of each sequence in the whole batch; empty for a dummy."""
 
@@ -96,6 +95,12 @@ class PackingCache:
         return self._mini_batches.setdefault(tuple(indices), PackingCache())
 
 
+def packed_lengths(batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int = 1) -> list[int]:
+    """Return the number of tokens of each micro-batch, as `pack_micro_batch` packs and pads it."""
+    lens = batch.seq_lens.tolist()
+    return [-(-sum(lens[i] for i in indices or [0]) // multiple_of) * multiple_of for indices in micro_batches]
+
+
 def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
     """Return these sequences of the batch, packed in order of length: neighbours of equal length share one attention
     call. Without indices it is a dummy: the batch's first sequence, of which no result is used.
@@ -116,17 +121,21 @@ def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: in
     if missing := -len(tokens) % multiple_of:
         tokens = torch.cat([tokens, tokens.new_zeros(missing)])
         seq_lens = torch.cat([seq_lens, seq_lens.new_tensor([missing])])
-    device = platform.device()
     response_index = ragged_indices(batch.response_lens, which)
-    return MicroBatch(
-        tokens=tokens[None].to(device),
-        packed=pack(seq_lens.tolist(), device, uses_transformer_engine()),
-        logit_positions=(position - 1).to(device),
-        targets=tokens[position].to(device),
-        response_index=response_index if indices else response_index[:0],
-        last=(ends - 1).to(device),
-        sequence_index=which if indices else which[:0],
+    packed = pack(seq_lens.tolist())
+    on_host = {
+        "tokens": tokens[None],
+        "logit_positions": position - 1,
+        "targets": tokens[position],
+        "response_index": response_index if indices else response_index[:0],
+        "last": ends - 1,
+        "sequence_index": which if indices else which[:0],
+    }
+    *fields, cu_seqlens, packed.positions = platform.to_device(
+        [*on_host.values(), packed.cu_seqlens_q, packed.positions]
     )
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = cu_seqlens
+    return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))
 
 
 def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
 
 
@@ -19,7 +21,7 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
     """Return the checkpoint's tensors that one of the patterns matches (* is any text).
 
     Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if only some of the
-    tensors match that Megatron-Core holds as one parameter."""
+    tensors match that Megatron-Core holds as one parameter, or Transformer Engine as one module."""
     names = list(logical_shapes(shape))
     frozen: set[str] = set()
     for pattern in patterns:
@@ -37,9 +39,25 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
                 f"{key} freezes {min(tensors & frozen)} but not {', '.join(sorted(tensors - frozen))}; Megatron-Core"
                 " holds them as one parameter: freeze all of them or none"
             )
+    if uses_transformer_engine():
+        check_experts(key, frozen, names)
     if len(frozen) == len(names):
         raise UserError(f"{key} freezes every tensor of the model; at least one must be left to train")
     return frozenset(frozen)
+
+
+def check_experts(key: str, frozen: Collection[str], names: Collection[str]) -> None:
+    """Raise UserError if some of the experts of a layer are frozen and others are not. Transformer Engine computes
+    their gradients in one call, and asks the first expert's weight whether they are needed."""
+    experts: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        experts[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)].add(name)
+    for stack, members in experts.items():
+        if (of_stack := members.intersection(frozen)) and of_stack != members:
+            raise UserError(
+                f"{key} freezes {min(of_stack)} but not {min(members - of_stack)}; Transformer Engine computes the"
+                f" gradients of {stack} in one call: freeze all of them or none"
+            )
 
 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
@@ -48,8 +66,8 @@ def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str
 
 
 def enable_input_gradients(embedding: torch.nn.Module) -> None:
-    """Let a frozen embedding return a tensor that requires a gradient. Full recomputation computes gradients for a
-    layer's parameters only where the layer's input requires one."""
+    """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP has gradients for its
+    parameters only where its input requires one."""
 
     def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return out.requires_grad_() if torch.is_grad_enabled() else out

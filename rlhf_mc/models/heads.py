@@ -11,9 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_mc import platform
+
 CHUNK_LOGITS = 1 << 26
 """Maximum number of logits on a rank at a time: tokens of a chunk times columns of the rank. 256 MiB in float32, twice
 as much with the entropy. benchmarks/log_probs.py: larger chunks are no faster, much smaller ones are slower."""
+GPU_CHUNKS = 4
+"""Factor of CHUNK_LOGITS on a GPU. Each chunk reads the weight and reads and writes the sum of its gradient: with 441
+tokens (1 << 26 logits of 152,000 columns) that takes as long as two thirds of the products, with 1766 a sixth."""
 _NO_TOKEN = -1e30
 """Logit of a padding column: its probability is 0, and 0 * this logit is 0, unlike 0 * infinity."""
 
@@ -40,8 +45,10 @@ class _Logits:
         self._temperature = temperature
         self._num_tokens = num_tokens
         columns = weight.shape[0]
-        size = max(1, min(len(hidden), CHUNK_LOGITS // columns))
-        self._buffer = torch.empty(size, columns, dtype=weight.dtype, device=weight.device)
+        limit = CHUNK_LOGITS * (GPU_CHUNKS if platform.use_cuda() else 1)
+        size = max(1, min(len(hidden), limit // columns))
+        dtype = torch.float32 if platform.float32_products() else weight.dtype
+        self._buffer = torch.empty(size, columns, dtype=dtype, device=weight.device)
         self.parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
 
     def scaled(self, part: slice) -> torch.Tensor:
@@ -49,10 +56,18 @@ class _Logits:
         the next call does."""
         hidden = self._hidden[part]
         out = self._buffer[: len(hidden)]
-        torch.addmm(out, hidden, self._weight.t(), beta=0, alpha=1.0 / self._temperature, out=out)
+        _add_product(out, hidden, self._weight.t(), beta=0.0, alpha=1.0 / self._temperature)
         x = out.float()
         x[:, self._num_tokens :] = _NO_TOKEN
         return x
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float = 1.0) -> None:
+    """Write beta * out + alpha * a b into `out`. It may be float32 where a and b are not, if platform says so."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -137,8 +152,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             if grad_weight is None:
                 continue
             states = (hidden[part] * factor).to(weight.dtype)
-            if narrow.dtype == torch.float32:
-                grad_weight.addmm_(narrow.t(), states)
+            if narrow.dtype == torch.float32 or platform.float32_products():
+                _add_product(grad_weight, narrow.t(), states, beta=1.0)
             else:
                 grad_weight += torch.mm(narrow.t(), states)
         if ctx.group.size() > 1:
@@ -150,12 +165,17 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 def _apply(
     model: Any, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tied = model.output_weight()
-    weight = model.output_layer.weight if tied is None else tied
     out: tuple[torch.Tensor, torch.Tensor] = _VocabParallelLogProbs.apply(
-        hidden[:, 0], weight, targets, vocab_size, temperature, model.pg_collection.tp, with_entropy
+        hidden[:, 0], output_weight(model), targets, vocab_size, temperature, model.pg_collection.tp, with_entropy
     )
     return out
+
+
+def output_weight(model: Any) -> torch.Tensor:
+    """Return the weight of the output layer or of the value head, on the last stage."""
+    tied: torch.Tensor | None = model.output_weight()
+    weight: torch.Tensor = model.output_layer.weight if tied is None else tied
+    return weight
 
 
 def log_probs(

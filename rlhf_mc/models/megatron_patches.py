@@ -1,6 +1,6 @@
-"""Every patch of Megatron-Core, tested with megatron-core 0.16.1: replaced attributes (EVERYWHERE, ON_CPU), corrections
-of the models that it has built, and its checkpoint writer without processes. Patches of torch for Megatron-Core's sake
-are in torch_patches.py.
+"""Every patch of Megatron-Core, tested with megatron-core 0.16.1: replaced attributes, corrections of the models that
+it has built, and its checkpoint writer without processes. Patches of torch for Megatron-Core's sake are in
+torch_patches.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    layers,
+    mappings,
+)
 from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from rlhf_mc import platform
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.patching import Patch, apply
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
 
@@ -56,6 +63,15 @@ EVERYWHERE = (
         "te_general_gemm",
         getattr(moe_utils, "te_general_gemm", None),
         "the router reads the name, which is defined only where Transformer Engine is installed",
+    ),
+)
+WITH_TRANSFORMER_ENGINE = (
+    Patch(
+        layers,
+        "_grad_accum_fusion_available",
+        True,
+        "with gradient_accumulation_fusion the output layer asks for Apex's kernel, which only its forward pass uses; "
+        "heads.py takes the place of that, and all other linear layers are Transformer Engine's",
     ),
 )
 ON_CPU = (
@@ -95,6 +111,8 @@ ON_CPU = (
 @functools.cache
 def _patch() -> None:
     apply(EVERYWHERE)
+    if uses_transformer_engine():
+        apply(WITH_TRANSFORMER_ENGINE)
     if not platform.use_cuda():
         apply(CUDA_CALLS)
         apply(ON_CPU)
@@ -151,13 +169,18 @@ def _on_matrices(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def add_random_states() -> None:
-    """Add the random states that sequence parallelism enters; all roles share them.
+    """Add every random state that a layer may enter; all roles share them.
 
-    Reason: Megatron-Core expects its global initialisation to have added them. Its embedding enters one for dropout,
-    with rate 0 too. Transformer Engine's linear layers enter one as soon as there is any; those of experts have their
-    own. Nothing is drawn from them, so their seeds do not matter."""
+    Reason: Megatron-Core expects its global initialisation to have added them. With sequence parallelism its embedding
+    enters one for dropout, with rate 0 too. Transformer Engine's linear layers enter one while they are built, once
+    there is any: one of their own for experts, and one for layers that are the same on all tensor-parallel ranks.
+    Nothing is drawn from them, so their seeds do not matter."""
     tracker = mcore_random.get_cuda_rng_tracker()
-    names = (mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME, mcore_random.get_expert_parallel_rng_tracker_name())
+    names = (
+        mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
+        mcore_random.get_expert_parallel_rng_tracker_name(),
+        mcore_random.get_data_parallel_rng_tracker_name(),
+    )
     for seed, name in enumerate(names):
         if name not in tracker.get_states():
             tracker.add(name, seed)

@@ -13,58 +13,33 @@ import torch
 
 from rlhf_mc import platform
 from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.models.host_memory import HostArena
 
 PARAMS = "params"
 GRADS = "grads"
 OPTIMIZER = "optimizer"
-HOST_BLOCK = 256 << 20
-"""Bytes. Page-locked memory is allocated in powers of two, so one large block could take twice what it needs."""
-
-
-class HostMemory:
-    """Host memory for tensors, one after another. With a GPU it is page-locked; page-locking is slow and done once."""
-
-    def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []
-
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate what is missing to `num_bytes` bytes in all."""
-        missing = num_bytes - sum(map(len, self._blocks))
-        while missing > 0:
-            self._blocks.append(platform.host_bytes(min(HOST_BLOCK, missing)))
-            missing -= len(self._blocks[-1])
-
-    def pieces(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (host piece, device piece) of equal length, over all of the byte vectors `tensors` in order."""
-        block = 0
-        start = 0
-        for tensor in tensors:
-            done = 0
-            while done < len(tensor):
-                size = min(len(tensor) - done, len(self._blocks[block]) - start)
-                yield self._blocks[block][start : start + size], tensor[done : done + size]
-                done += size
-                start += size
-                if start == len(self._blocks[block]):
-                    block += 1
-                    start = 0
 
 
 class TensorGroup:
     """Tensors that are offloaded and onloaded together."""
 
     def __init__(
-        self, tensors: Callable[[], Iterable[torch.Tensor]], keep_values: bool = True, never_change: bool = False
+        self,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        keep_values: bool = True,
+        never_change: bool = False,
+        setting: str = "offload",
     ) -> None:
         """tensors: called at each offload, since Adam's state is created by the first step. keep_values: without it the
-        tensors are uninitialised after an onload. never_change: the first copy to the host is used by all offloads."""
+        tensors are uninitialised after an onload. never_change: the first copy to the host is used by all offloads.
+        setting: the key that asks for the offload."""
         self._tensors = tensors
         self._keep_values = keep_values
         self._never_change = never_change
         self.is_offloaded = False
         """The same on every rank, also where this rank's group is empty."""
         self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
-        self._host = HostMemory()
+        self._host = HostArena(setting)
         self._host_has_values = False
         self._copies = platform.SideStream()
 
@@ -80,10 +55,10 @@ class TensorGroup:
         self.is_offloaded = True
         storages = distinct_storages(self._tensors())
         if self._keep_values and not (self._never_change and self._host_has_values):
-            self._host.reserve(sum(storage.nbytes() for storage in storages))
+            host = self._host.views([storage.nbytes() for storage in storages])
             device = [as_bytes(storage) for storage in storages]
             with self._copies.to_host(device):
-                for host_part, device_part in self._host.pieces(device):
+                for host_part, device_part in zip(host, device, strict=True):
                     host_part.copy_(device_part, non_blocking=True)
             self._host_has_values = True
         for storage in storages:
@@ -96,9 +71,10 @@ class TensorGroup:
         for storage, size in self._offloaded:
             storage.resize_(size)
         if self._keep_values and storages:
+            host = self._host.views([size for _, size in self._offloaded])
             with self._copies.to_device():
-                for host_part, device_part in self._host.pieces([as_bytes(storage) for storage in storages]):
-                    device_part.copy_(host_part, non_blocking=True)
+                for host_part, storage in zip(host, storages, strict=True):
+                    as_bytes(storage).copy_(host_part, non_blocking=True)
         self._offloaded.clear()
         self.is_offloaded = False
 
@@ -163,12 +139,13 @@ def model_offload(
 
     groups = {}
     if settings.param_offload:
-        groups[PARAMS] = TensorGroup(params, never_change=optimizer is None)
+        key = f"{name}.megatron.param_offload"
+        groups[PARAMS] = TensorGroup(params, never_change=optimizer is None, setting=key)
     if settings.grad_offload and optimizer is not None:
         # Each backward pass zeroes the buffers before it adds to them.
         groups[GRADS] = TensorGroup(grads, keep_values=False)
     if settings.optimizer_offload and optimizer is not None:
-        groups[OPTIMIZER] = TensorGroup(state)
+        groups[OPTIMIZER] = TensorGroup(state, setting=f"{name}.megatron.optimizer_offload")
     return Offload(name, groups)
 
 

@@ -62,6 +62,8 @@ def set_adam_steps(optimizer: Any, count: int) -> None:
     for one in _in_use(optimizer):
         if count == 0:
             one.optimizer.state.clear()
+            for group in one.optimizer.param_groups:
+                group.pop("step", None)
             continue
         for group in one.optimizer.param_groups:
             counts_by_group = type(one.optimizer).__module__.partition(".")[0] != "torch"
