@@ -22,7 +22,7 @@ class Prompt:
     token_ids: list[int]
     """The prompt after the chat template."""
     text: str
-    """The same as text, for logs."""
+    """The same as text, for samples; empty where load_prompts was not asked for it."""
     data_source: str
     """The name by which the reward rule is chosen and validation reports accuracy."""
     ground_truth: Any

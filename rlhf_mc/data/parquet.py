@@ -49,15 +49,20 @@ def read_rows(path: str, required: Sequence[str], optional: Sequence[str] = ()) 
 
     Raise NodeError if the file is missing, not readable as parquet, or lacks a required column.
     """
+    table = read_table(path, required, optional)
+    columns = [column_values(table, name) for name in table.column_names]
+    return [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def read_table(path: str, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
+    """Return one parquet file's required columns and the optional ones that exist. Raise NodeError as `read_rows`
+    does."""
     with _opened(path) as file:
         _require(file, required)
-        names = [*required, *(name for name in optional if name in file.schema_arrow.names)]
-        table = file.read(columns=names)
-        columns = [_values(table, name) for name in names]
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        return file.read(columns=[*required, *(name for name in optional if name in file.schema_arrow.names)])
 
 
-def _values(table: pa.Table, name: str) -> list[Any]:
+def column_values(table: pa.Table, name: str) -> list[Any]:
     """Return a column as Python values. Raise NodeError if a value has no Python form, such as a text that is not UTF-8
     or a date out of Python's range."""
     try:

@@ -7,17 +7,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+from array import array
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.parquet import columns_of, read_rows
+from rlhf_mc.data.dataset import FilePrompts, Prompts
+from rlhf_mc.data.parquet import column_values, columns_of, read_table
 from rlhf_mc.data.template import render
+from rlhf_mc.topology.consensus import gather_objects, my_share
 
 logger = logging.getLogger(__name__)
 
@@ -69,45 +73,123 @@ def load_prompts(
     cfg: DataConfig,
     max_samples: int,
     key: str = "data.train_files",
-) -> list[Prompt]:
+    num_texts: int | None = None,
+) -> Prompts:
     """Return the prompts of all files, in order: those of the first `max_samples` rows, or of all rows if it is -1.
 
     Chat messages are rendered by the tokenizer's chat template, with the generation prompt added. A plain string is
     one user message if the tokenizer has a chat template, else it is encoded as it is. Prompts of more than
     cfg.max_prompt_length tokens are dropped with a warning, or refused, by cfg.filter_overlong_prompts. Raise
     UserError, naming `key` (the setting that lists the files), file and row, for an unusable row.
+
+    Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are gathered: every rank must
+    call it, and has the same prompts, or raises the same error, as a process alone. num_texts: Prompt.text is kept for
+    that many prompts from the first on; None: for all.
     """
     _check_template_arguments(cfg)
-    prompts: list[Prompt] = []
-    num_rows = num_dropped = 0
     most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
+    found: list[FilePrompts] = []
+    num_rows = num_prompts = 0
     for file in files:
-        with about(f"{key} {file}:"):
-            rows = read_rows(file, columns_of(cfg), ("extra_info",))
-        if max_samples >= 0:
-            rows = rows[: max_samples - num_rows]
-        num_rows += len(rows)
-        for row_number, row in enumerate(rows):
-            where = f"{key} {file}, row {row_number}"
-            try:
-                prompts.append(_to_prompt(row, len(prompts), where, tokenizer, cfg, most_characters))
-            except _TooLong as too_long:
-                if not cfg.filter_overlong_prompts:
-                    raise UserError(
-                        f"{where}: the prompt has {too_long} data.max_prompt_length"
-                        f" {cfg.max_prompt_length}; raise that, or set data.filter_overlong_prompts: true"
-                    ) from None
-                num_dropped += 1
+        most_rows = None if max_samples < 0 else max_samples - num_rows
+        most_texts = None if num_texts is None else max(0, num_texts - num_prompts)
+        share, table = _tokenised_share(f"{key} {file}", file, tokenizer, cfg, most_rows, most_characters, most_texts)
+        found.append(_gathered(f"{key} {file}", share, table, cfg, most_texts))
+        num_rows += share.num_rows
+        num_prompts += len(found[-1].lens)
     if num_rows == 0:
         raise UserError(f"{key} {', '.join(files)}: no rows")
-    if not prompts:
+    if num_prompts == 0:
         raise UserError(
             f"{key} {', '.join(files)}: all {num_rows} prompts are longer than"
             f" data.max_prompt_length {cfg.max_prompt_length} tokens"
         )
-    if num_dropped:
+    if num_prompts < num_rows:
+        num_dropped = num_rows - num_prompts
         logger.warning("%d of %d prompts dropped: longer than %d tokens", num_dropped, num_rows, cfg.max_prompt_length)
-    return prompts
+    return Prompts(found)
+
+
+@dataclass
+class _Share:
+    """A rank's part of the prompts of one file, or the error that it found first."""
+
+    num_rows: int = 0
+    """Rows of the whole file, of those that are asked for."""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    """The tokens of its prompts, end to end."""
+    lens: array[int] = field(default_factory=lambda: array("i"))
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    """Row of each prompt."""
+    texts: list[str] = field(default_factory=list)
+    error: UserError | None = None
+    order: tuple[int, int] = (0, 0)
+    """Of the errors of all ranks, that of the lowest order is raised: the file's, then a column's, then a row's."""
+
+
+def _tokenised_share(
+    where: str,
+    file: str,
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    most_rows: int | None,
+    most_characters: int,
+    most_texts: int | None,
+) -> tuple[_Share, pa.Table | None]:
+    """Return this rank's share of a file's prompts, and the columns of the file that a Prompt reads."""
+    share = _Share()
+    try:
+        with about(f"{where}:"):
+            table = read_table(file, columns_of(cfg), ("extra_info",)).slice(0, most_rows)
+            share.num_rows = len(table)
+            mine = my_share(len(table))
+            columns = []
+            for number, name in enumerate(table.column_names):
+                share.order = (1, number)
+                columns.append(column_values(table.slice(mine.start, len(mine)), name))
+        for row_number, values in zip(mine, zip(*columns, strict=True), strict=True):
+            share.order = (2, row_number)
+            row = dict(zip(table.column_names, values, strict=True))
+            try:
+                text, token_ids = _tokens(row, f"{where}, row {row_number}", tokenizer, cfg, most_characters)
+            except _TooLong as too_long:
+                if not cfg.filter_overlong_prompts:
+                    raise UserError(
+                        f"{where}, row {row_number}: the prompt has {too_long} data.max_prompt_length"
+                        f" {cfg.max_prompt_length}; raise that, or set data.filter_overlong_prompts: true"
+                    ) from None
+                continue
+            share.tokens.extend(token_ids)
+            share.lens.append(len(token_ids))
+            share.rows.append(row_number)
+            if most_texts is None or len(share.texts) < most_texts:
+                share.texts.append(text)
+    except UserError as error:
+        return _Share(error=error, order=share.order), None
+    kept = (cfg.reward_fn_key, "reward_model", "extra_info")
+    return share, table.select([name for name in table.column_names if name in kept])
+
+
+def _gathered(
+    where: str, share: _Share, table: pa.Table | None, cfg: DataConfig, most_texts: int | None
+) -> FilePrompts:
+    """Return the prompts of all ranks' shares of one file. Every rank must call it."""
+    shares = gather_objects(share)
+    if failed := [other for other in shares if other.error is not None]:
+        raise cast(UserError, min(failed, key=lambda other: other.order).error)
+    for rank, other in enumerate(shares):
+        if other.num_rows != shares[0].num_rows:
+            raise UserError(
+                f"{where}: {shares[0].num_rows} rows on rank 0 and {other.num_rows} on rank {rank};"
+                " every node must have the same file"
+            )
+    assert table is not None
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([np.frombuffer(getattr(other, name), np.int32) for other in shares])
+
+    texts = [text for other in shares for text in other.texts][:most_texts]
+    return FilePrompts(joined("tokens"), joined("lens"), joined("rows"), table, cfg.reward_fn_key, texts)
 
 
 class _TooLong(Exception):
@@ -128,16 +210,11 @@ def _check_template_arguments(cfg: DataConfig) -> None:
             raise UserError(f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it")
 
 
-def _to_prompt(
-    row: dict[str, Any],
-    index: int,
-    where: str,
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: DataConfig,
-    most_characters: int,
-) -> Prompt:
-    """Return the row's prompt. Raise _TooLong if it has too many tokens. A text of more than `most_characters` has too
-    many, and is not tokenised."""
+def _tokens(
+    row: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, most_characters: int
+) -> tuple[str, list[int]]:
+    """Return the text and the tokens of the row's prompt. Raise _TooLong if it has too many tokens. A text of more than
+    `most_characters` has too many, and is not tokenised. Raise UserError if a column of the row is not as expected."""
     data_source = row[cfg.reward_fn_key]
     if not isinstance(data_source, str):
         raise UserError(f"{where}: column {cfg.reward_fn_key!r} is {repr(data_source)[:60]}, expected a string")
@@ -155,14 +232,7 @@ def _to_prompt(
         raise UserError(f"{where}: the prompt has no tokens")
     if len(token_ids) > cfg.max_prompt_length:
         raise _TooLong(f"{len(token_ids)} tokens, more than")
-    return Prompt(
-        index=index,
-        token_ids=token_ids,
-        text=text,
-        data_source=data_source,
-        ground_truth=reward_model["ground_truth"],
-        extra_info=extra_info,
-    )
+    return text, token_ids
 
 
 def _text(prompt: Any, where: str, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> tuple[str, bool]:

@@ -35,6 +35,10 @@ class RolloutEngine(Protocol):
     """The parts (WEIGHTS, KV_CACHE) that have device memory."""
 
     @property
+    def summary(self) -> str:
+        """One line of text for the console."""
+
+    @property
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, by the names of the engine's layout; a reshard writes them in place."""
 

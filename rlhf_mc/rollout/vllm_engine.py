@@ -1,35 +1,46 @@
 """The rollout engine over vLLM, in this process: built over given rank groups, with parameters that a reshard writes in
-place. Besides vllm_patches.py the only file that imports vllm.
+place. Besides vllm_patches.py and vllm_fp8.py the only file that imports vllm.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rlhf_mc.rollout import vllm_patches  # isort: skip  (it sets what vllm reads when it is imported)
 import vllm
+from vllm.device_allocator.alloc_conf import expandable_segments_enabled_from_env
+from vllm.platforms import current_platform
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
-from rlhf_mc.reshard.layout import check_vllm, vllm_layout
+from rlhf_mc.data.responses import exchange_responses
+from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
+from rlhf_mc.runtime.console import say
+from rlhf_mc.topology.consensus import on_every_rank
 
 
-def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
-    """Raise UserError where vLLM cannot shard the model so, or has no kernel for its head dimension."""
-    check_vllm(shape, cfg.tensor_model_parallel_size)
-    if not platform.use_cuda() and shape.head_dim % 32:
-        raise UserError(f"model.path: head dimension {shape.head_dim}; vLLM's CPU attention takes multiples of 32")
+def check_build() -> None:
+    """Raise UserError if this build of vLLM does not compute where the trainer does: vLLM chooses by its own build and
+    the driver, without RLHF_MC_DEVICE."""
+    found = current_platform.device_type
+    wanted = platform.device().type
+    if found != wanted:
+        raise UserError(
+            f"rollout: this vLLM computes on {found or 'no device'}, and the trainer on {wanted}; install vLLM's build "
+            f"for {wanted}{', or unset RLHF_MC_DEVICE' if found == 'cuda' else ''}"
+        )
 
 
 class VLLMEngine:
@@ -54,23 +65,21 @@ class VLLMEngine:
         storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates."""
         self._group = next(list(g) for g in groups if rank in g)
         self._replica = next(i for i, g in enumerate(groups) if rank in g)
-        self._num_replicas = len(groups)
-        self._rank = rank
+        self._groups = groups
         self.awake = frozenset({WEIGHTS, KV_CACHE})
         """The parts on the device."""
         self._buffers: dict[str, torch.Tensor] = {}
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"disable_custom_all_reduce": not _custom_all_reduce(groups, cfg)}
         if platform.use_cuda():
-            options.update(gpu_memory_utilization=cfg.gpu_memory_utilization, enforce_eager=cfg.enforce_eager)
-            options.update(enable_sleep_mode=cfg.free_cache_engine)
-            # The only backend that does not repack the weights of experts: a weight update writes them in place.
-            options.update(moe_backend="triton")
+            options.update(_gpu_options(cfg))
         else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.cpu_kvcache_space_gb)
             options.update(enforce_eager=True)
+        if cfg.quantization is not None:
+            options.update(quantization=METHOD)
         vllm_patches.patch()
         vllm_patches.use_storage(storage or {})
-        with vllm_patches.tensor_parallel_groups(groups):
+        with vllm_patches.tensor_parallel_groups(groups), _build_errors(cfg):
             self._llm = vllm.LLM(
                 model_path,
                 config_format="hf",  # not mistral's params.json, which the trainer does not read
@@ -78,7 +87,11 @@ class VLLMEngine:
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",
                 load_format=vllm_patches.LOAD_FORMAT,
-                hf_overrides={"tie_word_embeddings": shape.tie_embeddings},
+                hf_overrides=_hf_overrides(shape),
+                # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
+                # contains what follows from the rank's place in its engine (its range of the vocabulary), and vLLM does
+                # not know that `groups` sets the place.
+                additional_config={"rank_in_engine": self._group.index(rank)},
                 dtype=dtype,
                 seed=seed,
                 max_model_len=max_model_len,
@@ -88,8 +101,9 @@ class VLLMEngine:
                 disable_log_stats=True,
                 **options,
             )
+        self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
-        found = {name: tuple(param.shape) for name, param in self.params.items()}
+        found = self._quantized.shapes(self._model)
         try:
             on_every_rank(lambda: _check_parameters(model_path, written, found))
         except UserError:
@@ -97,20 +111,42 @@ class VLLMEngine:
             raise
 
     @property
-    def _model(self) -> torch.nn.Module:
+    def _runner(self) -> Any:
         executor: Any = self._llm.llm_engine.model_executor
-        model: torch.nn.Module = executor.driver_worker.worker.model_runner.model
+        return executor.driver_worker.worker.model_runner
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._runner.model
         return model
 
     @property
+    def summary(self) -> str:
+        """One line of text for the console: the KV cache, and what computes attention."""
+        config = self._llm.llm_engine.vllm_config
+        cache = config.cache_config
+        layers = config.compilation_config.static_forward_context.values()
+        attention = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+        num_bytes = sum(tensor.size for tensor in self._runner.kv_cache_config.kv_cache_tensors)
+        return (
+            f"vLLM: {num_bytes / 2**30:.2f} GiB of KV cache on each rank, for {cache.kv_cache_size_tokens} tokens: "
+            f"{cache.kv_cache_max_concurrency:.1f} sequences of {config.model_config.max_model_len} tokens; "
+            f"attention by {', '.join(sorted(attention))}"
+        )
+
+    @property
     def params(self) -> dict[str, torch.Tensor]:
-        """vLLM's parameters, by the names of reshard's vLLM layout; a reshard writes them in place."""
+        """vLLM's parameters, by the names of reshard's vLLM layout; a reshard writes them in place. With
+        rollout.quantization those of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
+        self._quantized.stage()
         return {name: param.data for name, param in self._model.named_parameters()}
 
     def weights_updated(self) -> None:
-        """Discard the prefix cache, which earlier weights have filled. Call after each weight update. Raise
-        RuntimeError if vLLM keeps it: responses would be computed from old keys and values."""
+        """Quantize new weights (rollout.quantization), and discard the prefix cache, which earlier weights have filled.
+        Call after each weight update. Raise RuntimeError if vLLM keeps it: responses would be computed from old keys
+        and values."""
+        self._quantized.quantize()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks of the KV cache")
 
@@ -140,7 +176,7 @@ class VLLMEngine:
         Engine e takes prompts e, e + number of engines, ... A response depends on its prompt and seed, not on its
         engine or batch. Raise UserError if the ranks of one engine have drawn different tokens."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
-        mine = range(self._replica, len(prompts), self._num_replicas)
+        mine = range(self._replica, len(prompts), len(self._groups))
         requests = [
             vllm.SamplingParams(
                 temperature=sampling.temperature,
@@ -161,23 +197,95 @@ class VLLMEngine:
             else []
         )
         responses = [_to_generation(out.outputs[0]) for out in outputs]
-        digest = hashlib.sha256(repr([r.token_ids for r in responses]).encode()).hexdigest()
-        is_first = self._rank == self._group[0]
-        everyone = gather_objects((self._replica, digest, responses if is_first else None))
-        _check_same_tokens(everyone)
-        result: list[Generation | None] = [None] * len(prompts)
-        for replica, _, part in everyone:
-            if part is not None:
-                result[replica :: self._num_replicas] = part
-        assert all(r is not None for r in result)
-        return result  # type: ignore[return-value]
+        return exchange_responses(responses, self._groups, len(prompts))
 
     def close(self) -> None:
         """Free the engine and vLLM's process groups, so that another engine can be built in this process."""
+        if self.awake != {WEIGHTS, KV_CACHE}:
+            # Of memory that sleeps vLLM would print a CUDA error for each block. So it does where there is no room.
+            with contextlib.suppress(RuntimeError):
+                self._llm.wake_up()
         with vllm_patches.world_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
+
+
+def _hf_overrides(shape: ModelShape) -> dict[str, Any]:
+    """Return the keys that replace those of config.json."""
+    overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
+    if platform.float32_products():
+        # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
+        overrides["head_dtype"] = "float32"
+    return overrides
+
+
+def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    """Return vLLM's options that a CPU does not have."""
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": cfg.gpu_memory_utilization,
+        "enforce_eager": cfg.enforce_eager,
+        "enable_sleep_mode": cfg.free_cache_engine,
+        # The memory of CUDA graphs is copied to the host and back. vLLM does so only if asked to.
+        "sleep_mode_offload_cudagraph": cfg.free_cache_engine,
+        # The only backend that does not repack the weights of experts: a weight update writes them in place.
+        "moe_backend": "triton",
+    }
+    if torch.are_deterministic_algorithms_enabled():
+        # FlashInfer's all-reduce, alone (runtime/determinism.py) or fused with a norm, adds in no fixed order.
+        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    return options
+
+
+def _custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> bool:
+    """Return whether vLLM may use its custom all-reduce; on a GPU print a line if not.
+
+    CustomAllreduce.register_graph_buffers collects the addresses in captured graphs by sorted rank, but files this
+    rank's own by its rank in the group. The two differ in groups that do not ascend, and a capture fails. It fails too
+    where torch allocates expandable segments, which cudaIpcGetMemHandle refuses (vLLM issue 42609); with sleep vLLM
+    registers no graph's memory. vLLM's other all-reduces (FlashInfer, symmetric memory, NCCL) number the ranks as the
+    group does, and share memory of their own."""
+    unsorted = next((list(group) for group in groups if list(group) != sorted(group)), None)
+    reason = ""
+    if unsorted is not None:
+        reason = f"it needs ascending ranks, and an engine has {unsorted}"
+    elif not (cfg.free_cache_engine or cfg.enforce_eager) and expandable_segments_enabled_from_env():
+        reason = "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has expandable_segments"
+    if reason and platform.use_cuda():
+        say(f"rollout: vLLM's custom all-reduce is off: {reason}", rank_0_only=True)
+    return not reason
+
+
+@contextlib.contextmanager
+def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
+    """Raise UserError, with the settings to change, where vLLM lacks memory for itself or for one sequence, or has no
+    fp8 kernel."""
+    setting, value = (
+        ("rollout.gpu_memory_utilization", cfg.gpu_memory_utilization)
+        if platform.use_cuda()
+        else ("rollout.cpu_kvcache_space_gb", cfg.cpu_kvcache_space_gb)
+    )
+    more = (
+        f"raise {setting} or rollout.tensor_model_parallel_size, or lower data.max_prompt_length or "
+        "data.max_response_length"
+    )
+    less = f"lower {setting}, or free memory (offload the models, fewer ranks)"
+    advice = {
+        "To serve at least one request": more,
+        "No available memory": more,
+        "Free memory on device": less,
+        "Available memory on node": less,
+    }
+    try:
+        yield
+    except ValueError as error:
+        for start, change in advice.items():
+            if str(error).startswith(start):
+                reason = re.split(r"\. (?=Try|Decrease|Reduce|On the CPU)", str(error))[0]
+                raise UserError(f"{setting} {value}: vLLM says: {reason}; {change}") from error
+        if cfg.quantization is not None and str(error).startswith(("Failed to find a kernel", "FP8 PTPC")):
+            raise UserError(f"rollout.quantization is 'fp8'; vLLM says: {first_line(error)}; set it to null") from error
+        raise
 
 
 def _check_parameters(
@@ -208,15 +316,3 @@ def _to_generation(output: Any) -> Generation:
     token_ids = list(output.token_ids)
     log_probs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
     return Generation(token_ids, log_probs, finished=output.finish_reason == "stop")
-
-
-def _check_same_tokens(everyone: Sequence[tuple[int, str, Any]]) -> None:
-    """Raise UserError if ranks of one engine have different digests. All ranks have the same list, so all raise."""
-    first: dict[int, int] = {}
-    for rank, (replica, digest, _) in enumerate(everyone):
-        other = first.setdefault(replica, rank)
-        if everyone[other][1] != digest:
-            raise UserError(
-                f"rollout: ranks {other} and {rank} of one vLLM engine drew different tokens; they must run the same "
-                "vLLM, the same weights and the same seeds (is one of them on other hardware or another version?)"
-            )

