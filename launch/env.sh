@@ -2,8 +2,16 @@
 # Environment variables that must be set before Python starts; every launcher sources this file. Values that are set
 # already stay.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Megatron overlaps tensor-parallel communication with computation only if kernels start in the order they were issued.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # Models are local directories; nothing is downloaded during a run.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+# torchrun would set 1: after an error NCCL's operations are aborted before the process, which computes on with what they
+# have left in memory. 3 is torch's own default, which ends the process at once.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
+# The soft limit on open files is raised to the hard one: a rank has connections to every other (docs/cluster.md).
+ulimit -S -n "$(ulimit -H -n)" 2>/dev/null || true
+# The interface of both libraries, where a node has several. gloo takes a name, NCCL a prefix unless it begins with "=".
+if [[ -n "${RLHF_MC_SOCKET_IFNAME:-}" ]]; then
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$RLHF_MC_SOCKET_IFNAME}"
+    export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$RLHF_MC_SOCKET_IFNAME}"
+fi

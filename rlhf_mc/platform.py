@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -28,6 +28,11 @@ def backend() -> str:
     return "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
 
 
+def num_devices() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
 def set_device() -> None:
     """Bind this process to its GPU; do nothing on a CPU."""
     if use_cuda():
@@ -47,10 +52,61 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def float32_products() -> bool:
+    """Return True where torch.addmm multiplies bfloat16 matrices into a float32 one (out_dtype), as CUDA does."""
+    return use_cuda()
+
+
 def host_bytes(num_bytes: int) -> torch.Tensor:
     """Return `num_bytes` bytes of uninitialised host memory [num_bytes] uint8; with a GPU page-locked, so that copies
     are asynchronous."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=use_cuda())
+
+
+def lock_pages(memory: torch.Tensor) -> None:
+    """Page-lock host memory where there is a GPU, so that copies from and to it are asynchronous. `unlock_pages` must
+    precede its release. Raise MemoryError if the driver cannot."""
+    if use_cuda() and len(memory):
+        cudart = torch.cuda.cudart()
+        portable = 1  # for every CUDA context of the process
+        if int(code := cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)):
+            raise MemoryError(f"cudaHostRegister: {cudart.cudaGetErrorString(code)}")
+
+
+def unlock_pages(memory: torch.Tensor) -> None:
+    """Wait for the copies, and unlock what `lock_pages` has locked."""
+    if use_cuda() and len(memory):
+        torch.cuda.synchronize()
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostUnregister(memory.data_ptr())
+        assert int(code) == 0, f"cudaHostUnregister: {cudart.cudaGetErrorString(code)}"
+
+
+_ALIGNMENT = 64
+"""Bytes between the starts of tensors in one copy: kernels read vectors of up to 16 bytes, and expect aligned ones."""
+
+
+def to_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the host on the device. On a GPU they are views of one buffer, filled by one copy from
+    page-locked memory for which the host does not wait; on a CPU they are the arguments."""
+    if not use_cuda():
+        return list(tensors)
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    # torch reuses the page-locked memory only after the copy, also where it is freed before.
+    host = host_bytes(starts[-1])
+    for view, tensor in zip(_views(host, starts, tensors), tensors, strict=True):
+        view.copy_(tensor)
+    return _views(host.to(device(), non_blocking=True), starts, tensors)
+
+
+def _views(buffer: torch.Tensor, starts: Sequence[int], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a vector of bytes, of the types and shapes of `like`."""
+    return [
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, like, strict=False)
+    ]
 
 
 class SideStream:

@@ -33,7 +33,7 @@ def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 _RAISES = "it raises without a GPU, and Megatron-Core calls it unconditionally, "
 CUDA_CALLS = (
     Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), _RAISES + "for the device of new tensors"),
-    Patch(torch.cuda, "synchronize", _nothing, _RAISES + "after P2P messages"),
+    Patch(torch.cuda, "synchronize", _nothing, _RAISES + "before it writes a checkpoint"),
     Patch(torch.cuda, "get_rng_state", get_rng_state, _RAISES + "in its tracker of random states"),
     Patch(torch.Tensor, "cuda", _self, _RAISES + "for tied embeddings of several stages"),
 )

@@ -58,7 +58,7 @@ def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.reshard.placement import training_layouts
 
-    silence_libraries()
+    prepare_process()
     reader = HFReader(hf_path)
     shape = reader.shape()
     reader.check(shape)
@@ -78,7 +78,7 @@ def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
 
 def mcore_to_hf(checkpoint: str, output: str, layout: ToolLayout, max_shard_bytes: int) -> None:
     """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
-    silence_libraries()
+    prepare_process()
     import torch.distributed as dist
 
     from rlhf_mc.checkpoint.hf_export import export_hf
@@ -113,7 +113,7 @@ def training_checkpoint_to_hf(
 
     hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: that of the run's settings.
     Raise UserError if the checkpoint is corrupt or has no such role."""
-    silence_libraries()
+    prepare_process()
     import torch
     import torch.distributed as dist
 
@@ -162,8 +162,10 @@ def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
     return Path(own or config.get("model", {}).get("path", ""))
 
 
-def silence_libraries() -> None:
-    """Silence warnings of libraries."""
+def prepare_process() -> None:
+    """Silence the warnings of libraries, and stay on the CPU: a conversion computes nothing, and a model may exceed the
+    memory of a GPU."""
+    os.environ.setdefault("RLHF_MC_DEVICE", "cpu")
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
@@ -73,7 +73,8 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
     value that is not finite. Every rank must call it."""
     stored = on_every_rank(lambda: _stored_tensors(directory))
     with megatron_calls():
-        state = _sharded(model, skip_prefixes)
+        # Extra states (of fp8) are no weights. Transformer Engine's norms have one, and local norms have none.
+        state = {n: v for n, v in _sharded(model, skip_prefixes).items() if not isinstance(v, ShardedObject)}
         _check_same_model(state, stored, directory, skip_prefixes)
         try:
             loaded = dist_checkpointing.load(state, str(directory))

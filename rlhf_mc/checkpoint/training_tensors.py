@@ -24,6 +24,7 @@ from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest, digest_file, write_bytes
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError, first_line, reason_of
+from rlhf_mc.models.host_memory import HostArena
 from rlhf_mc.models.megatron_patches import PlannedSave, megatron_calls, write_bucket
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
@@ -43,20 +44,17 @@ class HostBuffers:
     between saves, since an allocation costs more than the copy."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._arena = HostArena("trainer.async_save")
 
     def copies(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """Return a copy of each block, in their order."""
-        kept = {}
-        for block in blocks:
-            at = (block.key, block.box, block.data.dtype)
-            buffer = self._buffers.get(at)
-            if buffer is None:
-                buffer = platform.host_bytes(block.data.nbytes).view(block.data.dtype).view(block.data.shape)
-            kept[at] = buffer.copy_(block.data, non_blocking=True)
+        """Return a copy of each block, in their order. The copies of the call before are overwritten."""
+        views = self._arena.views([block.data.nbytes for block in blocks])
+        found = [
+            view.view(block.data.dtype).view(block.data.shape).copy_(block.data, non_blocking=True)
+            for view, block in zip(views, blocks, strict=True)
+        ]
         platform.synchronize()
-        self._buffers = kept
-        return list(kept.values())
+        return found
 
 
 class TensorWriter:
@@ -76,6 +74,8 @@ class TensorWriter:
         self._files: dict[str, FileDigest] = {}
         self._results: list[Any] = []
         self._error: UserError | None = None
+        if buffers is None:
+            platform.synchronize()  # a thread has its own current stream, which waits for none of this one's work
         self._thread = threading.Thread(target=self._write, name="checkpoint writer", daemon=True)
         self._thread.start()
 

@@ -28,7 +28,13 @@ class OptimConfig:
     """Maximum global gradient norm; 0: no clipping."""
 
 
-TRAINING_ONLY = ("recompute_granularity", "use_distributed_optimizer", "grad_offload", "optimizer_offload")
+TRAINING_ONLY = (
+    "recompute_granularity",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "grad_offload",
+    "optimizer_offload",
+)
 """Settings of MegatronConfig that do nothing for a model that is never trained."""
 
 
@@ -53,11 +59,15 @@ class MegatronConfig:
     """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for the same
     communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
     recompute_granularity: Literal["selective", "full"] | None = None
-    """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention. full:
-    all except the input of each layer, for about a third more computation. null: none. Only for models that are
+    """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention (on a
+    CPU), inside the MLP (on GPUs), or an expert's activation and the norms (mixture-of-experts on GPUs). full: all
+    except the input of each layer, for about a third more computation. null: none. Only for models that are
     trained."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks (ZeRO-1). Only for models that are trained."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over the data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket,
+    instead of after it. null: on GPUs with more than one data-parallel rank. Only for models that are trained."""
     param_offload: bool = False
     """Offload the weights to host memory in phases that do not use them (table in trainer/offload_schedule.py). Not for
     an actor whose weights vLLM shares (reshard.share_weights). On a CPU nothing is saved."""
@@ -68,3 +78,9 @@ class MegatronConfig:
     models that are trained."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. With bfloat16, main parameters and gradient reduction are float32."""
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """Multiply matrices in fp8 by a recipe of Transformer Engine, with one scale per tensor (compute capability 8.9),
+    per block of 128 (9.0), or per 32 values (10.0). Weights stay in bfloat16. A micro-batch is padded to a multiple of
+    16, 128 or 32 tokens per tensor-parallel rank. Log-probs differ more from vLLM's
+    (trainer.max_rollout_logprob_diff). Delayed scaling is not offered: its scales depend on earlier steps, and
+    checkpoints do not hold them. null: no fp8."""

@@ -177,6 +177,10 @@ class RolloutConfig:
     """GPU only: run without CUDA graphs. The CPU build always does."""
     free_cache_engine: bool = False
     """GPU only: vLLM frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: vLLM stores the weights of linear layers in fp8, with one scale per output channel, and quantizes their
+    inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights too. Not
+    with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
     max_num_seqs: int = 256
     """Maximum number of sequences that one engine decodes at a time."""
     max_num_batched_tokens: int = 8192
@@ -308,6 +312,10 @@ class TrainerConfig:
     """PPO steps at the start in which only the critic is updated."""
     seed: int = 1
     """Seed of all random draws, below 2^32."""
+    deterministic: bool = False
+    """On GPUs, use algorithms alone whose sums have one order: training then gives the same bits from the same inputs
+    on the same kind of machine. Attention's backward pass and all-reduces are slower (docs/reliability.md). On CPUs
+    this is so anyway."""
     max_consecutive_skipped_updates: int = 3
     """An update whose loss or gradient is not finite is skipped. The run aborts after this number of consecutive
     skipped updates of one model."""
@@ -315,7 +323,7 @@ class TrainerConfig:
     """Bound of |trainer's log-prob - vLLM's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may be
     at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume is
     an error above the bound, later ones are a warning. At temperature T the bound is divided by T, as the logits are.
-    null: 0.001 in float32, 0.1 in bfloat16."""
+    null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
     dist_timeout_seconds: int = 600
     """Timeout of collectives, for every process group."""
     heartbeat_timeout_seconds: int = 120

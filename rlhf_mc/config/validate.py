@@ -27,6 +27,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_layout(cfg, world_size)
     _check_frozen_roles(cfg)
     _check_offload(cfg)
+    _check_quantization(cfg)
     _check_batches(cfg, world_size)
     _check_micro_batches(cfg)
     _check_algorithm(cfg)
@@ -108,6 +109,10 @@ def _check_role(section: str, megatron: MegatronConfig, world_size: int, divisor
         tp > 1 or not megatron.sequence_parallel,
         f"{section}.sequence_parallel is true; that needs {section}.tensor_model_parallel_size of at least 2",
     )
+    _require(
+        megatron.fp8 is None or megatron.dtype == "bfloat16",
+        f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs bfloat16",
+    )
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         layers = getattr(megatron, name)
         _require(
@@ -156,6 +161,21 @@ def _check_offload(cfg: Config) -> None:
         not (cfg.actor.megatron.param_offload and cfg.reshard.share_weights),
         "actor.megatron.param_offload is true and reshard.share_weights is true; weights that vLLM shares cannot be"
         " offloaded: set one of them to false",
+    )
+
+
+def _check_quantization(cfg: Config) -> None:
+    quantization = cfg.rollout.quantization
+    dtype = cfg.actor.megatron.dtype
+    key = f"rollout.quantization is {quantization!r} and"
+    _require(
+        quantization is None or dtype == "bfloat16",
+        f"{key} actor.megatron.dtype is {dtype}; vLLM quantizes bfloat16",
+    )
+    _require(
+        quantization is None or not cfg.reshard.share_weights,
+        f"{key} reshard.share_weights is true; vLLM cannot share weights that it quantizes: set"
+        " reshard.share_weights to false",
     )
 
 

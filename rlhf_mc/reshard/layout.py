@@ -179,7 +179,7 @@ def mcore_layout(
     layers: range,
     first: bool,
     last: bool,
-    fused_norms: bool = False,
+    transformer_engine: bool = False,
     *,
     ep_rank: int = 0,
     ep_size: int = 1,
@@ -187,7 +187,7 @@ def mcore_layout(
     etp_size: int | None = None,
 ) -> Layout:
     """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers; first, last: whether the
-    stage is the first or the last.
+    stage is the first or the last; transformer_engine: whether the layers are Transformer Engine's.
 
     Rows of q, k and v are interleaved: for each KV group the rows of its query heads, its key and its value. They are
     split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and no row is replicated.
@@ -211,7 +211,7 @@ def mcore_layout(
             ranges = _even_ranges(param, shape, etp_rank, etp_size)
         else:
             ranges = _even_ranges(param, shape, tp_rank, tp_size, vocab)
-        local = (param.mcore_fused or param.mcore) if fused_norms else param.mcore
+        local = (param.mcore_te or param.mcore) if transformer_engine else param.mcore
         held.append(_local_param(param, shape, local, ranges, experts))
     return _of_layers(held, layers)
 

@@ -12,26 +12,26 @@ from rlhf_mc.reshard.layout import Layout, mcore_layout, vllm_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
-def training_layouts(shape: ModelShape, mesh: Mesh, fused_norms: bool = False) -> list[Layout]:
-    """Return each rank's layout of a Megatron-Core model. fused_norms: the layers are Transformer Engine's."""
+def training_layouts(shape: ModelShape, mesh: Mesh, transformer_engine: bool = False) -> list[Layout]:
+    """Return each rank's layout of a Megatron-Core model. transformer_engine: the layers are Transformer Engine's."""
     known: dict[Coordinate, Layout] = {}
     layouts = []
     for rank in range(mesh.world):
         # Data-parallel replicas share one Layout object, for which make_plan plans once.
         at = replace(mesh.coordinate(rank), dp=0)
         if at not in known:
-            known[at] = _training_layout(shape, mesh, at, fused_norms)
+            known[at] = _training_layout(shape, mesh, at, transformer_engine)
         layouts.append(known[at])
     return layouts
 
 
-def _training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, fused_norms: bool) -> Layout:
+def _training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool) -> Layout:
     chunks = []
     for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
         first = at.pp == 0 and chunk == 0
         last = at.pp == mesh.pp - 1 and chunk == mesh.vpp - 1
         experts = {"ep_rank": at.ep, "ep_size": mesh.ep}
-        chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, fused_norms, **experts))
+        chunks.append(mcore_layout(shape, at.tp, mesh.tp, layers, first, last, transformer_engine, **experts))
     return chunks[0] if mesh.vpp == 1 else _concatenated(chunks)
 
 

@@ -66,8 +66,8 @@ class Local:
 class PointToPoint:
     """Point-to-point messages of a process group: gloo or NCCL.
 
-    With NCCL, some collective must have run in the group before: the first one connects all ranks, and not every rank
-    takes part in a bucket."""
+    With NCCL, some collective must have run in the group before (build_role_groups runs one): the first one connects
+    all ranks, and not every rank takes part in a bucket."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

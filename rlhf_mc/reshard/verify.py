@@ -6,7 +6,8 @@ Runs after execute.py with the same plan and tensors. Nothing here writes to wei
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from rlhf_mc.reshard.transfers import RankPlan, Transfer
 from rlhf_mc.reshard.transport import message_device, send_and_receive
 from rlhf_mc.topology.consensus import gather_objects
 
-CHUNK = 1 << 20
-"""Bytes summed at a time, a multiple of 8. It bounds the extra memory."""
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+"""By type of device, the bytes that are summed at a time, a multiple of 8. The extra memory is at most four times that:
+a contiguous copy, one that is padded or aligned, weights, products. A chunk fits into a CPU's cache; on a GPU the
+eight kernels of a chunk should take longer than their launches."""
 
 
 @torch.no_grad()
@@ -46,15 +49,16 @@ def _first_difference(
     for name, view in aliased_views(plan, source).items():
         if target[name].data_ptr() != view.data_ptr():
             return f"{name} on rank {plan.rank} does not alias its source, but the plan says that it does"
-    found = [(t, checksum(source_blocks(t, source, target)), checksum(destination(t, target))) for t in plan.copies]
+    received = [] if group is None else [t for _, receives in plan.buckets for t in receives]
+    wanted = [_checksums(source_blocks(t, source, target) for t in plan.copies)]
     if group is not None:
-        received = [t for _, receives in plan.buckets for t in receives]
-        there = _checksums_of_senders(plan, source, target, received, group)
-        found += [(t, there[n], checksum(destination(t, target))) for n, t in enumerate(received)]
-    different = [t for t, wanted, got in found if not torch.equal(wanted, got)]
+        wanted.append(_checksums_of_senders(plan, source, target, received, group))
+    written = [*plan.copies, *received]
+    got = _checksums(destination(t, target) for t in written)
+    different = (torch.cat(wanted) != got).any(dim=1).nonzero().flatten().tolist()
     if not different:
         return None
-    return f"{_describe(different[0])} ({len(different)} of the rank's {len(found)} blocks differ)"
+    return f"{_describe(written[different[0]])} ({len(different)} of the rank's {len(written)} blocks differ)"
 
 
 def _checksums_of_senders(
@@ -64,41 +68,55 @@ def _checksums_of_senders(
     received: Sequence[Transfer],
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Return the senders' checksums of the blocks that this rank received: [blocks, 2]. Collective."""
+    """Return the senders' checksums of the blocks that this rank received: [blocks, 2], on the CPU. Collective."""
     device = message_device(group)
     leaving = by_peer([t for sends, _ in plan.buckets for t in sends], lambda t: t.dst_rank)
     arriving = by_peer(received, lambda t: t.src_rank)
-    outgoing = {
-        p: torch.stack([checksum(source_blocks(t, source, target)) for t in ts]).to(device) for p, ts in leaving.items()
-    }
+    outgoing = {p: _checksums(source_blocks(t, source, target) for t in ts).to(device) for p, ts in leaving.items()}
     incoming = {p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()}
     send_and_receive(outgoing, incoming, group)
     rows = {p: iter(found.cpu()) for p, found in incoming.items()}
-    return torch.stack([next(rows[t.src_rank]) for t in received]) if received else torch.empty(0, 2)
+    return _stacked([next(rows[t.src_rank]) for t in received])
 
 
-def checksum(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+def _checksums(transfers: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Return the checksum of each transfer's blocks: [transfers, 2], on the CPU, copied there at once."""
+    return _stacked([checksum(blocks) for blocks in transfers]).cpu()
+
+
+def _stacked(checksums: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([*checksums]) if checksums else torch.empty(0, 2, dtype=torch.int64)
+
+
+def checksum(blocks: Sequence[torch.Tensor], chunk_bytes: int | None = None) -> torch.Tensor:
     """Return two sums over the bits of the elements of all blocks [n, rows, ...], taken eight bytes at a time as an
-    integer, the second weighted by position, modulo 2^64: [2] int64, on the CPU. Lost, changed or reordered elements
-    change one of them."""
-    total = torch.zeros(2, dtype=torch.int64, device=blocks[0].device)
-    weights = torch.arange(1, 1 + CHUNK // 8, device=blocks[0].device)
+    integer, the second weighted by position, modulo 2^64: [2] int64, on the blocks' device. Lost, changed or reordered
+    elements change one of them.
+
+    chunk_bytes: bytes summed at a time, which do not change the result; None: as CHUNK_BYTES says."""
+    device = blocks[0].device
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    weights = torch.arange(0, device=device)
     start = 0
-    for words in _words(blocks):
+    for words in _words(blocks, chunk_bytes or CHUNK_BYTES[device.type]):
+        if len(words) > len(weights):
+            weights = torch.arange(1, 1 + len(words), device=device)
         first = words.sum()
         total[0] += first
         # Not torch.dot: it has no CUDA kernel for int64.
         total[1] += start * first + (words * weights[: len(words)]).sum()
         start += len(words)
-    return total.cpu()
+    return total
 
 
-def _words(blocks: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of the elements in order, as int64 vectors of at most CHUNK bytes."""
+def _words(blocks: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield the bytes of the elements in order, as int64 vectors of at most chunk_bytes. Each block is padded at its
+    end to complete words."""
     row_bytes = max(1, blocks[0][0, 0].numel() * blocks[0].element_size())
+    whole = 8 // math.gcd(8, row_bytes)  # rows that are complete words together: no chunk but a block's last is padded
     for block in itertools.chain.from_iterable(blocks):
-        for rows in block.split(max(1, CHUNK // row_bytes)):
-            for part in rows.reshape(-1).view(torch.uint8).split(CHUNK):
+        for rows in block.split(max(1, chunk_bytes // (row_bytes * whole)) * whole):
+            for part in rows.reshape(-1).view(torch.uint8).split(chunk_bytes):
                 if len(part) % 8 or part.data_ptr() % 8:
                     part = torch.cat([part, part.new_zeros(-len(part) % 8)])
                 yield part.view(torch.int64)

@@ -17,6 +17,7 @@ USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value .
 HELP = f"""\
 usage: {USAGE}
        python -m rlhf_mc CONFIG.yaml [section.key=value ...] [--print-config]
+       python -m rlhf_mc --check
 
 PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts the ranks; started
 with python alone, the program has one rank. Launchers that set the environment:
@@ -32,6 +33,7 @@ arguments:
 options:
   -h, --help           print this text
   --version            print the version
+  --check              print what this machine has, what it lacks and what that costs; code 1 where no run could start
   --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
 
 exit codes:
@@ -43,11 +45,12 @@ exit codes:
 
 documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md, docs/reliability.md"""
 
-Option = Literal["--help", "--version", "--print-config"]
+Option = Literal["--help", "--version", "--check", "--print-config"]
 OPTIONS: dict[str, Option] = {
     "-h": "--help",
     "--help": "--help",
     "--version": "--version",
+    "--check": "--check",
     "--print-config": "--print-config",
 }
 
@@ -62,7 +65,7 @@ class CommandLine:
     """The text to print instead of training."""
 
     def text(self) -> str:
-        """Return the text that the option asks for. Raise UserError if the config cannot be loaded."""
+        """Return the text of an option other than --check. Raise UserError if the config cannot be loaded."""
         if self.option == "--help":
             return HELP
         if self.option == "--version":
@@ -81,7 +84,7 @@ def parse(argv: list[str]) -> CommandLine:
     options = {OPTIONS[argument] for argument in given}
     option = next((option for option in OPTIONS.values() if option in options), None)
     arguments = [argument for argument in argv if not argument.startswith("-")]
-    if option in ("--help", "--version"):
+    if option in ("--help", "--version", "--check"):
         return CommandLine("", [], option)
     if not arguments or "=" in arguments[0]:
         raise UserError(f"usage: {USAGE}; --help explains it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -21,10 +22,16 @@ EXIT_REQUEUE = 75
 """The run was asked to stop. Started again, it resumes from its newest checkpoint (EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 """The run was interrupted and has saved nothing (128 + SIGINT)."""
+END_SECONDS = 120.0
+"""Time for the libraries to free what they hold after a run's last file is written."""
 
 
 class RequeueError(Exception):
     """The run has stopped because it was asked to. Every rank raises it, after the message has been printed."""
+
+
+class CheckError(Exception):
+    """No run could start on this machine. It is raised after the report has been printed."""
 
 
 def exit_code(program: str, action: Callable[[], None]) -> int:
@@ -36,6 +43,8 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
         return 0
     except RequeueError:
         return EXIT_REQUEUE
+    except CheckError:
+        return EXIT_ERROR
     except UserError as error:
         line = " ".join(str(error).splitlines())
         error_report.report(f"{program}: error: {line}", key=line, of_this_node=isinstance(error, NodeError))
@@ -70,6 +79,14 @@ def exit_now(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def exit_after(seconds: float, code: int) -> None:
+    """End this process with the code if it still runs after `seconds`. Call it when nothing is left to be written: NCCL
+    and vLLM free communicators and graphs in calls that have no timeout."""
+    timer = threading.Timer(seconds, exit_now, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def write_exit_code(code: int) -> None:

@@ -28,6 +28,15 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return out
 
 
+def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
+    """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n]. `vector` is on the
+    device; one collective, one copy to the host. Every rank must call it with the same n."""
+    world = dist.get_world_size()
+    out = vector.new_empty(world * len(vector))
+    dist.all_gather_into_tensor(out, vector)
+    return out.cpu().view(world, -1)
+
+
 def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> T:
     """Run the action on every rank of the group and return its result on this rank. If it fails with a UserError or an
     OSError on any rank, raise the error of the first such rank on all of them. Every rank of the group must call it.
@@ -58,6 +67,13 @@ def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError
             return action(), None
     except UserError as error:
         return None, error
+
+
+def my_share(count: int) -> range:
+    """Return this rank's consecutive part of `count` items; all of them without a process group. The parts follow one
+    another in rank order."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return range(count * rank // world, count * (rank + 1) // world)
 
 
 def ranks_per_node() -> int:

@@ -7,17 +7,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.topology.mesh import Axis, Coordinate, Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
 
+_DEFAULT_SECONDS = 1800
+"""torch's default timeout of collectives, the longer one of NCCL's and gloo's."""
+_LATER_SECONDS = 30.0
+"""A collective with a timeout of its own ends within this time after it."""
 _AXES: dict[str, tuple[Axis, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
@@ -65,7 +72,8 @@ def build_groups(mesh: Mesh) -> Groups:
 
 def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = None) -> dict[str, Groups]:
     """Return the groups of each role's mesh. Groups of the same ranks are one group: roles take turns, and each
-    communicator costs memory on a GPU. Every rank must call it, with the same meshes in the same order.
+    communicator costs memory on a GPU. Groups that carry point-to-point messages are connected. Every rank must call
+    it, with the same meshes in the same order.
 
     timeout_seconds: timeout of collectives; None: torch's default."""
     timeout = None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
@@ -94,7 +102,43 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
     for mesh in meshes.values():
         if mesh not in of_mesh:
             of_mesh[mesh] = groups(mesh)
+    # Of the world for weight updates and exports, of the stages for Megatron-Core's schedules.
+    connected = [dist.group.WORLD, *(made.collection.pp for made in of_mesh.values())]
+    _connect(connected, _DEFAULT_SECONDS if timeout_seconds is None else timeout_seconds)
     return {role: of_mesh[mesh] for role, mesh in meshes.items()}
+
+
+def _connect(groups: Sequence[dist.ProcessGroup | None], seconds: float) -> None:
+    """Run a collective in each group, in order. NCCL connects the ranks of a group in the first operation, so without
+    it the first batch_isend_irecv, in which not every rank takes part, would be undefined (torch's documentation).
+    Raise UserError if it does not end within its timeout, `seconds`.
+
+    The other remedy, init_process_group(device_id=...), splits every later group off the world, which all ranks must
+    take part in: it hangs with groups of gloo alone, which vLLM makes, and with use_local_synchronization."""
+    failures: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            platform.set_device()  # a thread has its own
+            for group in dict.fromkeys(groups):
+                if group is not None and group.size() > 1:
+                    dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
+            platform.synchronize()
+        except BaseException as error:  # raised in the main thread
+            failures.append(error)
+
+    # In a thread: while NCCL connects ranks no timeout of torch's applies, and the call does not return.
+    thread = threading.Thread(target=connect, name="first collectives", daemon=True)
+    thread.start()
+    thread.join(seconds + _LATER_SECONDS)
+    if thread.is_alive():
+        raise UserError(
+            f"the {dist.get_world_size()} ranks have reached one another through torch's store, but not in a"
+            f" collective on {platform.device().type} within {seconds:g} s: with NCCL_DEBUG=INFO each rank prints the"
+            " interfaces and adapters that it uses (docs/cluster.md)"
+        )
+    if failures:
+        raise failures[0]
 
 
 def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:

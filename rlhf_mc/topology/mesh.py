@@ -125,8 +125,9 @@ def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:
     If rollout_tp divides the training TP t, an engine takes ranks at stride t / rollout_tp inside one training TP
     group: each rank's training shard is part of its generation shard (HybridFlow, arXiv 2409.19256, section 5). If t
     divides rollout_tp, an engine takes whole neighbouring TP groups, ordered by training shard first: each rank's
-    generation shard is part of its training shard. Otherwise an engine takes consecutive ranks; reshard/grouping.py
-    chooses better groups.
+    generation shard is part of its training shard. Such engines cannot all have ascending ranks: rank 1 has the second
+    training shard, so rollout_tp / t ranks of its engine precede it. Otherwise an engine takes consecutive ranks;
+    reshard/grouping.py chooses better groups.
     """
     assert mesh.world % rollout_tp == 0, f"rollout TP {rollout_tp} does not divide {mesh.world}"
     if mesh.tp % rollout_tp:

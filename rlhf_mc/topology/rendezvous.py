@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import JoinError
+from rlhf_mc.topology.open_files import raise_limit
 
 JOIN_SECONDS = 300.0
 """Timeout of the rendezvous, unless that of collectives is shorter. A rank joins after its import of torch, which is
@@ -24,18 +25,36 @@ _ALL, _COUNT, _FAILED, _PRINTER = (f"rlhf_mc/join/{name}" for name in ("all", "c
 
 def init_process_group(timeout_seconds: float) -> None:
     """Join the world that torchrun or srun describes in the environment. Without such an environment the world is this
-    process. timeout_seconds: timeout of its collectives. Raise JoinError if not all ranks join in time."""
+    process. timeout_seconds: timeout of its collectives. Raise JoinError if not all ranks join in time or this process
+    does not see its GPU, and NodeError if it may not have enough files open."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost")
         os.environ.setdefault("MASTER_PORT", "0")
+    _check_device()
     platform.set_device()
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
+    raise_limit(world, rank)
     store = _store(rank, world, min(JOIN_SECONDS, timeout_seconds))
     _wait_for_all(store, rank, world, min(JOIN_SECONDS, timeout_seconds))
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _check_device() -> None:
+    """Raise JoinError if this process does not see the GPU of its local rank. The first such rank of a node prints
+    it."""
+    device = platform.device()
+    count = platform.num_devices()
+    if device.type == "cpu" or device.index < count:
+        return
+    raise JoinError(
+        f"LOCAL_RANK is {device.index}, and this process sees {count} GPU{'s' * (count > 1)}; every rank must see all"
+        " GPUs of its node, of which there must be one for each rank: ask Slurm for --gpus-per-node and not for"
+        " --gpus-per-task or --gpu-bind, and see CUDA_VISIBLE_DEVICES",
+        prints=device.index == count,
+    )
 
 
 def _store(rank: int, world: int, seconds: float) -> dist.Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,8 +40,10 @@ def evaluate(
     max_tokens: int,
     stop_token_ids: tuple[int, ...],
     seed: int,
+    num_texts: int,
 ) -> tuple[dict[str, float], float, list[str]]:
-    """Return metrics, the mean accuracy over all responses, and one readable text per response, on every rank."""
+    """Return metrics, the mean accuracy over all responses, and the first `num_texts` responses as readable texts.
+    Every rank must call it; num_texts may differ."""
     rows = repeat_prompts(prompts, cfg.n)
     # The same seeds at every validation: only the model differs between two.
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
@@ -49,7 +52,7 @@ def evaluate(
     mean = sum(accuracy(row) for row in scores) / len(scores)
     texts = [
         _as_text(prompt, tokenizer, generation, row["score"])
-        for prompt, generation, row in zip(rows, generations, scores, strict=True)
+        for prompt, generation, row in itertools.islice(zip(rows, generations, scores, strict=True), num_texts)
     ]
     return accuracy_metrics(rows, scores, cfg.n), mean, texts
 
@@ -59,8 +62,8 @@ def _as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, generation: Gen
     return f"[prompt] {prompt.text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score}\n"
 
 
-def write_generations(directory: Path, step: int, texts: Sequence[str], limit: int) -> None:
-    """Write the first `limit` samples to generations/step_<n>.txt."""
+def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
+    """Write the samples to generations/step_<n>.txt."""
     path = directory / GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(texts[:limit]), encoding="utf-8")
+    path.write_text("\n".join(texts), encoding="utf-8")

@@ -61,6 +61,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     )
     for line in headlines(run):
         say_on_console(run, line)
+    say_on_console(run, run.rollout.summary)
     say_on_console(run, run.weight_sync.summary)
     if step == 0 and schedule.is_validation_due(0):
         state = begin_step(0, status)

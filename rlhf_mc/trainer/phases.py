@@ -168,12 +168,12 @@ def validate(run: Run, state: StepState) -> float:
             cfg.data.max_response_length,
             run.stop_token_ids,
             cfg.trainer.seed,
+            cfg.trainer.log_val_generations if run.groups.rank == 0 else 0,
         )
     state.metrics.update(metrics)
     directory = Path(cfg.trainer.default_local_dir)
-    limit = cfg.trainer.log_val_generations
     if run.groups.rank == 0:
-        view("generations/", lambda: evaluate.write_generations(directory, state.step, texts, limit))
+        view("generations/", lambda: evaluate.write_generations(directory, state.step, texts))
     return accuracy
 
 

@@ -5,6 +5,8 @@ user's input is found here, before the first step; the cheapest checks come firs
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +25,12 @@ from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimCon
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
-from rlhf_mc.models.build import DTYPES, uses_transformer_engine
+from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.fp8 import check_fp8
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
@@ -34,9 +38,9 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
-from rlhf_mc.rollout.vllm_engine import VLLMEngine, check_rollout_layout
+from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
-from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
+from rlhf_mc.topology.consensus import my_share, on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
@@ -57,8 +61,9 @@ class Run:
     """The actor's process groups; each model has those of its own layout."""
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    train_prompts: list[Prompt]
-    val_prompts: list[Prompt]
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    """Those of the samples that are written have a text."""
     schedule: StepSchedule
     """The steps after which validation, export and checkpoint are due."""
     limits: dict[str, Limit]
@@ -86,15 +91,17 @@ def build_run(cfg: Config) -> Run:
     rank = dist.get_rank()
     world = dist.get_world_size()
     validate(cfg, world)
+    on_every_rank(_import_vllm)
     check_free(Path(cfg.trainer.default_local_dir))
     check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
-    train_prompts, val_prompts = on_every_rank(lambda: _prompts(cfg, tokenizer))
+    train_prompts, val_prompts = _prompts(cfg, tokenizer)
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
     # The user's file may be missing on one node.
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward))
-    rewards.check(val_prompts if cfg.reward_model.model_path else [*train_prompts, *val_prompts])
+    for prompts in (val_prompts,) if cfg.reward_model.model_path else (train_prompts, val_prompts):
+        _check_scoring(rewards, prompts)
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer))
     inputs = read_inputs(cfg)
@@ -140,19 +147,35 @@ def build_run(cfg: Config) -> Run:
     )
 
 
+def _import_vllm() -> None:
+    """Import vLLM. Raise UserError if it is missing, of another version or for another device. No module imports it at
+    its top, so that all but the rollout works without vLLM."""
+    from rlhf_mc.rollout.vllm_engine import check_build
+
+    check_build()
+
+
 def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     if cfg.model.tokenizer_path is None:
         return load_tokenizer(cfg.model.path, "model.path")
     return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path")
 
 
-def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the training prompts and the validation prompts."""
+def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Return the training prompts and the validation prompts. Every rank must call it."""
     data = cfg.data
-    train = load_prompts(data.train_files, tokenizer, data, data.train_max_samples)
+    train = load_prompts(data.train_files, tokenizer, data, data.train_max_samples, num_texts=0)
     if not data.val_files:
         return train, []
-    return train, load_prompts(data.val_files, tokenizer, data, data.val_max_samples, "data.val_files")
+    # A prompt has n samples.
+    num_texts = math.ceil(cfg.trainer.log_val_generations / cfg.rollout.val_kwargs.n)
+    return train, load_prompts(data.val_files, tokenizer, data, data.val_max_samples, "data.val_files", num_texts)
+
+
+def _check_scoring(rewards: RewardManager, prompts: Sequence[Prompt]) -> None:
+    """Raise UserError on every rank if a prompt cannot be scored. Each rank checks a part of them."""
+    mine = my_share(len(prompts))
+    on_every_rank(lambda: rewards.check(prompts[mine.start : mine.stop]))
 
 
 def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
@@ -251,6 +274,7 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
 def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) -> ModelEngine:
     """Return a role's model in its own layout with its initial weights, from the Megatron checkpoint if there is one,
     else from the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
+    check_fp8(f"{role}.megatron", megatron)
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
     if start.mcore is not None:
@@ -264,6 +288,8 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) ->
 
 def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
     """Return vLLM, and the synchronisation of its weights with the actor's."""
+    from rlhf_mc.rollout.vllm_engine import VLLMEngine
+
     per_node = ranks_per_node()
     engine_ranks = choose_rollout_groups(
         actor.shape, actor.groups.mesh, cfg.rollout.tensor_model_parallel_size, per_node
@@ -293,7 +319,8 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
 
 
 def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbCheck:
-    dtype = cfg.actor.megatron.dtype
+    megatron = cfg.actor.megatron
+    dtype = megatron.dtype if megatron.fp8 is None and cfg.rollout.quantization is None else "fp8"
     bound = cfg.trainer.max_rollout_logprob_diff
     return LogProbCheck(
         bound=DEFAULT_BOUND[dtype] if bound is None else bound,

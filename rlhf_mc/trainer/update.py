@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlhf_mc import platform
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
@@ -45,21 +46,20 @@ def mini_batches(
 def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float) -> Loss:
     """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its share."""
     assert mini.old_log_probs is not None and mini.advantages is not None
-    old_log_probs = mini.old_log_probs
-    advantages = mini.advantages
-    ref = mini.ref_log_probs
-    weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode)
+    per_token = [mini.old_log_probs, mini.advantages, aggregation_weights(mini.response_lens, cfg.loss_agg_mode)]
+    if cfg.use_kl_loss and mini.ref_log_probs is not None:
+        per_token.append(mini.ref_log_probs)
+    old_log_probs, advantages, weights, *ref = platform.to_device(per_token)
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        take = _selector(micro, states.device)
         inputs = ActorLossInputs(
             log_probs=log_probs,
-            old_log_probs=take(old_log_probs),
-            advantages=take(advantages),
-            weights=take(weights),
+            old_log_probs=old_log_probs[micro.response_index],
+            advantages=advantages[micro.response_index],
+            weights=weights[micro.response_index],
             entropy=entropy if cfg.entropy_coeff != 0.0 else entropy.detach(),
-            ref_log_probs=take(ref) if cfg.use_kl_loss and ref is not None else None,
+            ref_log_probs=ref[0][micro.response_index] if ref else None,
         )
         return actor_loss(
             inputs,
@@ -78,27 +78,20 @@ def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temper
 def critic_objective(mini: RaggedBatch, cfg: CriticConfig) -> Loss:
     """Return the critic's loss of this mini-batch, as a function of a micro-batch that returns its share."""
     assert mini.values is not None and mini.returns is not None
-    old_values = mini.values
-    returns = mini.returns
     weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode)
+    old_values, returns, weights = platform.to_device([mini.values, mini.returns, weights])
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        take = _selector(micro, states.device)
         return value_loss(
             values(model, states),
-            take(old_values),
-            take(returns),
-            take(weights),
+            old_values[micro.response_index],
+            returns[micro.response_index],
+            weights[micro.response_index],
             num_tokens=len(returns),
             cliprange=cfg.cliprange_value,
         )
 
     return loss
-
-
-def _selector(micro: MicroBatch, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that selects the micro-batch's entries [r] of a per-token vector [R], on the device."""
-    return lambda per_token: per_token[micro.response_index].to(device)
 
 
 _SAMPLES = "nonfinite_step_{}.json"

@@ -1,0 +1,42 @@
+"""The limit on the files that a process may have open. Connections are files: gloo connects every two ranks.
+
+No torch here. docs/cluster.md has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from rlhf_mc.config.errors import NodeError
+
+_WORLDS = 2
+"""Groups of all ranks, each with a connection to every other rank: torch's world and vLLM's."""
+_SERVERS = 2
+"""Servers of rank 0 with a connection from every rank: torch's store and the heartbeats'."""
+_OTHERS = 250
+"""All else: groups of fewer ranks, libraries, NCCL, devices."""
+
+
+def needed(world: int) -> int:
+    """Return about how many files rank 0 has open, which has the most."""
+    return (_WORLDS + _SERVERS) * world + _OTHERS
+
+
+def ranks_allowed(limit: int) -> int:
+    """Return about how many ranks a run may have where a process may have `limit` files open."""
+    return max(0, limit - _OTHERS) // (_WORLDS + _SERVERS)
+
+
+def raise_limit(world: int, rank: int) -> None:
+    """Raise this process's soft limit to the hard one. Raise NodeError if a run of `world` ranks needs more."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    least = needed(world) if rank == 0 else _WORLDS * world + _OTHERS
+    if limit != resource.RLIM_INFINITY and limit < least:
+        raise NodeError(
+            f"rank {rank} of {world} needs about {least} open files and connections, and a process may have {limit} "
+            "here: raise the hard limit (ulimit -Hn; see docs/cluster.md)"
+        )
