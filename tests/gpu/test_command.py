@@ -1,0 +1,57 @@
+"""The command tools/gpu_check.py on the CPU: its table, its file, its exit codes, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+
+COMMAND = str(Path(__file__).parents[2] / "tools" / "gpu_check.py")
+
+pytestmark = pytest.mark.system
+
+
+def check(world: int, output: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Run the command. Return its exit code, its output and the content of its file."""
+    command = [COMMAND, "--device", "cpu", "--output", str(output), *arguments]
+    done = forked.run(command) if world == 1 else forked.run_ranks(world, command)
+    return done.returncode, done.stdout + done.stderr, json.loads(output.read_text()) if output.exists() else {}
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return verdict, seconds and the rest of each row of the table, by the part's name."""
+    lines = (line.split(maxsplit=2) for line in text.splitlines())
+    return {line[0]: line[1:] for line in lines if len(line) > 2 and line[1] in ("passed", "failed", "skipped")}
+
+
+def test_every_part_has_a_verdict_of_its_own(tmp_path: Path) -> None:
+    names = ["timeouts", "checksums"]
+    code, text, found = check(1, tmp_path / "out.json", "--parts", ",".join(names))
+    assert code == 0, text
+    assert list(rows(text)) == names == list(found["parts"])
+    assert found["parts"]["timeouts"]["verdict"] == "skipped" and "two ranks" in rows(text)["timeouts"][1]
+    assert found["parts"]["checksums"]["figures"]["gb_per_s"] > 0
+    assert found["versions"]["torch"] and found["device"] == "cpu" and found["small"]
+
+
+def test_a_part_that_does_not_end_is_stopped_and_the_next_runs(tmp_path: Path) -> None:
+    code, text, found = check(1, tmp_path / "out.json", "--parts", "machine,timeouts", "--time-limit", "0.2")
+    assert code == 1
+    assert found["parts"]["machine"]["reason"] == "not done after 0.2 s"
+    assert found["parts"]["timeouts"]["verdict"] == "skipped"
+    assert "machine failed: not done after 0.2 s" in text and "0 passed, 1 failed, 1 skipped" in text
+
+
+def test_two_ranks_run_a_part_together(tmp_path: Path) -> None:
+    code, text, found = check(2, tmp_path / "out.json", "--parts", "machine")
+    assert code == 0, text
+    assert found["ranks"] == 2 and text.count("machine ") == 1
+    assert [part["verdict"] for part in found["parts"].values()] == ["passed"]
+
+
+def test_an_unknown_part_is_named(tmp_path: Path) -> None:
+    code, text, _ = check(1, tmp_path / "out.json", "--parts", "machine,bogus")
+    assert code == 2 and "unknown part 'bogus'" in text

@@ -1,0 +1,182 @@
+"""Engines alone, without vLLM and the loop: built from a checkpoint, with PPO's losses, and weights or gradients
+gathered by the names of the Hugging Face checkpoint. Every rank calls each function with the same arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc import platform
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
+from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
+from rlhf_mc.data.balance import Limit, plan_micro_batches
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.layout import hf_layout
+from rlhf_mc.reshard.placement import chunk_prefix
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.transport import PointToPoint
+from rlhf_mc.topology.consensus import gather_objects
+from rlhf_mc.topology.groups import Groups, build_groups
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
+from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.trainer.update import actor_objective, critic_objective
+
+TEMPERATURE = 0.7
+Role = Literal["actor", "critic"]
+
+
+class Job(NamedTuple):
+    """Gradient to compute."""
+
+    checkpoint: str
+    role: Role
+    mode: LossAggMode
+    budget: Limit
+    sequences: tuple[int, ...]
+    """Indices in the batch. With fewer than data-parallel replicas, some replicas run dummy micro-batches."""
+
+
+def actor_config(mode: LossAggMode) -> ActorConfig:
+    """Return a config with every term of the actor's loss, each large enough to matter."""
+    return ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, loss_agg_mode=mode)
+
+
+def critic_config(mode: LossAggMode) -> CriticConfig:
+    """Return a config with this aggregation mode."""
+    return CriticConfig(loss_agg_mode=mode)
+
+
+def value_head_weight(hidden_size: int) -> torch.Tensor:
+    """Return a value head [1, hidden_size] that is not zero: behind a zero one the body has no gradient."""
+    return 0.1 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(3))
+
+
+@contextlib.contextmanager
+def shared_directory() -> Iterator[Path]:
+    """Create a directory that all ranks of this machine use."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield Path(gather_objects(mine)[0])
+        gather_objects(None)  # no rank deletes it before all are done
+
+
+@contextlib.contextmanager
+def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[Groups]:
+    """Build the process groups of a layout."""
+    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
+
+
+def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) -> ModelEngine:
+    """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not trainable yet."""
+    reader = HFReader(checkpoint)
+    shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
+    config = MegatronConfig(
+        tensor_model_parallel_size=groups.mesh.tp,
+        pipeline_model_parallel_size=groups.mesh.pp,
+        virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
+        expert_model_parallel_size=groups.mesh.ep,
+        **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
+    )
+    engine = ModelEngine(role, shape, config, groups)
+    skip = ("score.weight",) if role == "critic" else ()
+    import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
+    if role == "critic" and groups.is_last_stage:
+        name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
+        engine.params[name].copy_(value_head_weight(shape.hidden_size))
+    return engine
+
+
+def random_engine(config: dict[str, Any], groups: Groups, seed: int = 0, **megatron: Any) -> ModelEngine:
+    """Build an actor of this config.json with random weights in bfloat16 and an optimizer, the same on all replicas."""
+    settings = MegatronConfig(
+        tensor_model_parallel_size=groups.mesh.tp, pipeline_model_parallel_size=groups.mesh.pp, **megatron
+    )
+    engine = ModelEngine("actor", ModelShape.from_hf_config(config), settings, groups)
+    draw = torch.Generator(platform.device()).manual_seed(seed)
+    for param in engine.params.values():
+        if param.dim() > 1:
+            param.normal_(std=0.02, generator=draw)
+        else:
+            param.fill_(1.0)
+    engine.make_trainable(OptimConfig(lr=1e-4), total_steps=10)
+    return engine
+
+
+def with_targets(engine: ModelEngine, batch: RaggedBatch) -> RaggedBatch:
+    """Return the batch with the inputs of the actor's loss: old log-probs near the model's, random advantages."""
+    head = log_prob_head(engine.shape.vocab_size, TEMPERATURE)
+    log_probs = score_tokens(engine, batch, head, int(batch.seq_lens.sum()))
+    noise = torch.randn(3, len(log_probs), generator=torch.Generator().manual_seed(6))
+    return batch.with_fields(
+        old_log_probs=log_probs + 0.1 * noise[0], ref_log_probs=log_probs + 0.1 * noise[1], advantages=noise[2]
+    )
+
+
+def train_once(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> dict[str, float]:
+    """Take one optimizer step on the batch. Return the statistics."""
+    micro_batches = my_micro_batches(engine, batch, budget)
+    return engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
+
+
+def state_of(engine: ModelEngine) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's weights and optimizer state, by name."""
+    found = {name: param.clone() for name, param in engine.params.items()}
+    for part in engine.optimizer_parts():
+        found |= {f"{part.local} {key}": value.clone() for key, value in part.state.items()}
+    return found
+
+
+def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors of which any bit differs, or which one of the two lacks."""
+    both = a.keys() & b.keys()
+    return sorted((a.keys() ^ b.keys()) | {name for name in both if not _equal(a[name], b[name])})
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gather the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's own blocks come
+    from itself, so that over all ranks every replica of every block is compared."""
+    target = hf_layout(engine.shape)
+    plan = make_plan(layouts_of(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
+    tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
+    execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))
+    return tensors
+
+
+def objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Loss:
+    """Return the PPO loss of the engine's role on this mini-batch."""
+    if engine.name == "critic":
+        return critic_objective(batch, critic_config(mode))
+    return actor_objective(batch, actor_config(mode), engine.shape.vocab_size, TEMPERATURE)
+
+
+def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> list[list[int]]:
+    """Return the micro-batches of this rank's replica."""
+    mesh = engine.groups.mesh
+    return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
+
+
+def token_batch(vocab: int, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5) -> RaggedBatch:
+    """Return sequences of random tokens of these lengths, without the fields of later phases."""
+    prompts = torch.tensor(prompt_lens)
+    responses = torch.tensor(response_lens)
+    draw = torch.Generator().manual_seed(seed)
+    return RaggedBatch(
+        tokens=torch.randint(vocab, (int((prompts + responses).sum()),), generator=draw),
+        prompt_lens=prompts,
+        response_lens=responses,
+        rollout_log_probs=torch.zeros(int(responses.sum())),
+        finished=torch.ones(len(prompts), dtype=torch.bool),
+    )

@@ -1,0 +1,94 @@
+"""Measurements that parts share: seconds, peak memory, and the machine's own rates, with which figures are compared."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rlhf_mc import platform
+
+DATA_SHEET_TFLOPS = {
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "B200": 2250.0,
+    "B100": 1750.0,
+    "L40S": 362.0,
+}
+"""Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name; the first that matches counts."""
+
+
+def seconds(action: Callable[[], object], repeats: int = 3, warm_up: int = 1) -> float:
+    """Return the median seconds of the action, the work that it queues on the device included."""
+    times = []
+    for number in range(warm_up + repeats):
+        platform.synchronize()
+        start = time.perf_counter()
+        action()
+        platform.synchronize()
+        if number >= warm_up:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def extra_memory(action: Callable[[], object]) -> int:
+    """Return the bytes by which the peak exceeds the memory before the action: of tensors on a GPU, of the process's
+    resident memory on a CPU."""
+    if platform.use_cuda():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # or the allocator reuses free memory
+    Path("/proc/self/clear_refs").write_text("5")
+    resident = _status("VmRSS")
+    action()
+    return _status("VmHWM") - resident
+
+
+def _status(key: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def device_copy_rate(num_bytes: int) -> float:
+    """Return the bytes per second of one copy on the device: bytes copied, each of which is read and written."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
+    target = torch.empty_like(source)
+    return num_bytes / seconds(lambda: target.copy_(source))
+
+
+def host_copy_rates(num_bytes: int) -> tuple[float, float]:
+    """Return the bytes per second of copies from the device to page-locked memory of the host, and back."""
+    host = platform.host_bytes(num_bytes)
+    device = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
+    to_host = seconds(lambda: host.copy_(device, non_blocking=True))
+    to_device = seconds(lambda: device.copy_(host, non_blocking=True))
+    return num_bytes / to_host, num_bytes / to_device
+
+
+def matmul_rate(size: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return the FLOP/s of a product of two square matrices of random numbers."""
+    a = torch.randn(size, size, device=platform.device()).to(dtype)
+    b = torch.randn(size, size, device=platform.device()).to(dtype)
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b), repeats=10, warm_up=3)
+
+
+def data_sheet_flops() -> float | None:
+    """Return the dense bfloat16 FLOP/s of this GPU's data sheet; None where it is not known."""
+    if not platform.use_cuda():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((1e12 * rate for part, rate in DATA_SHEET_TFLOPS.items() if part in name), None)

@@ -1,0 +1,154 @@
+"""Parts that move much memory: offload to the host at a full device, and the weight update."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpu_parts import measure
+from gpu_parts.engines import mesh_groups, random_engine
+from gpu_parts.report import Report
+from gpu_parts.sizes import Sizes
+from rlhf_mc import platform
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.models.build import uses_transformer_engine
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.verify import checksum, verify
+from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.trainer.weight_sync import WeightSync
+
+GB = 1e9
+FULL = 0.95
+"""Share of the device memory that is in use when the offload begins."""
+BUCKET_BYTES = 256 << 20
+
+
+def offload(report: Report, sizes: Sizes) -> None:
+    """Offload and onload a model with its optimizer on a device that is 95 % full, where other tensors use the memory
+    in the meantime. The bits must be the same."""
+    settings = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+    with mesh_groups(1, 1) as groups:
+        engine = random_engine(sizes.offloaded, groups, **settings)
+        engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})  # allocates the moments
+        for part in engine.optimizer_parts():
+            for value in part.state.values():
+                value.uniform_()
+        wanted = _digests(engine)
+        with _full_device() as share:
+            times = [_offload_once(report, engine) for _ in range(3)]
+            report.record(device_in_use=share)
+        different = [name for name, value in _digests(engine).items() if not torch.equal(value, wanted[name])]
+        report.check(not different, f"{len(different)} tensors have other bits, {different[:1]} first")
+    moved = _moved_bytes(engine)
+    first, *others = times
+    to_host, to_device = (moved / min(column) for column in zip(*others, strict=True))
+    pinned = measure.host_copy_rates(min(sizes.copy_bytes, 1 << 30))
+    report.record(moved_gb=moved / GB, first_offload_s=first[0])
+    report.record(offload_gb_per_s=to_host / GB, onload_gb_per_s=to_device / GB)
+    report.record(pinned_to_host_gb_per_s=pinned[0] / GB, pinned_to_device_gb_per_s=pinned[1] / GB)
+    report.summarize(
+        f"{moved / GB:.2f} GB, bits equal: {to_host / GB:.1f} GB/s out ({to_host / pinned[0]:.2f} of a pinned copy), "
+        f"{to_device / GB:.1f} in ({to_device / pinned[1]:.2f}); the first took {first[0]:.2f} s"
+    )
+
+
+def _offload_once(report: Report, engine: ModelEngine) -> tuple[float, float]:
+    """Offload all groups, use the memory for something else, and onload them. Return the seconds of both ways."""
+    held = torch.cuda.memory_allocated() if platform.use_cuda() else 0
+    begin = time.perf_counter()
+    engine.offload.offload_all_but(())
+    platform.synchronize()
+    out = time.perf_counter() - begin
+    released = engine.offload.offloaded_bytes
+    if platform.use_cuda():
+        found = held - torch.cuda.memory_allocated()
+        report.check(found >= released, f"{found / GB:.2f} GB are released of {released / GB:.2f}")
+    other = torch.full((int(0.9 * released),), 255, dtype=torch.uint8, device=platform.device())
+    del other
+    begin = time.perf_counter()
+    engine.offload.onload((PARAMS, GRADS, OPTIMIZER))
+    platform.synchronize()
+    return out, time.perf_counter() - begin
+
+
+def _tensors(engine: ModelEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from engine.params.items()
+    for part in engine.optimizer_parts():
+        yield from ((f"{part.local} {key}", value) for key, value in part.state.items())
+
+
+def _digests(engine: ModelEngine) -> dict[str, torch.Tensor]:
+    return {name: checksum([tensor.detach().view(1, 1, -1)]).cpu() for name, tensor in _tensors(engine)}
+
+
+def _moved_bytes(engine: ModelEngine) -> int:
+    """Return the bytes that an offload copies; gradients are released only."""
+    return sum({tensor.data_ptr(): tensor.nbytes for _, tensor in _tensors(engine)}.values())
+
+
+@contextlib.contextmanager
+def _full_device() -> Iterator[float | None]:
+    """Fill the device memory up to the share FULL. Yield the share in use; None on a CPU."""
+    if not platform.use_cuda():
+        yield None
+        return
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    ballast = torch.empty(max(0, int(free - (1 - FULL) * total)), dtype=torch.uint8, device=platform.device())
+    free, total = torch.cuda.mem_get_info()
+    yield 1 - free / total
+    del ballast
+
+
+def weight_update(report: Report, sizes: Sizes) -> None:
+    """Write all weights of 8B models into another engine's parameters, and compare the speed with that of one copy on
+    the device. With several ranks: from tensor parallelism over all of them to engines of half as many."""
+    texts = []
+    for name, config in sizes.updated.items():
+        with report.case(name):
+            texts.append(f"{name} {_update(report, name, config, sizes)}")
+    report.summarize("; ".join(texts))
+
+
+def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> str:
+    shape = ModelShape.from_hf_config(config)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    mesh = Mesh(world, world, 1)
+    groups = rollout_groups(mesh, max(1, world // 2))
+    begin = time.perf_counter()
+    training = training_layouts(shape, mesh, uses_transformer_engine())
+    rollout = rollout_layouts(shape, groups)
+    plan = make_plan(training, rollout, torch.bfloat16.itemsize, BUCKET_BYTES, share=False)
+    sync = WeightSync(plan, rank, "off")
+    planned = time.perf_counter() - begin
+    draw = torch.Generator(platform.device()).manual_seed(rank)
+    empty = {"dtype": torch.bfloat16, "device": platform.device()}
+    source = {key: torch.empty(size, **empty).normal_(generator=draw) for key, size in training[rank].shapes.items()}
+    for key, tensor in source.items():
+        if "norm" in key:
+            tensor.fill_(1.0)  # the same on all tensor-parallel ranks
+    target = {key: torch.full(size, torch.nan, **empty) for key, size in rollout[rank].shapes.items()}
+    seconds = measure.seconds(lambda: sync.run(source, target))
+    begin = time.perf_counter()
+    verify(sync.plan, source, target, dist.group.WORLD)
+    platform.synchronize()
+    verified = time.perf_counter() - begin
+    moved = sync.plan.copied_bytes + sync.plan.received_bytes
+    transfers = len(sync.plan.copies) + sum(len(receives) for _, receives in sync.plan.buckets)
+    source.clear()
+    target.clear()
+    copy = measure.device_copy_rate(min(moved, sizes.copy_bytes))
+    rate = moved / seconds
+    report.record(**{f"{name}_moved_gb": moved / GB, f"{name}_received_gb": sync.plan.received_bytes / GB})
+    report.record(**{f"{name}_s": seconds, f"{name}_gb_per_s": rate / GB, f"{name}_share_of_copy": rate / copy})
+    report.record(**{f"{name}_transfers": transfers, f"{name}_planning_s": planned, f"{name}_verify_s": verified})
+    return f"{moved / GB:.2f} GB at {rate / GB:.0f} GB/s ({rate / copy:.2f} of one copy), verified in {verified:.2f} s"

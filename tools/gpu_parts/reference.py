@@ -1,0 +1,94 @@
+"""The same computation in transformers, one sequence at a time: no packing, no padding, no parallelism. Log-probs, and
+gradients of PPO's losses over the whole mini-batch at once."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from gpu_parts.engines import TEMPERATURE, Job, actor_config, critic_config, value_head_weight
+from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.data.batch import RaggedBatch
+
+
+class Reference:
+    """The model of a checkpoint in transformers."""
+
+    def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        """Read the checkpoint. dtype: of the weights and of the computation."""
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager")
+        self.model = model.to(device)
+        self.device = device
+        head = value_head_weight(self.model.config.hidden_size)
+        self.score = torch.nn.Parameter(head.to(device, dtype))
+
+    def _states(self, batch: RaggedBatch) -> list[torch.Tensor]:
+        """Return for each sequence the final hidden states [response, hidden] at its response's logit positions."""
+        sequences = batch.tokens.to(self.device).split(batch.seq_lens.tolist())
+        parts = zip(sequences, batch.prompt_lens.tolist(), strict=True)
+        return [self.model.model(seq[None]).last_hidden_state[0, prompt - 1 : -1] for seq, prompt in parts]
+
+    def log_probs(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (log-probs [R], entropies [R]) in float32, on the host."""
+        targets = torch.tensor([t for response in batch.responses() for t in response], device=self.device)
+        logits = self.model.lm_head(torch.cat(self._states(batch))).float() / TEMPERATURE
+        all_log_probs = logits.log_softmax(-1)
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        return all_log_probs.gather(1, targets[:, None])[:, 0].cpu(), entropy.cpu()
+
+    def gradients(self, batch: RaggedBatch, job: Job) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """Return (statistics, gradients) of the whole mini-batch at once; the gradients by transformers' names."""
+        self.model.zero_grad()
+        self.score.grad = None
+        mini = batch.select(job.sequences)
+        loss, stats = self._critic_loss(mini, job) if job.role == "critic" else self._actor_loss(mini, job)
+        loss.backward()
+        named = [*self.model.named_parameters(), ("score.weight", self.score)]
+        grads = {name: param.grad.to("cpu", copy=True) for name, param in named if param.grad is not None}
+        return {name: float(value) for name, value in stats.items()}, grads
+
+    def _actor_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert mini.old_log_probs is not None and mini.advantages is not None
+        cfg = actor_config(job.mode)
+        log_probs, entropy = self.log_probs(mini)
+        inputs = ActorLossInputs(
+            log_probs=log_probs,
+            old_log_probs=mini.old_log_probs,
+            advantages=mini.advantages,
+            weights=aggregation_weights(mini.response_lens, job.mode),
+            entropy=entropy,
+            ref_log_probs=mini.ref_log_probs,
+        )
+        return actor_loss(
+            inputs,
+            num_tokens=len(log_probs),
+            clip_low=cfg.clip_ratio_low,
+            clip_high=cfg.clip_ratio_high,
+            clip_c=cfg.clip_ratio_c,
+            entropy_coeff=cfg.entropy_coeff,
+            kl_loss_coef=cfg.kl_loss_coef,
+            kl_loss_type=cfg.kl_loss_type,
+        )
+
+    def _critic_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert mini.values is not None and mini.returns is not None
+        states = torch.cat(self._states(mini))
+        values = torch.nn.functional.linear(states, self.score)[:, 0].float().cpu()
+        weights = aggregation_weights(mini.response_lens, job.mode)
+        cliprange = critic_config(job.mode).cliprange_value
+        return value_loss(values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange)
+
+
+def by_checkpoint_names(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return transformers' gradients by the names of the checkpoint. transformers keeps the experts of a layer in two
+    tensors: gate and up fused, and down."""
+    out = {}
+    for name, grad in grads.items():
+        prefix, is_expert, part = name.partition("experts.")
+        for number, of_expert in enumerate(grad) if is_expert else ():
+            halves = of_expert.chunk(2) if part == "gate_up_proj" else [of_expert]
+            for projection, half in zip(("gate", "up") if part == "gate_up_proj" else ("down",), halves, strict=True):
+                out[f"{prefix}experts.{number}.{projection}_proj.weight"] = half
+        if not is_expert:
+            out[name] = grad
+    return out

@@ -1,0 +1,154 @@
+"""Parts about the speed of training: waits for the device per micro-batch, and tokens per second."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_parts import measure
+from gpu_parts.engines import (
+    TEMPERATURE,
+    mesh_groups,
+    my_micro_batches,
+    objective,
+    random_engine,
+    token_batch,
+    with_targets,
+)
+from gpu_parts.report import Report
+from gpu_parts.sizes import Sizes
+from rlhf_mc import platform
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.build import uses_transformer_engine
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.trainer.scoring import log_prob_head
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""Calls of CUDA in which the host waits."""
+READ = "aten::_local_scalar_dense"
+"""Read of one element, the only such operation that a CPU shows."""
+FEW = 2
+MANY = 6
+
+
+def synchronisations(report: Report, sizes: Sizes) -> None:
+    """Count the waits for the device in a log-prob pass and in an optimizer step of two and of six micro-batches. The
+    difference gives the waits per micro-batch, which on a GPU should be none."""
+    with mesh_groups(1, 1) as groups:
+        engine = random_engine(sizes.trained, groups)
+        batches = {
+            count: with_targets(engine, token_batch(engine.shape.vocab_size, [5] * count, [9] * count))
+            for count in (FEW, MANY)
+        }
+        for name, action in {"score": _score, "train_step": _train_step}.items():
+            counts = {count: _waits(_of_each_sequence(action, engine, batches[count])) for count in (FEW, MANY)}
+            totals = {count: sum(found.values()) for count, found in counts.items()}
+            per_micro_batch = (totals[MANY] - totals[FEW]) / (MANY - FEW)
+            fixed = totals[FEW] - FEW * per_micro_batch
+            report.record(**{f"{name}_waits_per_micro_batch": per_micro_batch, f"{name}_waits_besides": fixed})
+            report.record(**{f"{name}_waits_of_{MANY}": dict(counts[MANY])})
+            if platform.use_cuda():
+                sites = _sites(_of_each_sequence(action, engine, batches[MANY]))
+                report.record(**{f"{name}_waiting_lines": dict(sites.most_common(12))})
+    figures = report.result.figures
+    what = "waits" if platform.use_cuda() else "reads of single elements (on a GPU: waits)"
+    report.summarize(
+        f"{what} per micro-batch: {figures['score_waits_per_micro_batch']:g} in a log-prob pass, "
+        f"{figures['train_step_waits_per_micro_batch']:g} in training"
+    )
+
+
+def _score(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]], packing: PackingCache) -> None:
+    engine.score(batch, micro_batches, log_prob_head(engine.shape.vocab_size, TEMPERATURE), packing=packing)
+
+
+def _train_step(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]], packing: PackingCache) -> None:
+    engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"), packing)
+
+
+def _of_each_sequence(action: Callable[..., None], engine: ModelEngine, batch: RaggedBatch) -> Callable[[], None]:
+    """Return the action with one micro-batch per sequence, packed before."""
+    packing = PackingCache()
+    micro_batches = [[i] for i in range(batch.num_sequences)]
+
+    def run() -> None:
+        action(engine, batch, micro_batches, packing)
+
+    run()
+    return run
+
+
+def _waits(action: Callable[[], None]) -> collections.Counter[str]:
+    """Return the number of waits of each kind during the action."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if platform.use_cuda() else [])]
+    names = WAITS if platform.use_cuda() else (READ,)
+    platform.synchronize()
+    with profile(activities=activities) as recorded:
+        action()
+    return collections.Counter(event.name for event in recorded.events() if event.name in names)
+
+
+def _sites(action: Callable[[], None]) -> collections.Counter[str]:
+    """Return the lines of Python that wait for the device, by torch's own check, with the number of waits."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    mine = [entry for entry in caught if "synchroniz" in str(entry.message)]
+    return collections.Counter(f"{Path(entry.filename).name}:{entry.lineno}" for entry in mine)
+
+
+def throughput(report: Report, sizes: Sizes) -> None:
+    """Measure tokens per second and share of the peak FLOP/s of a model of 0.5 B parameters, in a log-prob pass and in
+    an optimizer step."""
+    lens = sizes.speed_lens
+    with mesh_groups(1, 1) as groups:
+        engine = random_engine(sizes.half_billion, groups)
+        prompts = [n // 4 for n in lens]
+        mine = len(lens) * groups.mesh.dp
+        batch = token_batch(
+            engine.shape.vocab_size, prompts * groups.mesh.dp, [n - n // 4 for n in lens] * groups.mesh.dp
+        )
+        batch = with_targets(engine, batch)
+        micro_batches = my_micro_batches(engine, batch, sum(lens) // 2)
+        packing = PackingCache()
+        actions: dict[str, tuple[Callable[..., None], int]] = {"score": (_score, 1), "train_step": (_train_step, 3)}
+        peak = measure.matmul_rate(sizes.matmul)
+        sheet = measure.data_sheet_flops()
+        found: dict[str, float] = {}
+        for name, (action, passes) in actions.items():
+            seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches, packing))
+            flops = passes * forward_flops(engine.shape, list(lens)) / seconds
+            found[name] = flops / (sheet or peak)
+            report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})
+            report.record(**{f"{name}_share_of_matmul": flops / peak})
+            report.record(**{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet})
+    layers = "Transformer Engine" if uses_transformer_engine() else "local layers"
+    report.record(layers=layers, sequences=mine, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
+    of = "the data sheet's" if sheet else "a matrix product's"
+    texts = [
+        f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.0%} of {of} FLOP/s)"
+        for name, share in found.items()
+    ]
+    report.summarize(f"{layers}: {', '.join(texts)}")
+
+
+def forward_flops(shape: ModelShape, lens: list[int]) -> float:
+    """Return the FLOPs of a forward pass: two per weight of a layer and token, causal attention as
+    ModelShape.sequence_cost counts it, and the output layer at three quarters of the tokens, the responses."""
+    q = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
+    layer = shape.hidden_size * (2 * q + 2 * kv + 3 * shape.ffn_hidden_size)
+    layers = 2.0 * layer * shape.num_layers * sum(shape.sequence_cost(n) for n in lens)
+    head = 2.0 * shape.vocab_size * shape.hidden_size * sum(n - n // 4 for n in lens)
+    return layers + head
