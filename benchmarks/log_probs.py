@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--chunk-logits", type=int, nargs="+", default=[1 << 23, heads.CHUNK_LOGITS, 1 << 28])
+    parser.add_argument("--entropy", action="store_true", help="compute the entropy too, as an actor's update does")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
@@ -71,7 +72,9 @@ def main() -> None:
                     out = full_logits(hidden, weight, targets, 0.7)
                 else:
                     heads.CHUNK_LOGITS = chunk
-                    out = heads.log_probs(model, hidden[:, None], targets, args.vocab, 0.7)
+                    head = heads.log_probs_and_entropy if args.entropy else heads.log_probs
+                    found = head(model, hidden[:, None], targets, args.vocab, 0.7)
+                    out = found[0] if args.entropy else found
                 if backward:
                     out.backward(upstream)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forked
 import pytest
 from lanes import pytest_addoption, pytest_runtestloop  # noqa: F401
+from workers import Workers
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,3 +39,18 @@ def quickstart_overrides(quickstart_made: Path) -> list[str]:
         f"data.train_files={quickstart_made}/train.parquet",
         f"data.val_files={quickstart_made}/val.parquet",
     ]
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Workers]]:
+    """Return pool(world): the workers of that world size, started at its first use and kept for the session."""
+    started: dict[int, Workers] = {}
+
+    def get(world: int) -> Workers:
+        if world not in started:
+            started[world] = Workers(world)
+        return started[world]
+
+    yield get
+    for workers in started.values():
+        workers.close()

@@ -2,7 +2,8 @@
 once, and each takes the next group of tests when it has done one. Their reports come back to the first process, whose
 summary and exit code are of all tests.
 
-All tests of tests/dist are one group, since they share their ranks. Every other file is a group."""
+All tests of tests/dist are one group, since they share their ranks. So are those of tests/gpu. Every other file is a
+group."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
-ORDER = ("dist", "system", "unit")
+ORDER = ("dist", "system", "gpu", "unit")
 """The longest groups first, so that the processes end at about the same time."""
+SHARED = ("dist", "gpu")
+"""Folders whose tests are one group, since they share their ranks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -68,11 +71,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """Group the tests by file, those of tests/dist in one group, in the order in which they are started."""
+    """Group the tests by file, those of a folder of SHARED in one group, in the order in which they are started."""
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         layer = item.path.parent.name
-        groups.setdefault(layer if layer == "dist" else str(item.path), []).append(item)
+        groups.setdefault(layer if layer in SHARED else str(item.path), []).append(item)
     return sorted(groups.values(), key=lambda group: ORDER.index(group[0].path.parent.name))
 
 

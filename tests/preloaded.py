@@ -6,6 +6,7 @@ import gc
 
 # The program first: it sets what vLLM reads when it is imported.
 import rlhf_mc.checkpoint.convert
+import rlhf_mc.rollout.vllm_engine
 import rlhf_mc.trainer.loop  # noqa: F401
 
 # isort: split

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,24 @@ def build_where_a_read_fails(directory: str, failing_rank: int) -> None:
         try_to_build(directory, {"actor": {"megatron": {"tensor_model_parallel_size": 2}}})
     finally:
         hf_format.execute = original
+
+
+def build_where_vllm_is_absent(directory: str, failing_rank: int) -> None:
+    """Build a run where one rank has no vLLM."""
+    hidden = ["vllm", "rlhf_mc.rollout.vllm_engine", "rlhf_mc.rollout.vllm_patches"]
+    saved = {name: sys.modules[name] for name in hidden}
+    package = sys.modules["rlhf_mc.rollout"]
+    patches = package.vllm_patches
+    if dist.get_rank() == failing_rank:
+        for name in hidden[1:]:
+            del sys.modules[name]
+        sys.modules["vllm"] = None  # type: ignore[assignment]
+        del package.vllm_patches  # `from package import module` finds the attribute first
+    try:
+        try_to_build(directory, {})
+    finally:
+        sys.modules.update(saved)
+        package.vllm_patches = patches  # type: ignore[attr-defined]
 
 
 def step_with_nan_reference(config_path: str) -> None:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from cases import built_run
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from model_cases import TEMPERATURE, make_engine, mesh_groups
 
+from rlhf_mc.checkpoint import megatron_format
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import phases, step_report
 
@@ -29,6 +33,24 @@ def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> li
             param.fill_(torch.nan)
         load_mcore(loaded.model, directory)
         return [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+
+
+def load_without_extra_states(checkpoint: str, directory: str) -> tuple[set[str], list[str]]:
+    """Save the model as a Megatron checkpoint that has the weights alone, and load it. Return (names of the tensors in
+    the checkpoint, this rank's parameters that then differ)."""
+    sharded = megatron_format._sharded
+
+    def weights(model: PackedGPT) -> dict[str, object]:
+        return {name: value for name, value in sharded(model).items() if not isinstance(value, ShardedObject)}
+
+    with mesh_groups(1, 1) as groups:
+        wanted = make_engine(checkpoint, "actor", groups)
+        with replaced(megatron_format, "_sharded", weights):
+            save_mcore(wanted.model, directory, HFReader(checkpoint))
+        loaded = ModelEngine("actor", wanted.shape, wanted._megatron, groups)
+        load_mcore(loaded.model, directory)
+        different = [name for name, param in loaded.params.items() if not torch.equal(param, wanted.params[name])]
+        return set(megatron_format._stored_tensors(directory)), different
 
 
 def sample_and_score(config_path: str, models: Sequence[str]) -> list[RaggedBatch]:

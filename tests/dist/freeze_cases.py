@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from model_cases import TEMPERATURE, Role, _my_micro_batches, _objective, logical_tensors, make_engine, mesh_groups
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import build
 from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
@@ -41,13 +44,16 @@ def train_step_with_frozen_tensors(
     pp: int,
     batch: RaggedBatch,
     sequences: Sequence[int],
+    recompute_modules: list[str] | None = None,
     **megatron: Any,
 ) -> dict[str, Any]:
     """Run one update with the tensors that match `patterns` frozen. Return their names, the weights before and after,
     the metrics, the number of parameters that train on this rank, and the gradient of each logical tensor after the
-    update: NaN for frozen ones, and only this rank's shard with the distributed optimizer.
+    update: NaN for frozen ones, and only this rank's shard with the distributed optimizer. recompute_modules: those of
+    selective recomputation, in place of a CPU's.
     """
-    with mesh_groups(tp, pp) as groups:
+    patch = mock.patch.object(build, "recompute_modules", lambda *args: recompute_modules)
+    with mesh_groups(tp, pp) as groups, patch if recompute_modules else contextlib.nullcontext():
         engine = make_engine(checkpoint, role, groups, **megatron)
         tensors = frozen_tensors(f"{role}.freeze", patterns, engine.shape)
         before = logical_tensors(engine, engine.params)

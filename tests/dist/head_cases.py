@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from rlhf_mc import platform
 from rlhf_mc.architectures.spec import padded_vocab_size
 from rlhf_mc.models import heads
 
@@ -20,10 +24,13 @@ def chunked_log_probs(
     tied: bool,
     chunk_logits: int,
     terms: tuple[str, ...],
+    wide: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return log-probs [R] and entropies [R], with the vocabulary split over all ranks, and the gradients of
     sum(upstream * [log-probs, entropies]) over `terms` with respect to the hidden states [R, hidden] and to this
     rank's rows of the weight [vocab, hidden]. Padding rows are large, so that a padding row taken for a token shows.
+
+    wide: products of bfloat16 matrices are float32, as on a GPU, by the definition of CUDA's kernel.
     """
     vocab, size = weight.shape
     padded = padded_vocab_size(vocab, dist.get_world_size())
@@ -37,8 +44,11 @@ def chunked_log_probs(
         pg_collection=SimpleNamespace(tp=dist.group.WORLD),
     )
     arguments = (model, states[:, None], targets, vocab, temperature)
-    before, heads.CHUNK_LOGITS = heads.CHUNK_LOGITS, chunk_logits
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(heads, "CHUNK_LOGITS", chunk_logits))
+        if wide:
+            stack.enter_context(mock.patch.object(platform, "float32_products", lambda: True))
+            stack.enter_context(mock.patch.object(torch, "addmm", _addmm_of_cuda))
         if "entropy" in terms:
             log_probs, entropy = heads.log_probs_and_entropy(*arguments)
         else:
@@ -48,8 +58,6 @@ def chunked_log_probs(
         if "entropy" in terms:
             loss = loss + (upstream[1] * entropy).sum()
         loss.backward()
-    finally:
-        heads.CHUNK_LOGITS = before
     assert states.grad is not None and mine.grad is not None
     return {
         "log-prob": log_probs.detach(),
@@ -57,6 +65,16 @@ def chunked_log_probs(
         "hidden": states.grad,
         "weight": mine.grad,
     }
+
+
+def _addmm_of_cuda(
+    self: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out_dtype: Any, beta: float, alpha: float, out: Any
+) -> torch.Tensor:
+    """Compute torch.addmm with out_dtype, which a CPU lacks: CUDA's takes bfloat16 matrices and a float32 result."""
+    assert a.dtype == b.dtype == torch.bfloat16 and self.dtype == out.dtype == out_dtype == torch.float32
+    product = alpha * (a.float() @ b.float())
+    result: torch.Tensor = out.copy_(product if beta == 0.0 else beta * self + product)
+    return result
 
 
 def largest_tensor(vocab: int, num_tokens: int, size: int, chunk_logits: int) -> int:

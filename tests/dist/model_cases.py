@@ -3,102 +3,43 @@ is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gpu_parts.engines import (
+    TEMPERATURE,
+    Job,
+    Role,
+    actor_config,
+    critic_config,
+    logical_tensors,
+    make_engine,
+    mesh_groups,
+    value_head_weight,
+)
+from gpu_parts.engines import my_micro_batches as _my_micro_batches
+from gpu_parts.engines import objective as _objective
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import Limit, plan_micro_batches
+from rlhf_mc.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import heads
+from rlhf_mc.models import build, heads
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
-from rlhf_mc.reshard.execute import execute
-from rlhf_mc.reshard.layout import hf_layout
-from rlhf_mc.reshard.placement import chunk_prefix
-from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import PointToPoint
-from rlhf_mc.topology.groups import Groups, build_groups
-from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 from rlhf_mc.trainer.setup import layouts_of
-from rlhf_mc.trainer.update import SkippedUpdates, actor_objective, critic_objective, mini_batches, update
+from rlhf_mc.trainer.update import SkippedUpdates, actor_objective, mini_batches, update
 
-TEMPERATURE = 0.7
-Role = Literal["actor", "critic"]
-
-
-class Job(NamedTuple):
-    """Gradient to compute."""
-
-    checkpoint: str
-    role: Role
-    mode: LossAggMode
-    budget: Limit
-    sequences: tuple[int, ...]
-    """Indices in the batch. With fewer than data-parallel replicas, some replicas run dummy micro-batches."""
-
-
-def actor_config(mode: LossAggMode) -> ActorConfig:
-    """Return a config with every term of the actor's loss, each large enough to matter."""
-    return ActorConfig(entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.3, loss_agg_mode=mode)
-
-
-def critic_config(mode: LossAggMode) -> CriticConfig:
-    return CriticConfig(loss_agg_mode=mode)
-
-
-def value_head_weight(hidden_size: int) -> torch.Tensor:
-    """Return a value head [1, hidden_size] that is not zero: behind a zero one the body has no gradient."""
-    return 0.1 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(3))
-
-
-@contextlib.contextmanager
-def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[Groups]:
-    """Build the process groups of a layout."""
-    yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
-
-
-def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) -> ModelEngine:
-    """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not trainable yet."""
-    reader = HFReader(checkpoint)
-    shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
-    config = MegatronConfig(
-        tensor_model_parallel_size=groups.mesh.tp,
-        pipeline_model_parallel_size=groups.mesh.pp,
-        virtual_pipeline_model_parallel_size=groups.mesh.vpp if groups.mesh.vpp > 1 else None,
-        expert_model_parallel_size=groups.mesh.ep,
-        **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
-    )
-    engine = ModelEngine(role, shape, config, groups)
-    skip = ("score.weight",) if role == "critic" else ()
-    import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
-    if role == "critic" and groups.is_last_stage:
-        name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
-        engine.params[name].copy_(value_head_weight(shape.hidden_size))
-    return engine
-
-
-def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's own blocks come
-    from itself, so that over all ranks every replica of every block is compared.
-    """
-    target = hf_layout(engine.shape)
-    plan = make_plan(layouts_of(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
-    tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
-    execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))
-    return tensors
+__all__ = ["Role", "actor_config", "critic_config", "value_head_weight"]
 
 
 def log_probs(
@@ -141,17 +82,6 @@ def scores_and_values(
         engine = ModelEngine("reward_model", shape, config, groups)
         import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
         return score_sequences(engine, batch, 32), score_tokens(engine, batch, value_head, 32)
-
-
-def _objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Loss:
-    if engine.name == "critic":
-        return critic_objective(batch, critic_config(mode))
-    return actor_objective(batch, actor_config(mode), engine.shape.vocab_size, TEMPERATURE)
-
-
-def _my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> list[list[int]]:
-    mesh = engine.groups.mesh
-    return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
 
 
 def gradients(
@@ -209,6 +139,12 @@ def saved_activations(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> t
             engine.backward(batch, [list(range(batch.num_sequences))], loss)
         grads = {name: param.main_grad.clone() for name, param in engine.model.named_parameters()}
     return bytes_at_loss[0], grads
+
+
+def saved_activations_of(modules: list[str], checkpoint: str, batch: RaggedBatch) -> Any:
+    """Return saved_activations with selective recomputation of these modules of Megatron-Core."""
+    with mock.patch.object(build, "recompute_modules", lambda *args: modules):
+        return saved_activations(checkpoint, batch, recompute_granularity="selective")
 
 
 def weights_after_steps(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,7 +51,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
             if param.untyped_storage()._cdata not in shared:
                 param.data.fill_(torch.nan)
 
-    def wake_up(llm: Any, tags: list[str]) -> None:
+    def wake_up(llm: Any, tags: Sequence[str] = ("everything",)) -> None:
         vllm_calls.append(f"wake {' '.join(tags)}")
 
     with (

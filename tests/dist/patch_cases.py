@@ -11,19 +11,22 @@ import torch
 import torch.distributed as dist
 from freeze_cases import Products
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel import random as mcore_random
 from model_cases import make_engine, mesh_groups
 from torch.overrides import TorchFunctionMode
 
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.checkpoint.megatron_format import save_mcore
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import build, megatron_patches
-from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, megatron_calls
+from rlhf_mc.models.fusions import fusions
+from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu
 
-PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *EVERYWHERE, *ON_CPU)}
+PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *ON_CPU)}
 
 
 def small_batch() -> RaggedBatch:
@@ -59,6 +62,14 @@ def step_without(target: str, checkpoint: str, tp: int, pp: int) -> None:
     # An engine of vLLM, built earlier in this process, has replaced torch.cuda.Stream.
     with reverted(PATCHES[target]), replaced(torch.cuda, "Stream", torch.cuda.streams.Stream):
         _step(checkpoint, tp, pp)
+
+
+def save_without_synchronize(checkpoint: str, directory: str) -> None:
+    """Write a Megatron checkpoint with the patch of torch.cuda.synchronize reverted."""
+    with mesh_groups(2, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups)
+        with reverted(PATCHES["torch.cuda.synchronize"]):
+            save_mcore(engine.model, directory, HFReader(checkpoint))
 
 
 class DeviceOnly(TorchFunctionMode):
@@ -121,6 +132,21 @@ def batched_products(checkpoint: str) -> int:
         with Products() as products:
             model.score(small_batch(), [[0], [1]], lambda model, states, micro: states.float().mean((1, 2)))
     return sum("bmm" in name for name, _ in products.seen)
+
+
+def output_layer_with_fused_accumulation(checkpoint: str, patched: bool) -> None:
+    """Build a model with gradient_accumulation_fusion, as Transformer Engine's layers have it without Apex."""
+    patch = PATCHES[f"{layers.__name__}._grad_accum_fusion_available"]
+
+    def with_fusion(shape: Any) -> dict[str, Any]:
+        return {**fusions(shape), "gradient_accumulation_fusion": True}
+
+    with (
+        replaced(build, "fusions", with_fusion),
+        replaced(patch.owner, patch.name, patch.replacement if patched else patch.original),
+        mesh_groups(1, 2) as groups,
+    ):
+        make_engine(checkpoint, "actor", groups)
 
 
 def tie_by_parallel_state(checkpoint: str) -> None:

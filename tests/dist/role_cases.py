@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -11,9 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from model_cases import TEMPERATURE, _my_micro_batches, _objective, logical_tensors, make_engine
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.patching import replaced
+from rlhf_mc.topology import groups as topology
 from rlhf_mc.topology.groups import Groups, build_role_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
@@ -35,11 +40,59 @@ class RolePlacement(NamedTuple):
 
 def step_all_roles(placements: Mapping[str, RolePlacement], batch: RaggedBatch) -> dict[str, Any]:
     """Run the passes of a PPO step on all roles' models, built together: scores, gradients, an optimizer step of actor
-    and critic, and scores again. Return the results, tensors gathered on this rank.
+    and critic, and scores again. Return the results, tensors gathered on this rank, and the groups ("connected") in
+    which building them ran an all-reduce, and those ("exchanging") in which batches of messages were sent later.
     """
+    with recorded_groups("all_reduce") as connected:
+        groups = build_role_groups(meshes_of(placements))
+    with recorded_groups("batch_isend_irecv") as exchanging:
+        out = _step(placements, groups, batch)
+    return {**out, "connected": connected, "exchanging": exchanging}
+
+
+def connect_late(seconds: float) -> str:
+    """Connect the world while rank 1 joins after the others have given up. Return this rank's error, if any. All have
+    connected at the end."""
+    store = dist.distributed_c10d._get_default_store()
+    error = ""
+    if dist.get_rank() == 1:
+        store.wait(["gave up"])
+        seconds = 600.0
+    try:
+        with replaced(topology, "_LATER_SECONDS", 0.0):
+            topology._connect([dist.group.WORLD], seconds)
+    except UserError as failure:
+        error = str(failure)
+        store.set("gave up", "")
+    for thread in threading.enumerate():
+        if thread.name == "first collectives":
+            thread.join()
+    dist.barrier()
+    return error
+
+
+def meshes_of(placements: Mapping[str, RolePlacement]) -> dict[str, Mesh]:
+    """Return the mesh of each role over all ranks."""
     world = dist.get_world_size()
-    meshes = {role: Mesh(world, at.tp, at.pp, at.ep, vpp=at.vpp) for role, at in placements.items()}
-    groups = build_role_groups(meshes)
+    return {role: Mesh(world, at.tp, at.pp, at.ep, vpp=at.vpp) for role, at in placements.items()}
+
+
+@contextlib.contextmanager
+def recorded_groups(name: str) -> Iterator[set[tuple[int, ...]]]:
+    """Yield a set of the ranks of each group in which a function of torch.distributed is called while the body runs."""
+    found: set[tuple[int, ...]] = set()
+    original = getattr(dist, name)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        group = args[0][0].group if name == "batch_isend_irecv" else kwargs.get("group")
+        found.add(tuple(dist.get_process_group_ranks(group)))
+        return original(*args, **kwargs)
+
+    with replaced(dist, name, record):
+        yield found
+
+
+def _step(placements: Mapping[str, RolePlacement], groups: Mapping[str, Groups], batch: RaggedBatch) -> dict[str, Any]:
     engines = {
         role: make_engine(
             at.checkpoint,

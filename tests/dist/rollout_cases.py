@@ -16,12 +16,14 @@ import torch.distributed as dist
 import vllm
 from cases import built_run
 from safetensors.torch import load_file
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
+from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
@@ -36,10 +38,13 @@ def built_engine(
     max_model_len: int,
     shape: ModelShape | None = None,
     storage: Mapping[str, torch.Tensor] | None = None,
-    **cfg: int,
+    groups: Sequence[Sequence[int]] | None = None,
+    dtype: str = "float32",
+    **cfg: Any,
 ) -> Iterator[VLLMEngine]:
-    """Build float32 engines over all ranks with the checkpoint's weights. `shape` replaces the checkpoint's shape."""
-    groups = [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
+    """Build engines over all ranks with the checkpoint's weights. `shape` replaces the checkpoint's shape.
+    groups: the ranks of each engine; None: consecutive ones. With `quantization` the caller writes the weights."""
+    groups = groups or [list(range(first, first + rollout_tp)) for first in range(0, dist.get_world_size(), rollout_tp)]
     engine = VLLMEngine(
         checkpoint,
         shape or HFReader(checkpoint).shape(),
@@ -47,12 +52,13 @@ def built_engine(
         groups,
         dist.get_rank(),
         max_model_len,
-        "float32",
+        dtype,
         seed=0,
         storage=storage,
     )
     try:
-        engine._model.load_weights(iter(load_file(Path(checkpoint) / "model.safetensors").items()))
+        if "quantization" not in cfg:  # vLLM's loaders do not know of staged weights
+            engine._model.load_weights(iter(load_file(Path(checkpoint) / "model.safetensors").items()))
         yield engine
     finally:
         engine.close()
@@ -73,6 +79,19 @@ def generate(
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
             responses.append(engine.generate(prompts, seeds, Sampling(temperature, 8, ())))
     return responses
+
+
+def summary(checkpoint: str, max_model_len: int) -> str:
+    """Return the engine's line for the console."""
+    with built_engine(checkpoint, 1, max_model_len) as engine:
+        return engine.summary
+
+
+def build_with_kv_cache_of(num_bytes: int, checkpoint: str, max_model_len: int) -> None:
+    """Build an engine on a rank with memory for a KV cache of this size."""
+    with replaced(CPUWorker, "determine_available_memory", lambda worker: num_bytes):
+        with built_engine(checkpoint, 1, max_model_len):
+            pass
 
 
 def update_during_a_request(checkpoint: str, max_model_len: int, prompt: Sequence[int]) -> str:

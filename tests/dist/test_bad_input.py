@@ -17,9 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace, write_config
 
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.rollout.vllm_engine import _check_same_tokens
 from rlhf_mc.trainer.update import _find_not_finite
 
 pytestmark = pytest.mark.dist
@@ -291,6 +289,11 @@ def test_read_error_on_one_rank_is_raised_on_all(pool: Any, workspace: Path) -> 
     assert f"{workspace / 'model'}: a tensor cannot be read (I/O error)" in common_error(outcomes)
 
 
+def test_vllm_missing_on_one_rank_is_reported_by_all(pool: Any, workspace: Path) -> None:
+    outcomes = pool(WORLD).outcomes(cases.build_where_vllm_is_absent, directory=str(workspace), failing_rank=1)
+    assert "rollout: vLLM 0.32.0 is needed" in common_error(outcomes)
+
+
 @pytest.mark.parametrize("role", ["critic", "reward_model"])
 def test_config_of_a_model_with_value_head_is_checked_too(pool: Any, workspace: Path, role: str) -> None:
     shutil.copytree(workspace / "model", workspace / role)
@@ -374,11 +377,3 @@ def test_nonfinite_update_message_names_the_cause() -> None:
         message = _find_not_finite("critic", mini, params)
         assert re.search(words, message), message
         assert ("optim.lr" in message) == (params is good and mini is batch)
-
-
-def test_ranks_of_one_engine_must_sample_the_same_tokens() -> None:
-    tokens_by_rank = [(0, "a", []), (0, "a", None), (1, "b", []), (1, "b", None)]
-    _check_same_tokens(tokens_by_rank)
-    with pytest.raises(UserError, match=r"ranks 2 and 3 of one vLLM engine drew different tokens") as caught:
-        _check_same_tokens([*tokens_by_rank[:3], (1, "c", None)])
-    assert "\n" not in str(caught.value)

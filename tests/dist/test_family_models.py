@@ -14,8 +14,8 @@ import family_cases
 import model_cases
 import pytest
 import torch
-from model_cases import Job
-from test_models import Reference
+from gpu_parts.engines import Job, token_batch
+from gpu_parts.reference import Reference, by_checkpoint_names
 from tiny import make_workspace, write_config
 
 from rlhf_mc.data.batch import RaggedBatch
@@ -52,21 +52,10 @@ def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def family_batch(workspaces: dict[str, Path]) -> RaggedBatch:
     """Return a batch of random tokens, with random values in the fields that the actor's loss reads."""
-    draw = torch.Generator().manual_seed(5)
-    prompt_lens = torch.tensor(PROMPT_LENS)
-    response_lens = torch.tensor(RESPONSE_LENS)
     vocab = json.loads((workspaces["qwen3"] / "model" / "config.json").read_text())["vocab_size"]
-    total = int((prompt_lens + response_lens).sum())
-    responses = int(response_lens.sum())
-    empty = RaggedBatch(
-        tokens=torch.randint(vocab, (total,), generator=draw),
-        prompt_lens=prompt_lens,
-        response_lens=response_lens,
-        rollout_log_probs=torch.zeros(responses),
-        finished=torch.ones(len(prompt_lens), dtype=torch.bool),
-    )
+    empty = token_batch(vocab, PROMPT_LENS, RESPONSE_LENS)
     log_probs = transformers_model(str(workspaces["qwen3"] / "model")).log_probs(empty)[0].detach()
-    noise = torch.randn(3, responses, generator=draw)
+    noise = torch.randn(3, sum(RESPONSE_LENS), generator=torch.Generator().manual_seed(6))
     return empty.with_fields(
         old_log_probs=log_probs + 0.3 * noise[0], ref_log_probs=log_probs + 0.3 * noise[1], advantages=noise[2]
     )
@@ -153,17 +142,7 @@ def transformers_results(checkpoint: str, batch: RaggedBatch, job: Job) -> tuple
     reference = transformers_model(checkpoint)
     with torch.no_grad():
         log_probs = reference.log_probs(batch)[0]
-    grads = {}
-    for name, grad in reference.gradients(batch, job)[1].items():
-        # transformers keeps the experts of a layer in two tensors: gate and up fused, and down.
-        prefix, is_expert, part = name.partition("experts.")
-        for number, of_expert in enumerate(grad) if is_expert else ():
-            halves = of_expert.chunk(2) if part == "gate_up_proj" else [of_expert]
-            for projection, half in zip(("gate", "up") if part == "gate_up_proj" else ("down",), halves, strict=True):
-                grads[f"{prefix}experts.{number}.{projection}_proj.weight"] = half
-        if not is_expert:
-            grads[name] = grad
-    return log_probs, grads
+    return log_probs, by_checkpoint_names(reference.gradients(batch, job)[1])
 
 
 @pytest.mark.parametrize(("world", "ep", "other_ep"), [(2, 2, 1), (2, 1, 2)])
@@ -179,6 +158,33 @@ def test_experts_load_with_another_expert_parallel_size(
         other_ep=other_ep,
     )
     assert different == [[]] * world
+
+
+LAYER_NAMES = {
+    "qwen3": {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"},
+    "qwen3_moe": {
+        "mlp.experts.experts.linear_fc1.weight",
+        "mlp.experts.experts.linear_fc2.weight",
+        "mlp.router.weight",
+        "pre_mlp_layernorm.weight",
+    },
+}
+"""Names of a layer's tensors after its attention, in the Megatron checkpoints that Transformer Engine's layers write
+(docs/gpu.md)."""
+
+
+@pytest.mark.parametrize("family", LAYER_NAMES)
+def test_megatron_checkpoints_are_those_of_transformer_engine(
+    pool: Any, workspaces: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """Compare the names, and load a checkpoint without extra states, which other modules have in its layers."""
+    checkpoint = str(workspaces[family] / "model")
+    [(names, different)] = pool(1).run(
+        family_cases.load_without_extra_states, checkpoint=checkpoint, directory=str(tmp_path / "mcore")
+    )
+    assert different == []
+    inside = {name.removeprefix("model.decoder.layers.") for name in names if ".layers." in name}
+    assert LAYER_NAMES[family] == {name for name in inside if name.startswith(("mlp.", "pre_mlp"))}
 
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 16}

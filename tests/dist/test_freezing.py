@@ -18,11 +18,15 @@ __all__ = ["batch", "checkpoints", "logical_tensors"]
 
 EMBEDDING = ("model.embed_tokens.*", "model.layers.0.*", "model.layers.2.self_attn.[qkv]_proj.*")
 
+BEFORE_MLP = ("model.embed_tokens.*", "model.layers.0.self_attn.*", "model.layers.0.*layernorm.*")
+"""All that comes before the first layer's MLP, whose input then requires no gradient of its own."""
+
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "role", "patterns", "sequences", "settings"),
     [
         (1, 1, 1, "actor", EMBEDDING, ALL, {"recompute_granularity": "full"}),
+        (1, 1, 1, "actor", BEFORE_MLP, ALL, {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}),
         (1, 1, 1, "critic", ("model.*",), ALL, {"use_distributed_optimizer": True}),
         # The first stage trains nothing; the embedding is tied to the output layer of the second.
         (2, 1, 2, "actor", ("model.embed_tokens.*", "model.layers.[01].*"), ALL, {"use_distributed_optimizer": True}),

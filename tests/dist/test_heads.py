@@ -118,6 +118,27 @@ def test_bfloat16_error_is_that_of_one_matrix_product(pool: Any, world: int) -> 
         assert error < allowed < 0.05, f"{name}: off by {error:.1e} of the largest, {allowed:.1e} allowed"
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_float32_products_of_bfloat16_are_exact(pool: Any, world: int) -> None:
+    """Compare the path of a GPU, in which no logit is rounded to bfloat16: only returned gradients are, and the
+    gradient of the logits before it is multiplied."""
+    given = inputs(torch.bfloat16)
+    terms = ("log-prob", "entropy")
+    wanted = plain(**given, temperature=0.7, terms=terms)
+    results = pool(world).run(
+        head_cases.chunked_log_probs,
+        **given,
+        temperature=0.7,
+        tied=False,
+        terms=terms,
+        chunk_logits=8 * PADDED // world,
+        wide=True,
+    )
+    found = errors(results, wanted)
+    assert max(found["log-prob"], found["entropy"]) < 2e-6
+    assert max(found["hidden"], found["weight"]) < 2**-7
+
+
 @pytest.mark.parametrize("world", [1])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(pool: Any, world: int) -> None:
     vocab = 5000

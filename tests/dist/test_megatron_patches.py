@@ -28,7 +28,6 @@ MAPPINGS = "megatron.core.tensor_parallel.mappings"
 STEPS = {
     # target of the patch: (model, tp, pp, error without the patch)
     "torch.cuda.current_device": ("dense", 1, 2, NO_CUDA),
-    "torch.cuda.synchronize": ("dense", 1, 2, NO_CUDA),
     "torch.cuda.get_rng_state": ("dense", 2, 1, NO_CUDA),
     "torch.Tensor.cuda": ("dense", 1, 2, NO_CUDA),
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": ("experts", 2, 1, "'te_general_gemm' is not defined"),
@@ -37,8 +36,10 @@ STEPS = {
     f"{DISPATCHER}._maybe_dtoh_and_synchronize": ("experts", 2, 1, f"{NO_CUDA}|no attribute 'wait_stream'"),
 }
 TESTED_ALONE = {
+    "torch.cuda.synchronize",
     f"{RANDOM}._set_cuda_rng_state",
     f"{MAPPINGS}._gather_along_first_dim",
+    "megatron.core.tensor_parallel.layers._grad_accum_fusion_available",
 }
 WORLD = pytest.mark.parametrize("world", [2])
 
@@ -77,6 +78,12 @@ def test_a_step_fails_without_the_patch(pool: Any, models: dict[str, str], world
 
 
 @WORLD
+def test_a_checkpoint_synchronises_the_gpu(pool: Any, models: dict[str, str], tmp_path: Path, world: int) -> None:
+    arguments = {"checkpoint": models["dense"], "directory": str(tmp_path)}
+    assert all_fail(pool(world).outcomes(patch_cases.save_without_synchronize, **arguments), NO_CUDA)
+
+
+@WORLD
 def test_gloo_does_not_gather_parts_of_different_sizes(pool: Any, world: int) -> None:
     outcomes = pool(world).outcomes(patch_cases.gather_different_sizes)
     assert all_fail(outcomes, "size"), outcomes
@@ -100,6 +107,15 @@ def test_the_optimizer_needs_the_device_mode(
 def test_sequence_parallelism_needs_random_states(pool: Any, models: dict[str, str], world: int) -> None:
     outcomes = pool(world).outcomes(patch_cases.step_without_random_states, checkpoint=models["dense"])
     assert all_fail(outcomes, "cuda rng state model-parallel-rng is not added"), outcomes
+
+
+@WORLD
+def test_the_output_layer_asks_for_apex(pool: Any, models: dict[str, str], world: int) -> None:
+    """Build an output layer of its own weight, and one that is a copy of the embedding on the last stage."""
+    case = patch_cases.output_layer_with_fused_accumulation
+    outcomes = pool(world).outcomes(case, checkpoint=models["dense"], patched=False)
+    assert all_fail(outcomes, "fused_weight_gradient_mlp_cuda"), outcomes
+    pool(world).run(case, checkpoint=models["dense"], patched=True)
 
 
 @WORLD

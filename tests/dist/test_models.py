@@ -11,11 +11,10 @@ from typing import Any
 import model_cases
 import pytest
 import torch
-from model_cases import TEMPERATURE, Job
+from gpu_parts.engines import Job, token_batch
+from gpu_parts.reference import Reference
 from tiny import make_checkpoint
-from transformers import AutoModelForCausalLM
 
-from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.balance import Sequences
 from rlhf_mc.data.batch import RaggedBatch
@@ -59,19 +58,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def batch(checkpoints: dict[str, str]) -> RaggedBatch:
     """Return a batch of random tokens, with inputs of the losses such that only some tokens are clipped."""
-    draw = torch.Generator().manual_seed(5)
-    prompt_lens = torch.tensor(PROMPT_LENS)
-    response_lens = torch.tensor(RESPONSE_LENS)
+    draw = torch.Generator().manual_seed(6)
     vocab = json.loads((Path(checkpoints["qwen2_tied"]) / "config.json").read_text())["vocab_size"]
-    total = int((prompt_lens + response_lens).sum())
-    responses = int(response_lens.sum())
-    empty = RaggedBatch(
-        tokens=torch.randint(vocab, (total,), generator=draw),
-        prompt_lens=prompt_lens,
-        response_lens=response_lens,
-        rollout_log_probs=torch.zeros(responses),
-        finished=torch.ones(len(prompt_lens), dtype=torch.bool),
-    )
+    empty = token_batch(vocab, PROMPT_LENS, RESPONSE_LENS)
+    responses = sum(RESPONSE_LENS)
     log_probs = transformers_model(checkpoints["qwen2_tied"]).log_probs(empty)[0].detach()
 
     def noise(scale: float) -> torch.Tensor:
@@ -84,68 +74,6 @@ def batch(checkpoints: dict[str, str]) -> RaggedBatch:
         values=noise(1.0),
         returns=noise(1.0),
     )
-
-
-class Reference:
-    """Reference in transformers, one sequence at a time: no packing, no padding, no parallelism."""
-
-    def __init__(self, checkpoint: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
-        size = self.model.config.hidden_size
-        self.score = torch.nn.Parameter(model_cases.value_head_weight(size))
-
-    def _states(self, batch: RaggedBatch) -> list[torch.Tensor]:
-        """Return for each sequence the final hidden states [response, hidden] at its response's logit positions."""
-        parts = zip(batch.tokens.split(batch.seq_lens.tolist()), batch.prompt_lens.tolist(), strict=True)
-        return [self.model.model(seq[None]).last_hidden_state[0, prompt - 1 : -1] for seq, prompt in parts]
-
-    def log_probs(self, batch: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        targets = torch.tensor([t for response in batch.responses() for t in response])
-        logits = self.model.lm_head(torch.cat(self._states(batch))) / TEMPERATURE
-        all_log_probs = logits.log_softmax(-1)
-        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-        return all_log_probs.gather(1, targets[:, None])[:, 0], entropy
-
-    def gradients(self, batch: RaggedBatch, job: Job) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """Return (statistics, gradients) of the whole mini-batch at once."""
-        self.model.zero_grad()
-        self.score.grad = None
-        mini = batch.select(job.sequences)
-        loss, stats = self._critic_loss(mini, job) if job.role == "critic" else self._actor_loss(mini, job)
-        loss.backward()
-        named = [*self.model.named_parameters(), ("score.weight", self.score)]
-        grads = {name: param.grad.clone() for name, param in named if param.grad is not None}
-        return {name: float(value) for name, value in stats.items()}, grads
-
-    def _actor_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert mini.old_log_probs is not None and mini.advantages is not None
-        cfg = model_cases.actor_config(job.mode)
-        log_probs, entropy = self.log_probs(mini)
-        inputs = ActorLossInputs(
-            log_probs=log_probs,
-            old_log_probs=mini.old_log_probs,
-            advantages=mini.advantages,
-            weights=aggregation_weights(mini.response_lens, job.mode),
-            entropy=entropy,
-            ref_log_probs=mini.ref_log_probs,
-        )
-        return actor_loss(
-            inputs,
-            num_tokens=len(log_probs),
-            clip_low=cfg.clip_ratio_low,
-            clip_high=cfg.clip_ratio_high,
-            clip_c=cfg.clip_ratio_c,
-            entropy_coeff=cfg.entropy_coeff,
-            kl_loss_coef=cfg.kl_loss_coef,
-            kl_loss_type=cfg.kl_loss_type,
-        )
-
-    def _critic_loss(self, mini: RaggedBatch, job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        assert mini.values is not None and mini.returns is not None
-        values = torch.nn.functional.linear(torch.cat(self._states(mini)), self.score)[:, 0]
-        weights = aggregation_weights(mini.response_lens, job.mode)
-        cliprange = model_cases.critic_config(job.mode).cliprange_value
-        return value_loss(values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange)
 
 
 @cache
@@ -261,6 +189,16 @@ def test_gradient_does_not_depend_on_engine_settings(
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=tp, pp=pp, batch=batch, **settings), batch)
 
 
+@pytest.mark.parametrize("world", [4])
+def test_stages_agree_on_the_shapes_of_their_messages(
+    pool: Any, batch: RaggedBatch, tmp_path: Path, world: int
+) -> None:
+    """Run 4 stages of 2 virtual chunks on 7 micro-batches of different lengths, and a dummy."""
+    checkpoint = str(make_checkpoint(tmp_path, num_hidden_layers=8))
+    jobs = [Job(checkpoint, "actor", "token-mean", Sequences(1), ALL)]
+    assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=1, pp=4, vpp=2, batch=batch), batch)
+
+
 @pytest.mark.parametrize("world", [1])
 def test_recomputation_is_bit_exact_and_saves_memory(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int
@@ -278,6 +216,19 @@ def test_recomputation_is_bit_exact_and_saves_memory(
     assert saved["selective"] < saved[None]
     # Only the input of each of the 4 layers is saved.
     assert saved["full"] < 0.25 * saved[None]
+
+
+def test_recomputation_of_the_mlp_is_bit_exact_and_saves_memory(
+    pool: Any, checkpoints: dict[str, str], batch: RaggedBatch
+) -> None:
+    """Recompute on local layers what selective recomputation recomputes with Transformer Engine."""
+    checkpoint = checkpoints["qwen2_tied"]
+    [(most, wanted)] = pool(1).run(model_cases.saved_activations, checkpoint=checkpoint, batch=batch)
+    [(saved, grads)] = pool(1).run(
+        model_cases.saved_activations_of, modules=["mlp"], checkpoint=checkpoint, batch=batch
+    )
+    assert saved < most
+    assert all(torch.equal(grads[name], grad) for name, grad in wanted.items())
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,13 @@ def assert_close(got: Any, want: Any, name: str) -> None:
         assert got == pytest.approx(want, rel=2e-4, abs=2e-6), name
 
 
+@pytest.mark.parametrize("world", [2])
+def test_ranks_that_do_not_connect_in_time_end_with_one_line(pool: Any, world: int) -> None:
+    late, connected = pool(world).run(role_cases.connect_late, seconds=0.5)
+    assert late.startswith("the 2 ranks have reached one another through torch's store, but not in a collective on cpu")
+    assert connected == ""
+
+
 @pytest.mark.parametrize(("world", "case"), [(world, case) for case, (world, _) in CASES.items()])
 def test_roles_in_their_own_layouts_match_one_process(
     pool: Any,
@@ -116,10 +123,12 @@ def test_roles_in_their_own_layouts_match_one_process(
     results = pool(world).run(role_cases.step_all_roles, placements=models, batch=role_batch)
     for rank, result in enumerate(results):
         for name, want in alone[case].items():
-            if name != "communicators":
+            if name not in ("communicators", "connected", "exchanging"):
                 assert_close(result[name], want, f"rank {rank}, {name}")
         # No two groups of the same ranks, over all purposes and roles.
         assert len(set(result["communicators"])) == len(result["communicators"])
+        # With NCCL a batch of messages between some ranks of a group must not be the group's first operation.
+        assert tuple(range(world)) in result["exchanging"] and result["exchanging"] <= result["connected"]
 
 
 def test_step_changes_only_actor_and_critic(alone: dict[str, dict[str, Any]]) -> None:

@@ -1,11 +1,13 @@
-"""Chunked prefill: if a batch's prompts exceed max_num_batched_tokens, vLLM splits prompts into chunks. The responses
-must be those of unchunked prompts. Real GSM8K prompts need chunks at the default rollout settings."""
+"""The engine's KV cache, and chunked prefill: if a batch's prompts exceed max_num_batched_tokens, vLLM splits prompts
+into chunks. The responses must be those of unchunked prompts. Real GSM8K prompts need chunks at the default rollout
+settings."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,38 @@ def test_update_fails_if_the_prefix_cache_is_kept(pool: Any, checkpoint: str, pr
         prompt=prompts[0],
     )
     assert "did not reset its prefix cache" in message
+
+
+def test_the_line_at_start_gives_the_kv_cache(pool: Any, checkpoint: str) -> None:
+    (line,) = pool(1).run(rollout_cases.summary, checkpoint=checkpoint, max_model_len=MAX_MODEL_LEN)
+    found = re.fullmatch(
+        r"vLLM: 0\.25 GiB of KV cache on each rank, for (\d+) tokens: ([\d.]+) sequences of 72 tokens; "
+        "attention by CPU_ATTN",
+        line,
+    )
+    assert found is not None, line
+    tokens, sequences = map(float, found.groups())
+    assert tokens == pytest.approx(sequences * MAX_MODEL_LEN, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "reason"),
+    [
+        (1 << 19, r"To serve at least one request with the model's max seq len \(1000\), .* KV cache is needed.*"),
+        (0, "No available memory for the cache blocks"),
+    ],
+)
+def test_a_kv_cache_that_holds_no_sequence_is_one_line(pool: Any, tmp_path: Path, num_bytes: int, reason: str) -> None:
+    checkpoint = str(make_checkpoint(tmp_path / "model", max_position_embeddings=1024))
+    ((ok, value),) = pool(1).outcomes(
+        rollout_cases.build_with_kv_cache_of, num_bytes=num_bytes, checkpoint=checkpoint, max_model_len=1000
+    )
+    assert not ok and value[0] == "UserError", value
+    assert re.fullmatch(
+        rf"rollout.cpu_kvcache_space_gb 1: vLLM says: {reason}; raise rollout.cpu_kvcache_space_gb or "
+        "rollout.tensor_model_parallel_size, or lower data.max_prompt_length or data.max_response_length",
+        value[1],
+    ), value[1]
 
 
 @pytest.mark.parametrize(("world", "rollout_tp"), [(1, 1), (2, 2)])

@@ -13,10 +13,13 @@ import vllm
 import vllm_patch_cases
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from rlhf_mc.rollout import vllm_patches
+from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
@@ -112,6 +115,76 @@ def test_vllm_groups_consecutive_ranks_and_torch_sorts_them(pool: Any, checkpoin
         assert groups == [[0, 1]] and has_queue is True
         assert sorted_by_torch == [0, 1]
         assert order == [1, 0]
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("ranks", [[0, 1], [1, 0]], ids=str)
+def test_custom_all_reduce_is_off_where_ranks_do_not_ascend(
+    pool: Any, checkpoint: str, world: int, ranks: list[int]
+) -> None:
+    """Check that vLLM's custom all-reduce loses addresses of captured graphs in a group that does not ascend. If it no
+    longer does, the option can be dropped."""
+    registered = pool(world).run(vllm_patch_cases.registered_graph_buffers, ranks=ranks)
+    found = pool(world).run(vllm_patch_cases.custom_all_reduce_is_off, checkpoint=checkpoint, ranks=ranks)
+    if ranks == [0, 1]:
+        assert registered == [[[[0], [1]], [[0], [10]]]] * 2
+        assert found == [([False], [])] * 2
+    else:
+        assert all(None in handles and None in offsets for handles, offsets in registered)
+        line = "rollout: vLLM's custom all-reduce is off: it needs ascending ranks, and an engine has [1, 0]"
+        assert found == [([True], [line])] * 2
+
+
+@pytest.mark.parametrize("world", [2])
+def test_compiled_code_is_of_a_place_in_an_engine(pool: Any, checkpoint: str, world: int) -> None:
+    """Check that a rank which changes its place does not find its earlier code. If it does not without
+    additional_config either, the option can be dropped."""
+    ascending = pool(world).run(vllm_patch_cases.cache_names, checkpoint=checkpoint, ranks=[0, 1])
+    swapped = pool(world).run(vllm_patch_cases.cache_names, checkpoint=checkpoint, ranks=[1, 0])
+    ours = [name for name, _ in ascending]
+    assert [name for name, _ in swapped] == ours[::-1] and ours[0] != ours[1]
+    assert len({name for _, name in ascending + swapped}) == 1
+
+
+@pytest.mark.parametrize("world", [1])
+@pytest.mark.parametrize("float32_products", [False, True])
+def test_head_multiplies_as_the_trainers(pool: Any, checkpoint: str, world: int, float32_products: bool) -> None:
+    """Check that vLLM's logits are float32 exactly where the trainer's are."""
+    arguments = {"checkpoint": checkpoint, "float32_products": float32_products}
+    product = "torch.float32" if float32_products else "torch.bfloat16"
+    assert pool(world).run(vllm_patch_cases.head_types, **arguments) == [(product, "torch.bfloat16")]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_vllm_has_the_options_for_gpus(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        options = vllm_engine._gpu_options(RolloutConfig(free_cache_engine=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = EngineArgs(model="model", **options)
+    assert found.enable_sleep_mode and found.sleep_mode_offload_cudagraph
+    assert map_unquantized_backend(found.moe_backend).name == "TRITON"
+    fused = found.compilation_config.pass_config.fuse_allreduce_rms
+    assert fused is (False if deterministic else None)  # None: vLLM chooses by the GPU
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize(
+    ("settings", "is_off"),
+    [({"free_cache_engine": False}, True), ({"free_cache_engine": True}, False), ({"enforce_eager": True}, False)],
+    ids=str,
+)
+def test_custom_all_reduce_is_off_with_expandable_segments(
+    pool: Any, checkpoint: str, world: int, settings: dict[str, bool], is_off: bool
+) -> None:
+    conf = "max_split_size_mb:512,expandable_segments:True"
+    settings = {"free_cache_engine": False, "enforce_eager": False, **settings}
+    (found, *_) = pool(world).run(
+        vllm_patch_cases.custom_all_reduce_is_off, checkpoint=checkpoint, ranks=[0, 1], alloc_conf=conf, **settings
+    )
+    assert [line for line in found[1] if "expandable_segments" in line] == found[1]
+    assert len(found[1]) == is_off
 
 
 @pytest.mark.parametrize("world", [1])

@@ -4,22 +4,28 @@ same arguments."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import vllm.distributed.parallel_state as vllm_state
 from rollout_cases import built_engine
-from vllm.distributed.device_communicators import cpu_communicator
+from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 
+from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.patching import replaced
 from rlhf_mc.reshard.layout import vllm_layout
-from rlhf_mc.rollout import vllm_patches
+from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.base import Sampling
 
-PATCHES = {patch.target: patch for patch in (*vllm_patches.EVERYWHERE, *vllm_patches.ON_CPU)}
+PATCHES = {patch.target: patch for patch in (*vllm_patches.EVERYWHERE, *vllm_patches.on_cpu())}
 
 
 @contextlib.contextmanager
@@ -89,6 +95,78 @@ def own_groups(checkpoint: str) -> tuple[list[list[int]], bool, list[int], list[
     assert vllm_state.init_model_parallel_group is original
     group = dist.new_group([1, 0])
     return [*asked, dist.get_process_group_ranks(group), order]  # type: ignore[return-value]
+
+
+def custom_all_reduce_is_off(
+    checkpoint: str, ranks: list[int], alloc_conf: str = "", **settings: bool
+) -> tuple[list[bool], list[str]]:
+    """Build an engine of the ranks. Return vLLM's setting for its custom all-reduce, as on a platform that has one, and
+    the lines that are printed on a GPU with these settings of the rollout and of torch's allocator."""
+    found: list[bool] = []
+    lines: list[str] = []
+    original = EngineArgs.create_engine_config
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        found.append(config.parallel_config.disable_custom_all_reduce)
+        return config
+
+    with (
+        replaced(CpuPlatform, "use_custom_allreduce", classmethod(lambda cls: True)),
+        replaced(EngineArgs, "create_engine_config", record),
+        built_engine(checkpoint, len(ranks), 64, groups=[ranks]),
+    ):
+        pass
+    with (
+        replaced(platform, "use_cuda", lambda: True),
+        replaced(vllm_engine, "say", lambda line, rank_0_only: lines.append(line)),
+    ):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = alloc_conf
+        vllm_engine._custom_all_reduce([ranks], RolloutConfig(**settings))
+        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    return found, lines
+
+
+def cache_names(checkpoint: str, ranks: list[int]) -> tuple[str, str]:
+    """Build an engine of the ranks. Return the hash by which vLLM finds this rank's compiled code, and the same without
+    additional_config."""
+    with built_engine(checkpoint, len(ranks), 64, groups=[ranks]) as engine:
+        config = engine._llm.llm_engine.vllm_config
+        ours = config.compute_hash()
+        with replaced(config, "additional_config", {}):
+            return ours, config.compute_hash()
+
+
+def head_types(checkpoint: str, float32_products: bool) -> tuple[str, str]:
+    """Build an engine in bfloat16, as on a device with or without products into float32. Return the types of the head's
+    result and of its weight after one response."""
+    prompt = [[1, 2, 3]]
+    with (
+        replaced(platform, "float32_products", lambda: float32_products),
+        built_engine(checkpoint, 1, 64, dtype="bfloat16") as engine,
+    ):
+        engine.generate(prompt, [0], Sampling(1.0, 4, ()))
+        return str(engine._model.logits_processor.head_dtype), str(engine._model.lm_head.weight.dtype)
+
+
+def registered_graph_buffers(ranks: list[int]) -> list[Any]:
+    """Return the handles and offsets that vLLM's custom all-reduce registers after the capture of graphs. Each rank's
+    handle is its number in the group, and its offset 10 times that."""
+    group = dist.new_group(ranks, sort_ranks=False)
+    rank = dist.get_rank(group)
+    registered: list[Any] = []
+    operations = SimpleNamespace(
+        get_graph_buffer_ipc_meta=lambda pointer: ([rank], [10 * rank]),
+        register_graph_buffers=lambda pointer, handles, offsets: registered.extend((handles, offsets)),
+    )
+    all_reduce = custom_all_reduce.CustomAllreduce.__new__(custom_all_reduce.CustomAllreduce)
+    all_reduce.group = group
+    all_reduce.rank = rank
+    all_reduce._ptr = 0
+    all_reduce.disabled = True  # for __del__
+    with replaced(custom_all_reduce, "ops", operations):
+        all_reduce.register_graph_buffers()
+    return registered
 
 
 def destroys_the_world(checkpoint: str) -> int:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+import re
+from pathlib import Path
+
+import megatron.core
+from megatron.core.tensor_parallel import random as mcore_random
 
 from rlhf_mc.models.megatron_patches import add_random_states, megatron_calls
 
+NAME = re.compile(r"get_\w+_rng_tracker_name|_[A-Z_]+_RNG_TRACKER_NAME")
 
-def test_random_states_of_dense_and_expert_layers_exist() -> None:
-    """Enter the random states that Transformer Engine's linear layers enter: the default one and that of experts."""
+
+def test_every_random_state_that_megatron_names_exists() -> None:
+    """Enter each random state whose name the source of Megatron-Core reads, Transformer Engine's layers included."""
+    (root,) = megatron.core.__path__
+    read = {name for path in Path(root).rglob("*.py") for name in NAME.findall(path.read_text())}
+    found = {getattr(mcore_random, name, name) for name in read}
+    states = {name() if callable(name) else name for name in found}
+    assert {"model-parallel-rng", "expert-parallel-rng", "data-parallel-rng"} <= states
     with megatron_calls():
-        tracker = get_cuda_rng_tracker()
+        tracker = mcore_random.get_cuda_rng_tracker()
         tracker.reset()
         for _ in range(2):  # once per role
             add_random_states()
-        with tracker.fork():
-            pass
-        with tracker.fork(get_expert_parallel_rng_tracker_name()):
-            pass
+        for state in states:
+            with tracker.fork(state):
+                pass

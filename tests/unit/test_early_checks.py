@@ -210,7 +210,8 @@ def test_output_directory_inside_an_input_is_rejected(directory: Path) -> None:
 def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the program in an environment where importing torch raises RuntimeError."""
     (directory / "no_torch").mkdir(exist_ok=True)
-    (directory / "no_torch" / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
+    code = "import os\nraise RuntimeError('torch was imported', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))\n"
+    (directory / "no_torch" / "torch.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}
     command = [sys.executable, "-m", "rlhf_mc", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=directory)
@@ -228,6 +229,13 @@ def test_user_errors_are_reported_before_torch_is_imported(directory: Path) -> N
         assert done.stderr.startswith("rlhf_mc: error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     done = run_program(directory, config)
     assert done.returncode == 1 and "torch was imported" in done.stderr, "a valid config gets as far as torch"
+
+
+def test_cuda_connections_are_set_before_torch_is_imported(directory: Path) -> None:
+    """Import torch with the variable set, as the driver reads it; the tensor-parallel model is not the first."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = run_program(directory, str(directory / "config.yaml"), "critic.megatron.tensor_model_parallel_size=2", **env)
+    assert "('torch was imported', '1')" in done.stderr, done.stderr
 
 
 def test_early_error_is_reported_by_one_rank(directory: Path) -> None:

@@ -52,6 +52,13 @@ def test_only_rank_0_writes_the_exit_code_file(tmp_path: Path) -> None:
         assert (file.read_text() if file.exists() else None) == ("75\n" if rank == "0" else None)
 
 
+@pytest.mark.parametrize("seconds", [0.1, 1000.0])
+def test_libraries_that_do_not_end_are_cut_off_with_the_exit_code(seconds: float) -> None:
+    code = f"{PRELUDE}; import time; exit_after({seconds}, 75); time.sleep({30 if seconds < 1 else 0}); exit_now(3)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == (75 if seconds < 1 else 3)
+
+
 ERROR_ON_ALL_RANKS = """
 import time
 from torch import distributed as dist

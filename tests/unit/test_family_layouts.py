@@ -6,6 +6,7 @@ independently of layout.py.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,22 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
     if not shape.tie_embeddings:
         out["output_layer.weight"] = padded_chunk(full["lm_head.weight"], rows, t, tp)
     return out
+
+
+def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a mixture of experts by their names in Transformer Engine's layers. These names and their
+    shapes are those of models built from Megatron-Core 0.16.1 and the Python of Transformer Engine 2.11 (docs/gpu.md).
+    """
+    renames = {
+        r"\.input_layernorm\.weight": ".self_attention.linear_qkv.layer_norm_weight",
+        r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight": r".\2.weight\1",
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in renames.items():
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = tensor
+    return renamed
 
 
 def expected_vllm(shape: ModelShape, t: int, tp: int) -> dict[str, torch.Tensor]:
@@ -154,8 +171,10 @@ def expert_shapes(draw: st.DrawFn) -> ModelShape:
 def test_layouts_of_expert_parallel_ranks(shape: ModelShape, tp: int, ep: int) -> None:
     for e in range(ep):
         for t in range(tp):
-            layout = unpipelined(shape, t, tp, ep_rank=e, ep_size=ep)
-            assert_same(fill(layout, shape), expected_mcore(shape, t, tp, e, ep))
+            wanted = expected_mcore(shape, t, tp, e, ep)
+            assert_same(fill(unpipelined(shape, t, tp, ep_rank=e, ep_size=ep), shape), wanted)
+            layout = unpipelined(shape, t, tp, ep_rank=e, ep_size=ep, transformer_engine=True)
+            assert_same(fill(layout, shape), as_transformer_engine(wanted))
 
 
 def test_expert_tensor_parallelism() -> None:
@@ -174,8 +193,13 @@ def test_plans_of_experts_are_exact_and_minimal(data: st.DataObject) -> None:
     shape = data.draw(expert_shapes())
     tp, ep, dp = data.draw(st.sampled_from([(1, 1, 2), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]))
     coordinates = [(t, tp, e, ep) for _ in range(dp) for e in range(ep) for t in range(tp)]
-    source = [unpipelined(shape, t, tp, ep_rank=e, ep_size=ep) for t, tp, e, ep in coordinates]
+    is_te = data.draw(st.booleans())
+    source = [
+        unpipelined(shape, t, tp, ep_rank=e, ep_size=ep, transformer_engine=is_te) for t, tp, e, ep in coordinates
+    ]
     have = [expected_mcore(shape, *at) for at in coordinates]
+    if is_te:
+        have = [as_transformer_engine(tensors) for tensors in have]
     rollout = data.draw(st.sampled_from([1, 2]))
     ranks = data.draw(st.permutations([r % rollout for r in range(len(coordinates))]))
     target = [vllm_layout(shape, r, rollout) for r in ranks]
@@ -224,7 +248,7 @@ def test_norms_of_transformer_engine_layers() -> None:
     """Check that the norm before a router is not fused with a linear layer."""
 
     def norm_names(family: str) -> set[str]:
-        layout = mcore_layout(shape_of(family), 0, 1, range(1), True, True, fused_norms=True)
+        layout = mcore_layout(shape_of(family), 0, 1, range(1), True, True, transformer_engine=True)
         return {name.removeprefix("decoder.layers.0.") for name in layout.shapes if "norm" in name}
 
     qkv = "self_attention.linear_qkv.layer_norm_weight"

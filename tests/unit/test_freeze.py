@@ -7,8 +7,8 @@ from transformers import AutoConfig
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.reshard.layout import mcore_layout
+from rlhf_mc.models.freeze import check_experts, frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.layout import logical_shapes, mcore_layout
 
 SIZES = {
     "vocab_size": 64,
@@ -42,10 +42,29 @@ def test_tied_embedding_is_frozen_on_both_stages() -> None:
         assert frozen_parameters({"model.embed_tokens.weight"}, layout) == {name}
 
 
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "norm_topk_prob": True,
+}
+
+
+def test_transformer_engine_freezes_all_experts_of_a_layer_or_none() -> None:
+    shape = shape_of("qwen3_moe", **MOE)
+    names = logical_shapes(shape)
+    for patterns in (["*.mlp.gate.weight"], ["model.layers.1.mlp.experts.*"], ["*.down_proj.weight", "model.norm.*"]):
+        check_experts("actor.freeze", frozen_tensors("actor.freeze", patterns, shape), names)
+    some = frozen_tensors("actor.freeze", ["model.layers.1.mlp.experts.[12].*"], shape)
+    expert = r"model\.layers\.1\.mlp\.experts\.%d\.gate_proj\.weight"
+    with pytest.raises(UserError, match=f"^actor.freeze freezes {expert % 1} but not {expert % 0}; ") as error:
+        check_experts("actor.freeze", some, names)
+    assert "freeze all of them or none" in str(error.value)
+
+
 def test_routers_of_a_moe_can_be_frozen() -> None:
-    shape = shape_of(
-        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8, norm_topk_prob=True
-    )
+    shape = shape_of("qwen3_moe", **MOE)
     assert frozen_tensors("actor.freeze", ["*.mlp.gate.weight"], shape) == {
         "model.layers.0.mlp.gate.weight",
         "model.layers.1.mlp.gate.weight",

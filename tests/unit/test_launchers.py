@@ -3,6 +3,7 @@ comparison; signals and exit codes of torchrun_1node.sh. On a real Slurm: tests/
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import signal
@@ -204,6 +205,47 @@ def test_preflight_compares_the_nodes(tmp_path: Path) -> None:
     for subject in ("config", f"reward_model.model_path ({tmp_path}/reward)"):
         assert f"preflight: {subject} differs on node b: " in done.stderr
     assert not list((tmp_path / "run").glob(".preflight*"))
+
+
+def in_launcher(command: str, **variables: str) -> list[str]:
+    """Return the lines that a command prints after launch/env.sh with no other variables than these."""
+    script = f"set -euo pipefail; ulimit -S -n 200; source launch/env.sh; {command}"
+    env = {"PATH": os.environ["PATH"], **variables}
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_launchers_raise_the_limit_on_open_files() -> None:
+    soft, hard = in_launcher("ulimit -S -n; ulimit -H -n")
+    assert soft == hard != "200"
+    refusal = 'ulimit() { [[ "$*" != "-S -n "* ]] || { echo no >&2; return 1; }; builtin ulimit "$@"; }'
+    refused = in_launcher(f"{refusal}; source launch/env.sh; ulimit -S -n")
+    assert refused == [hard]  # quietly
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ["", ""]),
+        ({"RLHF_MC_SOCKET_IFNAME": "eth0"}, ["eth0", "=eth0"]),
+        ({"RLHF_MC_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib"}, ["eth0", "ib"]),
+    ],
+    ids=["none", "both", "set already"],
+)
+def test_launchers_pass_the_sites_interface_on(variables: dict[str, str], expected: list[str]) -> None:
+    command = 'echo "${GLOO_SOCKET_IFNAME:-}"; echo "${NCCL_SOCKET_IFNAME:-}"'
+    assert in_launcher(command, **variables) == expected
+
+
+def test_launchers_end_a_process_at_once_after_an_error_of_nccl() -> None:
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    assert in_launcher(f"env | grep {name}") == [f"{name}=3"]
+    assert in_launcher(f"env | grep {name}", **{name: "1"}) == [f"{name}=1"]
+    # torchrun overrides torch's default.
+    assert f'"{name}", str(1)' in " ".join(inspect.getsource(local_elastic_agent).split())
 
 
 SIGNAL_WAITER = """

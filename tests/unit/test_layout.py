@@ -11,7 +11,7 @@ from rlhf_mc.reshard.layout import check_mcore, check_vllm, mcore_layout
 
 
 def test_names_of_fused_norms() -> None:
-    layout = mcore_layout(make_shape(), 0, 1, range(3), True, True, fused_norms=True)
+    layout = mcore_layout(make_shape(), 0, 1, range(3), True, True, transformer_engine=True)
     names = {p.local for p in layout.shards if "layernorm" in p.tensor}
     assert {
         "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",

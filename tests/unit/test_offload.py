@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.models import offload
+from rlhf_mc.models.host_memory import HostArena
 from rlhf_mc.models.offload import Offload, TensorGroup, tensors_besides
 
 DEVICE = platform.device()
@@ -18,9 +18,7 @@ def numbers(count: int) -> torch.Tensor:
     return torch.arange(float(count), device=DEVICE)
 
 
-def test_values_and_views_survive_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use host blocks smaller than a tensor, and tensors that end within a block."""
-    monkeypatch.setattr(offload, "HOST_BLOCK", 64)
+def test_values_and_views_survive_offload() -> None:
     flat = numbers(25)
     single = numbers(7)
     other = numbers(33).bfloat16()
@@ -65,7 +63,7 @@ def test_group_may_grow_between_offloads() -> None:
 
 
 def test_values_not_kept_take_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.platform, "host_bytes", lambda size: pytest.fail("host memory was taken"))
+    monkeypatch.setattr(HostArena, "_allocate", lambda arena, size: pytest.fail("host memory was taken"))
     grads = torch.ones(10, device=DEVICE)
     group = TensorGroup(lambda: [grads], keep_values=False)
     group.offload()

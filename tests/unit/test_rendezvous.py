@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 
 from rlhf_mc.config.errors import JoinError
 from rlhf_mc.topology import rendezvous
-from rlhf_mc.topology.rendezvous import _store, _wait_for_all
+from rlhf_mc.topology.rendezvous import _check_device, _store, _wait_for_all
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +66,51 @@ def test_every_rank_reports_a_missing_rank_0() -> None:
     with pytest.raises(JoinError, match=r"^has not reached rank 0 within 1 s at localhost:\d+ ") as caught:
         _store(1, 2, seconds=1.0)
     assert caught.value.prints
+
+
+def with_limits(soft: int, hard: int, world: int, rank: int) -> subprocess.CompletedProcess[str]:
+    """Raise the limit on open files in a process with these limits. Return what it prints: its soft limit, or the
+    error."""
+    program = f"""
+import resource, sys
+from rlhf_mc.runtime.exit_codes import exit_code
+from rlhf_mc.topology.open_files import raise_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+code = exit_code("rlhf_mc", lambda: raise_limit({world}, {rank}))
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+sys.exit(code)"""
+    env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0"}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_the_soft_limit_on_open_files_is_raised() -> None:
+    done = with_limits(100, 3000, world=512, rank=0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3000\n", "")
+
+
+@pytest.mark.parametrize(("rank", "least"), [(0, 2298), (8, 1274)])
+def test_too_low_a_limit_on_open_files_is_one_line(rank: int, least: int) -> None:
+    done = with_limits(100, least - 1, world=512, rank=rank)
+    message = (
+        f"rank {rank} of 512 needs about {least} open files and connections, and a process may have {least - 1} here"
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr
+    assert with_limits(100, least, world=512, rank=rank).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_gpus", "prints"),
+    [(0, 1, None), (1, 1, True), (2, 1, False), (7, 8, None), (8, 8, True)],
+)
+def test_each_rank_must_see_its_gpu(
+    local_rank: int, num_gpus: int, prints: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if prints is None:
+        _check_device()
+        return
+    with pytest.raises(JoinError, match=f"^LOCAL_RANK is {local_rank}, and this process sees {num_gpus} GPU") as caught:
+        _check_device()
+    assert caught.value.prints == prints  # one line for each node

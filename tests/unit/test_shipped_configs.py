@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
-from rlhf_mc.config.schema import layouts
+from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.reshard.layout import check_vllm
 
@@ -67,6 +69,93 @@ def test_70b_layout() -> None:
         sizes = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
         assert (*sizes, megatron.param_offload) == (8, 4, True)
     assert cfg.rollout.tensor_model_parallel_size == 8
+
+
+# ---------------------------------------------------------------- memory of the 70B config
+
+GB = 10**9
+
+
+def state_bytes(shape: ModelShape, megatron: MegatronConfig, replicas: int, stage: int) -> float:
+    """Return the bytes of weights, gradients and optimizer state of one rank of a stage."""
+    itemsize = 2 if megatron.dtype == "bfloat16" else 4
+    stages = megatron.pipeline_model_parallel_size
+    per_layer = shape.hidden_size * (
+        2 * shape.num_heads * shape.head_dim + 2 * shape.num_kv_heads * shape.head_dim + 3 * shape.ffn_hidden_size
+    )
+    at_ends = shape.vocab_size * shape.hidden_size * (stage in (0, stages - 1))
+    params = (shape.num_layers // stages * per_layer + at_ends) / megatron.tensor_model_parallel_size
+    # float32 gradients; main parameters and two moments in float32, sharded over the replicas.
+    return params * (itemsize + 4 + 12 / replicas)
+
+
+def layer_bytes(shape: ModelShape, megatron: MegatronConfig) -> float:
+    """Return the bytes per token that a layer stores on a rank for its backward pass with Transformer Engine and
+    sequence parallelism, without recomputation: the sum in configs/ppo_70b.yaml."""
+    assert megatron.sequence_parallel and megatron.recompute_granularity is None
+    keys = shape.num_kv_heads * shape.head_dim
+    per_token = 7 * shape.hidden_size + 3 * keys + 3 * shape.ffn_hidden_size
+    return 2 * per_token / megatron.tensor_model_parallel_size
+
+
+def layers_in_flight(shape: ModelShape, megatron: MegatronConfig, stage: int) -> int:
+    """Return how many layers' activations a stage holds at most, as Megatron-Core schedules many micro-batches."""
+    stages = megatron.pipeline_model_parallel_size
+    chunks = megatron.virtual_pipeline_model_parallel_size or 1
+    group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
+    communicator = SimpleNamespace(
+        pp_group=group, virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size
+    )
+    warmup = get_pp_rank_microbatches(100 * stages, chunks, stages, p2p_communicator=communicator)[2]
+    return (warmup + 1) * shape.num_layers // (stages * chunks)
+
+
+def update_gb(cfg: Config, world: int) -> float:
+    """Return the GB that the update of the actor or the critic takes on the fullest rank."""
+    shape = ModelShape.from_hf_config(LLAMA_3_70B)
+    found = []
+    for role, tokens in (
+        ("actor", cfg.actor.ppo_max_token_len_per_gpu),
+        ("critic", cfg.critic.ppo_max_token_len_per_gpu),
+    ):
+        megatron = layouts(cfg)[role]
+        stages = megatron.pipeline_model_parallel_size
+        replicas = world // (megatron.tensor_model_parallel_size * stages)
+        per_layer = tokens * layer_bytes(shape, megatron)
+        found += [
+            state_bytes(shape, megatron, replicas, stage) + per_layer * layers_in_flight(shape, megatron, stage)
+            for stage in range(stages)
+        ]
+    return max(found) / GB
+
+
+def test_70b_update_fits_without_recomputation() -> None:
+    """Compare with the figures in the config's comments. Of 80 GB 24 are left for all else."""
+    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
+    shape = ModelShape.from_hf_config(LLAMA_3_70B)
+    actor = cfg.actor.megatron
+    assert actor.param_offload and actor.optimizer_offload and actor.grad_offload, "one model at a time is on the GPU"
+    assert cfg.rollout.free_cache_engine
+    assert layer_bytes(shape, actor) == 36_608
+    assert [layers_in_flight(shape, actor, stage) for stage in range(4)] == [95, 85, 75, 65]
+    assert state_bytes(shape, actor, 2, 0) / GB == pytest.approx(27.2, abs=0.1)
+    assert update_gb(cfg, 64) == pytest.approx(55.7, abs=0.1)
+    assert 80 - update_gb(cfg, 64) > 24
+
+
+@pytest.mark.parametrize(
+    ("change", "gb"),
+    [
+        # One chunk: 4 micro-batches in flight on the first stage. Two: 11 chunks of 10 layers.
+        ("actor.megatron.virtual_pipeline_model_parallel_size=null", 51.2),
+        ("actor.megatron.virtual_pipeline_model_parallel_size=2", 60.2),
+        ("actor.ppo_max_token_len_per_gpu=16384", 84.2),
+    ],
+)
+def test_memory_of_other_settings(change: str, gb: float) -> None:
+    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [change])
+    validate(cfg, 64)
+    assert update_gb(cfg, 64) == pytest.approx(gb, abs=0.1)
 
 
 @pytest.mark.parametrize(("script", "config"), [("ppo_70b.sh", "ppo_70b"), ("ppo_1node.sh", "ppo_qwen2.5_0.5b")])

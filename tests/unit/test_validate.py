@@ -47,6 +47,7 @@ from rlhf_mc.config.schema import FROZEN_ROLES
         ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0"),
         ("trainer.test_freq=5", "data.val_files=v.parquet", "trainer.target_val_acc=0.9"),
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
+        ("rollout.quantization=fp8", "reshard.share_weights=false"),
         ("algorithm.kl_ctrl.target_kl=0",),  # not used by the fixed controller
     ],
 )
@@ -85,6 +86,14 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
                 ("ref.log_prob_max_token_len_per_gpu", ("actor.use_kl_loss=true",)),
                 ("reward_model.forward_max_token_len_per_gpu", ("reward_model.model_path=rm",)),
             )
+        ),
+        (
+            ("rollout.quantization=fp8", "actor.megatron.dtype=float32", "reshard.share_weights=false"),
+            ("rollout.quantization is 'fp8' and actor.megatron.dtype is float32; vLLM quantizes bfloat16",),
+        ),
+        (
+            ("rollout.quantization=fp8",),
+            ("rollout.quantization is 'fp8' and reshard.share_weights is true", "set reshard.share_weights to false"),
         ),
         (("reward.num_workers=0",), ("reward.num_workers is 0; it must be at least 1",)),
         (("reward.num_workers=-2",), ("reward.num_workers is -2; it must be at least 1",)),
@@ -227,7 +236,7 @@ def test_invalid_settings_are_refused(config_file: Path, overrides: tuple[str, .
 
 
 @pytest.mark.parametrize("role", FROZEN_ROLES)
-@pytest.mark.parametrize(("key", "value"), zip(TRAINING_ONLY, ("full", "false", "true", "true"), strict=True))
+@pytest.mark.parametrize(("key", "value"), zip(TRAINING_ONLY, ("full", "false", "true", "true", "true"), strict=True))
 def test_settings_of_training_are_refused_for_a_frozen_role(config_file: Path, role: str, key: str, value: str) -> None:
     with pytest.raises(UserError) as caught:
         validated(config_file, f"{role}.megatron.{key}={value}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from rlhf_mc.reshard.execute import aliased_views, execute
 from rlhf_mc.reshard.layout import Layout, Shard, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import Local
-from rlhf_mc.reshard.verify import checksum, verify
+from rlhf_mc.reshard.verify import CHUNK_BYTES, checksum, verify
 
 EXPERTS = Layout({"all": (2, 3, 4)}, tuple(Shard(f"e{i}", ((0, 3), (0, 4)), "all", (i, 0, 0)) for i in (0, 1)))
 SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
@@ -19,8 +21,8 @@ SEPARATE = whole_layout({"e0": (3, 4), "e1": (3, 4)})
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [8, 40, 1 << 20])
-def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "CHUNK", chunk)
+def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int) -> None:
+    checksum = functools.partial(verify_module.checksum, chunk_bytes=chunk)
     blocks = torch.randn(3, 4, 5).to(dtype)
     wanted = checksum([blocks])
     assert torch.equal(checksum([blocks.transpose(0, 1).contiguous().transpose(0, 1)]), wanted), "strides matter"
@@ -34,6 +36,37 @@ def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int, monkeypat
     swapped[2] = blocks[0]
     assert not torch.equal(checksum([swapped]), wanted), "blocks in another order"
     assert not torch.equal(checksum([torch.zeros_like(blocks)]), wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 3), (3, 4, 5), (2, 129, 64), (1, 1000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_checksum_does_not_depend_on_the_chunks(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Chunks differ between CPUs and GPUs. Rows that are no multiple of 8 bytes must be summed alike."""
+    blocks = torch.randint(-100, 100, shape).to(dtype)
+    inside = torch.zeros(shape[0], shape[1] + 1, *(n + 3 for n in shape[2:]), dtype=dtype)
+    view = inside[:, 1:, 2:-1] if len(shape) == 3 else inside[:, 1:]  # strided and unaligned
+    view.copy_(blocks)
+    padded = [block.reshape(-1).view(torch.uint8) for block in blocks]
+    padded = [torch.cat([part, part.new_zeros(-len(part) % 8)]) for part in padded]
+    words = torch.cat(padded).view(torch.int64).tolist()
+    wanted = [sum(words), sum(n * word for n, word in enumerate(words, 1))]
+    for found in (blocks, view):
+        for chunk in (8, 16, 40, 1 << 10, *CHUNK_BYTES.values()):
+            sums = checksum([found], chunk).tolist()
+            assert [(a - b) % 2**64 for a, b in zip(sums, wanted, strict=True)] == [0, 0], chunk
+
+
+def test_checksums_are_copied_to_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the copies: one for each block would wait for the GPU each time."""
+    shapes = {f"w{n}": (3, 4) for n in range(5)}
+    plan = make_plan([whole_layout(shapes)], [whole_layout(shapes)], 4, 1000).for_rank(0)
+    tensors = {name: torch.randn(3, 4) for name in shapes}
+    copies: list[torch.Tensor] = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or original(tensor))
+    monkeypatch.setattr(torch, "equal", None)  # waits too
+    verify(plan, tensors, {name: tensor.clone() for name, tensor in tensors.items()}, None)
+    assert len(plan.copies) == 5 and [tuple(t.shape) for t in copies] == [(5, 2), (5, 2)]
 
 
 def test_checksum_uses_operations_that_exist_for_int64_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,97 @@
+"""Functions that the ranks run in test_grad_reduction.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from gpu_parts.engines import Role, logical_tensors, make_engine, mesh_groups, my_micro_batches, objective
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
+
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.balance import Limit
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models import engine as engine_module
+from rlhf_mc.models.engine import ModelEngine
+
+BUCKET = 20_000
+"""Parameters of a bucket: a small part of the tests' models."""
+
+
+class Training(NamedTuple):
+    """Results of some optimizer steps."""
+
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    num_groups: int
+    """Groups of buckets that are reduced together, in this rank's first chunk."""
+    early: int
+    """Reductions in the last step that began before this rank's last gradient was complete."""
+
+
+def train(
+    checkpoint: str,
+    role: Role,
+    mesh: dict[str, int],
+    batch: RaggedBatch,
+    minis: Sequence[Sequence[int]],
+    budget: Limit,
+    frozen: str | None,
+    offload: bool,
+    clip_grad: float,
+    **megatron: Any,
+) -> Training:
+    """Take one optimizer step per mini-batch. frozen: part of the names of parameters that are not trained."""
+    small = functools.partial(DistributedDataParallelConfig, bucket_size=BUCKET)
+    metrics = []
+    with (
+        mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups,
+        mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
+    ):
+        engine = make_engine(checkpoint, role, groups, **megatron)
+        names = [name for name in engine.named_parameters() if frozen is not None and frozen in name]
+        engine.make_trainable(OptimConfig(lr=1e-2, eps=1e-3, clip_grad=clip_grad), 1, names)
+        for indices in minis:
+            if offload:
+                engine.offload.offload_all_but(())
+                engine.offload.onload(("params", "grads", "optimizer"))
+            mini = batch.select(indices)
+            micro_batches = my_micro_batches(engine, mini, budget)
+            with _events() as events:
+                metrics.append(engine.train_step(mini, micro_batches, objective(engine, mini, "token-mean")))
+        last = max((i for i, event in enumerate(events) if event == "gradient"), default=0)
+        return Training(
+            metrics, logical_tensors(engine, engine.params), _num_groups(engine), events[:last].count("reduction")
+        )
+
+
+def _num_groups(engine: ModelEngine) -> int:
+    return len(engine._ddp[0].bucket_groups)
+
+
+@contextmanager
+def _events() -> Iterator[list[str]]:
+    """Yield the order in which gradients become ready and reductions begin."""
+    events: list[str] = []
+    ready = BucketGroup.register_grad_ready
+    start = BucketGroup.start_grad_sync
+
+    def on_ready(self: Any, *args: Any) -> None:
+        if self.is_last_microbatch:
+            events.append("gradient")
+        ready(self, *args)
+
+    def on_start(self: Any, *args: Any, **kwargs: Any) -> None:
+        events.append("reduction")
+        start(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(BucketGroup, "register_grad_ready", on_ready),
+        mock.patch.object(BucketGroup, "start_grad_sync", on_start),
+    ):
+        yield events

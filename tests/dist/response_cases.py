@@ -1,0 +1,48 @@
+"""Functions of the ranks in test_responses.py. Each is called on every rank with the same arguments."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mc.data.batch import Generation
+from rlhf_mc.data.responses import exchange_responses
+from rlhf_mc.patching import replaced
+
+
+def make_responses(count: int, max_tokens: int) -> list[Generation]:
+    """Return responses of random lengths, with log-probs that are float32 numbers, as vLLM's are."""
+    rng = random.Random(count)
+    responses = []
+    for i in range(count):
+        length = rng.randrange(1, max_tokens)
+        log_probs = torch.tensor([-rng.expovariate(1.0) for _ in range(length)]).tolist()
+        responses.append(Generation([rng.randrange(152_000) for _ in range(length)], log_probs, finished=i % 3 > 0))
+    if responses:
+        responses[0].log_probs[0] = float("-inf")
+    return responses
+
+
+def exchange(
+    engines: Sequence[Sequence[int]], count: int, max_tokens: int, other_token_on: int | None = None
+) -> tuple[list[Generation], int]:
+    """Exchange the responses of make_responses. Return the result, and how many bytes this rank has sent for each rank.
+
+    other_token_on: the rank whose engine has drawn another last token there."""
+    engine = next(e for e, ranks in enumerate(engines) if dist.get_rank() in ranks)
+    mine = make_responses(count, max_tokens)[engine :: len(engines)]
+    if dist.get_rank() == other_token_on:
+        mine[-1].token_ids[-1] += 1
+    sent: list[int] = []
+    original = dist.all_gather
+
+    def all_gather(out: Any, value: torch.Tensor) -> None:
+        sent.append(value.nbytes)
+        original(out, value)
+
+    with replaced(dist, "all_gather", all_gather):
+        return exchange_responses(mine, engines, count), sum(sent)

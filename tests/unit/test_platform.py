@@ -1,0 +1,43 @@
+"""Copies to the device, with host memory in the place of a GPU's and of page-locked memory."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from rlhf_mc import platform
+
+
+@pytest.fixture
+def gpu_path() -> None:
+    with (
+        mock.patch.object(platform, "use_cuda", lambda: True),
+        mock.patch.object(platform, "device", lambda: torch.device("cpu")),
+        mock.patch.object(platform, "host_bytes", lambda size: torch.empty(size, dtype=torch.uint8)),
+    ):
+        yield
+
+
+TENSORS = [
+    torch.arange(7)[None],
+    torch.tensor([], dtype=torch.int64),
+    torch.tensor([0, 3, 7], dtype=torch.int32),
+    torch.tensor(2.5),
+    torch.arange(6, dtype=torch.float32).view(2, 3),
+    torch.tensor([[True], [False]]),
+]
+
+
+def test_tensors_of_all_types_and_shapes_arrive_in_one_aligned_buffer(gpu_path: None) -> None:
+    moved = platform.to_device(TENSORS)
+    for before, after in zip(TENSORS, moved, strict=True):
+        assert after.dtype == before.dtype and torch.equal(after, before)
+        assert after.storage_offset() * after.itemsize % platform._ALIGNMENT == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1
+    assert platform.to_device([]) == []
+
+
+def test_a_cpu_copies_nothing() -> None:
+    assert all(a is b for a, b in zip(TENSORS, platform.to_device(TENSORS), strict=True))
