@@ -16,19 +16,17 @@ import pyarrow.parquet as pq
 from rlhf_mc.config.errors import NodeError
 from rlhf_mc.config.schema import DataConfig
 
-ROW_KEYS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
-
 
 def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -> None:
     """Write rows to a parquet file. A missing directory is created.
 
-    Each row: data_source (str), prompt (list of {role, content}), ability (str),
-    reward_model {style, ground_truth}, extra_info {split, index, ...}. Parquet has one type per
+    Each row: prompt (list of {role, content}), usually data_source (str), ability (str), reward_model {style,
+    ground_truth} and extra_info {split, index, ...}, and any others; the same in all rows. Parquet has one type per
     field, so ground_truth must be of one type in all rows.
     """
     assert rows, f"{path}: no rows to write"
     for i, row in enumerate(rows):
-        assert set(row) == set(ROW_KEYS), f"row {i} has keys {sorted(row)}, expected {sorted(ROW_KEYS)}"
+        assert row.keys() == rows[0].keys(), f"row {i} has keys {sorted(row)}, row 0 has {sorted(rows[0])}"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
 

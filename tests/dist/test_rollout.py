@@ -130,12 +130,12 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkpoint(directory / "model", max_position_embeddings=1024)
     (directory / "all.jsonl").write_text("\n".join(gsm8k_lines()), encoding="utf-8")
     command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
-    command += ["--output", str(directory), "--val-rows", str(NUM_VAL)]
+    command += ["--output", str(directory), "--test-rows", str(NUM_VAL)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=120)
     tree = {
         "data": {
             "train_files": f"{directory}/train.parquet",
-            "val_files": f"{directory}/val.parquet",
+            "val_files": f"{directory}/test.parquet",
             "train_batch_size": NUM_PROMPTS,
             "max_prompt_length": 1000,
             "max_response_length": 16,

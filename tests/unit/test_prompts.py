@@ -1,13 +1,10 @@
-"""Parquet rows to tokenised prompts with a real tokenizer, the resumable order, and tools/prepare_data.py."""
+"""Parquet rows to tokenised prompts with a real tokenizer, and the resumable order."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import template
-from rlhf_mc.data.parquet import read_rows, write_prompts
+from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, prompt_indices, steps_per_epoch
 from rlhf_mc.runtime.preemption import SIGNALS
 
-REPO = Path(__file__).resolve().parents[2]
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ raise_exception('no system messages here') }}{% endif %}"
@@ -298,8 +294,8 @@ def test_column_of_another_type(
 def test_rows_to_write_must_be_complete(tmp_path: Path) -> None:
     row = make_row()
     del row["ability"]
-    with pytest.raises(AssertionError, match="row 0"):
-        write_prompts(tmp_path / "a.parquet", [row])
+    with pytest.raises(AssertionError, match="row 1"):
+        write_prompts(tmp_path / "a.parquet", [make_row(), row])
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -375,73 +371,3 @@ def test_batch_larger_than_the_data() -> None:
     with pytest.raises(UserError, match=r"data\.train_batch_size is 5; there are only 4 training prompts"):
         prompt_indices(4, 5, 0, 1, True)
     assert sorted(prompt_indices(4, 4, 9, 1, True)) == [0, 1, 2, 3]
-
-
-# ---------------------------------------------------------------- tools/prepare_data.py
-
-
-def prepare(source: Path, output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/prepare_data.py", "--dataset", "gsm8k", "--input", str(source)]
-    command += ["--output", str(output), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-
-
-def gsm8k_line(i: int) -> str:
-    return (
-        json.dumps({"question": f"What is {i} thousand?", "answer": f"Easy: <<{i}*1000={i}000>>.\n#### {i},000"}) + "\n"
-    )
-
-
-def test_prepare_gsm8k(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (tmp_path / "train.jsonl").write_text("".join(gsm8k_line(i) for i in (1, 2, 3)))
-    (tmp_path / "test.jsonl").write_text(gsm8k_line(4))
-    done = prepare(tmp_path, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    row = read_rows(
-        str(tmp_path / "out/train.parquet"), ["data_source", "prompt", "ability", "reward_model", "extra_info"]
-    )[1]
-    assert (row["data_source"], row["ability"]) == ("openai/gsm8k", "math")
-    assert row["reward_model"] == {"style": "rule", "ground_truth": "2000"}
-    assert row["prompt"][0]["role"] == "user"
-    assert row["prompt"][0]["content"].startswith("What is 2 thousand? ")
-    assert '"####' in row["prompt"][0]["content"]
-    assert row["extra_info"]["answer"].endswith("#### 2,000")
-    assert (row["extra_info"]["split"], row["extra_info"]["index"]) == ("train", 1)
-    assert len(load_prompts([str(tmp_path / "out/val.parquet")], tokenizer, data_config(), -1)) == 1
-
-
-def test_prepare_one_file_holds_rows_out(tmp_path: Path) -> None:
-    source = tmp_path / "all.jsonl"
-    source.write_text("".join(gsm8k_line(i) for i in range(1, 6)))
-    assert prepare(source, tmp_path / "out", "--val-rows", "2").returncode == 0
-    truths = [
-        [
-            row["reward_model"]["ground_truth"]
-            for row in read_rows(str(tmp_path / f"out/{name}.parquet"), ["reward_model"])
-        ]
-        for name in ("train", "val")
-    ]
-    assert truths == [["1000", "2000", "3000"], ["4000", "5000"]]
-
-
-def test_prepare_reports_an_error_in_one_line(tmp_path: Path) -> None:
-    source = tmp_path / "all.jsonl"
-    source.write_text(gsm8k_line(1) + json.dumps({"question": "?", "answer": "no number"}) + "\n")
-    done = prepare(source, tmp_path / "out")
-    assert done.returncode != 0
-    assert done.stderr == f"error: {source}, line 2: the answer does not end in '#### NUMBER'\n"
-
-
-def test_prepare_the_real_gsm8k(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Convert gsm8k_train.jsonl and gsm8k_test.jsonl of $RLHF_MC_DATA."""
-    data = Path(os.environ.get("RLHF_MC_DATA", REPO.parent / "shared/data"))
-    if not (data / "gsm8k_train.jsonl").is_file():
-        pytest.skip(f"no gsm8k_train.jsonl in {data} (set RLHF_MC_DATA)")
-    done = prepare(data, tmp_path)
-    assert done.returncode == 0, done.stderr
-    num_rows = {name: pq.read_metadata(tmp_path / f"{name}.parquet").num_rows for name in ("train", "val")}
-    assert num_rows == {"train": 7473, "val": 1319}
-    prompts = load_prompts([str(tmp_path / "val.parquet")], tokenizer, data_config(max_prompt_length=10_000), 50)
-    assert len(prompts) == 50
-    assert all(p.ground_truth.lstrip("-").replace(".", "", 1).isdigit() for p in prompts)
