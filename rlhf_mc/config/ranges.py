@@ -98,6 +98,7 @@ RANGES = {
     "algorithm.kl_ctrl.horizon": _COUNT,
     "reward.num_workers": Range(1, 1_024),
     "reward.timeout_seconds": Range(0, _SECONDS, open=True),
+    "reward.default_score": Range(-1e6, 1e6),
     "reshard.bucket_megabytes": Range(1, 65_536),
     "trainer.total_epochs": _COUNT,
     "trainer.total_training_steps": _COUNT,

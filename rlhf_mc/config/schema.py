@@ -235,7 +235,10 @@ class CustomRewardFunctionConfig:
     """Python file that defines the function; null: the built-in rule of the row's data_source."""
     name: str = "compute_score"
     """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info=None) returns a float or
-    {"score": float, ...}."""
+    {"score": float, ...}. It may be async, take all rows of a worker in one call (data_sources, solution_strs,
+    ground_truths, extra_infos), or be a class with such a __call__, of which each worker makes one object."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class's constructor, or of each call of the function."""
 
 
 @dataclass
@@ -244,7 +247,8 @@ class RewardModelConfig:
 
     model_path: str | None = None
     """Hugging Face checkpoint of a sequence classifier with one label and the actor's tokenizer. Its scores replace
-    those of the reward functions in training; validation uses the reward functions. null: no reward model."""
+    those of the reward functions in training, unless reward.mixture weighs both; validation uses the reward functions.
+    null: no reward model."""
     forward_max_token_len_per_gpu: int = 32768
     """Token budget of one micro-batch."""
     forward_micro_batch_size_per_gpu: int | None = None
@@ -255,13 +259,24 @@ class RewardModelConfig:
 
 @dataclass
 class RewardConfig:
-    """Processes that run the reward functions."""
+    """The parts of a response's score, and the processes that run the reward functions."""
 
     num_workers: int = 1
     """Worker processes per rank. They score the rank's share of the responses while the log-prob passes run. Each
     imports the user's file. At least 1, so that a function that exits or blocks does not exit or block a rank."""
     timeout_seconds: float = 300.0
-    """Timeout of a worker for each response, and for the import of the user's file. The run then ends with an error."""
+    """Time limit of the score of each response (of the whole call, for a function that takes all rows in one), and of
+    the import of the user's file."""
+    mixture: dict[str, Any] = field(default_factory=dict)
+    """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*" stands for all others.
+    A part is the name of a rule (docs/rewards.md), custom, or reward_model. {}: one part of weight 1, which is the
+    reward model, else the user's function, else the rule of the data source."""
+    on_error: Literal["error", "default_score"] = "error"
+    """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
+    returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.
+    default_score: the response scores default_score, with a warning and a count in the metrics."""
+    default_score: float = 0.0
+    """Score of a response that cannot be scored, with on_error: default_score."""
 
 
 @dataclass
@@ -377,9 +392,9 @@ class Config:
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     """A user-defined reward function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Processes that run the reward functions."""
+    """Parts of the score, and the processes that run the reward functions."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """A reward model in place of reward functions."""
+    """A reward model, in place of reward functions or beside them."""
 
 
 FROZEN_ROLES = ("ref", "reward_model")

@@ -75,6 +75,7 @@ _SECTIONS = {
     "fsdp_config": "models are trained by Megatron-Core, not FSDP: see the megatron section",
     "ray_init": "there is no Ray: leave it out",
     "ray_kwargs": "there is no Ray: leave it out",
+    "reward_manager": "a function of custom_reward_function.path is called by its form: leave it out",
     "hybrid_engine": "training and generation always share their processes: leave it out",
 }
 

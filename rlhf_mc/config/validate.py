@@ -60,9 +60,13 @@ def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _check_paths(cfg: Config) -> None:
     check_written(cfg)
     _require(
-        cfg.custom_reward_function.path is None or cfg.reward_model.model_path is None or bool(cfg.data.val_files),
-        "custom_reward_function.path and reward_model.model_path are both set and data.val_files is empty; the reward"
-        " model's scores are trained on, so the function would never be called: set one of the two to null",
+        cfg.custom_reward_function.path is None
+        or cfg.reward_model.model_path is None
+        or bool(cfg.data.val_files)
+        or bool(cfg.reward.mixture),
+        "custom_reward_function.path and reward_model.model_path are both set, and data.val_files and reward.mixture"
+        " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
+        " the two to null, or weigh both in reward.mixture",
     )
 
 

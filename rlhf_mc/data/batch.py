@@ -29,6 +29,10 @@ class Prompt:
     """The reward function's argument of this name."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     """The reward function's argument of this name."""
+    file: str = ""
+    """The setting and the file that the row is from, for messages."""
+    row: int = 0
+    """Row of that file."""
 
 
 @dataclass(frozen=True)

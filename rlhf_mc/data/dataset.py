@@ -29,6 +29,8 @@ class FilePrompts:
     """Column of the data source."""
     texts: Sequence[str]
     """Texts of the first prompts."""
+    name: str
+    """The setting and the file, for messages."""
 
 
 class Prompts(Sequence[Prompt]):
@@ -67,4 +69,6 @@ class Prompts(Sequence[Prompt]):
             data_source=row[file.source_key],
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=row.get("extra_info") or {},
+            file=file.name,
+            row=int(file.rows[place]),
         )

@@ -189,7 +189,7 @@ def _gathered(
         return np.concatenate([np.frombuffer(getattr(other, name), np.int32) for other in shares])
 
     texts = [text for other in shares for text in other.texts][:most_texts]
-    return FilePrompts(joined("tokens"), joined("lens"), joined("rows"), table, cfg.reward_fn_key, texts)
+    return FilePrompts(joined("tokens"), joined("lens"), joined("rows"), table, cfg.reward_fn_key, texts, where)
 
 
 class _TooLong(Exception):

@@ -6,19 +6,55 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.rewards.rules import RewardFunction
 
-RewardFunction = Callable[..., Any]
-"""compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}"""
+ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Arguments of a function that takes all rows of a worker in one call, as of verl's batch reward manager."""
 
 
-def load_reward_function(path: str, name: str) -> RewardFunction:
-    """Return the function `name` of the Python file `path`. Raise UserError if the file is missing, if importing it
-    raises, or if the name is not defined or cannot be called with the arguments of a RewardFunction."""
-    where = f"custom_reward_function.path {path}"
+@dataclass(frozen=True)
+class CustomFunction:
+    """A user's function, or the object of a user's class."""
+
+    function: RewardFunction
+    is_async: bool
+    is_batched: bool
+    """It takes lists (BATCH_ARGUMENTS) and returns one score for each row."""
+    kwargs: Mapping[str, Any]
+    """Further arguments of each call."""
+
+
+def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
+    """Return the function of cfg.path, or an object of its class. Raise UserError if the file is missing, if importing
+    it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
+    where = f"custom_reward_function.path {cfg.path}"
+    name = cfg.name
+    found = getattr(_module(str(cfg.path), where), name, None)
+    kwargs = cfg.reward_kwargs
+    if found is None:
+        raise UserError(f"{where}: has no function {name!r} (custom_reward_function.name)")
+    if inspect.isclass(found):
+        try:
+            found = found(**kwargs)
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            raise UserError(f"{where}: building the object of {name} raised {describe_error(error)}") from error
+        kwargs = {}
+    if not callable(found):
+        raise UserError(f"{where}: {name!r} is not a function but {type(found).__name__}")
+    is_batched = _check_signature(found, where, name, kwargs)
+    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
+    return CustomFunction(found, is_async, is_batched, kwargs)
+
+
+def _module(path: str, where: str) -> Any:
+    """Import a Python file."""
     if not os.path.isfile(path):
         raise UserError(f"{where}: no such file")
     module_name = f"rlhf_mc_custom_reward_{os.path.splitext(os.path.basename(path))[0]}"
@@ -29,29 +65,27 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # the user's code may raise anything, SystemExit included
+    except BaseException as error:  # as in load_reward_function
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise UserError(f"{where}: has no function {name!r} (custom_reward_function.name)")
-    if not callable(function):
-        raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
-    _check_signature(function, where, name)
-    return function
+    return module
 
 
-def _check_signature(function: RewardFunction, where: str, name: str) -> None:
+def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the function takes lists. Raise UserError if it can be called in neither form."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-ins have no signature; the first call shows whether it works
-        return
+        return False
+    is_batched = "solution_strs" in signature.parameters
+    arguments = BATCH_ARGUMENTS if is_batched else ROW_ARGUMENTS
     try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
         raise UserError(
             f"{where}: {name}{signature} cannot be called as"
-            f" {name}(data_source=, solution_str=, ground_truth=, extra_info=): {error}"
+            f" {name}({', '.join(f'{argument}=' for argument in (*arguments, *kwargs))}): {error}"
         ) from error
+    return is_batched
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The rule for GSM8K: the number after `####` must be the reference answer, as in verl's strict rule."""
+"""The rules for GSM8K: a number of the response must be the reference answer, as in verl's strict and flexible rule."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 _ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _TAIL_CHARS = 300
 """Characters at the end of a response that are searched, as in verl."""
 
@@ -19,6 +20,17 @@ def extract_answer(text: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Return 1.0 if the answer of the response equals the ground truth, character for character, else 0.0."""
-    return float(extract_answer(solution_str) == str(ground_truth).strip().replace(",", ""))
+def strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the number after `#### ` equals the ground truth, character for character, else 0.0."""
+    return float(extract_answer(solution_str) == _reference(ground_truth))
+
+
+def flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the last number of the response equals the ground truth, character for character, else 0.0. Unlike
+    verl's flexible rule it ignores thousands commas and a full stop after the number."""
+    found = _NUMBER.findall(solution_str[-_TAIL_CHARS:])
+    return float(bool(found) and found[-1].replace(",", "") == _reference(ground_truth))
+
+
+def _reference(ground_truth: Any) -> str:
+    return str(ground_truth).strip().replace(",", "")

@@ -9,10 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards.scoring import RULES, Row
+from rlhf_mc.rewards.mixture import REWARD_MODEL, Mixture, problem_of
+from rlhf_mc.rewards.results import Failure, Row, Score
+from rlhf_mc.rewards.scoring import name_of
 from rlhf_mc.rewards.worker import Worker
+from rlhf_mc.runtime.console import say
 
-Scores = list[dict[str, float]]
+Scores = list[Score]
+DEFAULT = "default_score"
+"""The part of a row that could not be scored."""
+_MAX_REPORTED = 5
+"""Failures that each rank reports; after them it reports every hundredth."""
 
 
 class PendingScores:
@@ -32,7 +39,7 @@ class PendingScores:
 
     def result(self) -> Scores:
         """Wait for the scores and return them. Raise UserError if a row could not be scored."""
-        scores: Scores = [{}] * self._num_rows
+        scores: Scores = [Score(0.0)] * self._num_rows
         for p, part in enumerate(self._parts):
             scores[p :: len(self._parts)] = part.result()
         return scores
@@ -45,14 +52,20 @@ class PendingScores:
 
 
 class RewardManager:
-    """Scores responses by the user's function or the built-in rules. Ranks have managers of their own."""
+    """Scores responses by the user's function and the built-in rules. Ranks have managers of their own."""
 
-    def __init__(self, cfg: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
-        self._cfg = cfg
+    def __init__(
+        self, custom: CustomRewardFunctionConfig, reward: RewardConfig, has_reward_model: bool = False
+    ) -> None:
+        """Raise UserError if reward.mixture or the user's file cannot be used. Its part "reward_model" is not computed
+        here."""
+        self.mixture = Mixture(custom, reward, has_reward_model)
+        self._custom = custom
         self._reward = reward
+        self._failures = 0
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(reward.num_workers)
-        if cfg.path is not None:
+        if custom.path is not None:
             # An error in the user's file is reported before training starts.
             try:
                 self._start_workers(1)[0].load()
@@ -60,30 +73,29 @@ class RewardManager:
                 self.close()
                 raise
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise UserError if a prompt cannot be scored. Called before training starts."""
-        if self._cfg.path is not None:
-            return
+    def check(self, prompts: Sequence[Prompt], training: bool = True) -> None:
+        """Raise UserError if a prompt cannot be scored, or warn, by reward.on_error. Called before training starts."""
+        unscored = 0
         for prompt in prompts:
-            if prompt.data_source not in RULES:
-                raise UserError(
-                    f"row {prompt.index}: no reward rule for data_source {prompt.data_source!r};"
-                    f" known: {', '.join(RULES)}; for others set custom_reward_function.path"
-                )
-            if prompt.ground_truth is None:
-                raise UserError(
-                    f"row {prompt.index} (data_source {prompt.data_source!r}): reward_model.ground_truth is null;"
-                    " the built-in rule needs an answer to compare with"
-                )
+            row = self._row(prompt, "", training)
+            if (problem := problem_of(row)) is None:
+                continue
+            if self._reward.on_error == "error":
+                raise UserError(f"{row.name}: {problem}")
+            unscored += 1
+            if unscored == 1:
+                first = f"{row.name}: {problem}"
+        if unscored:
+            say(f"warning: {unscored} prompts score reward.default_score {self._reward.default_score:g}; {first}")
 
-    def submit(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> PendingScores:
+    def submit(self, prompts: Sequence[Prompt], responses: Sequence[str], training: bool = True) -> PendingScores:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
-        responses. Errors are raised by PendingScores.result."""
-        rows = [
-            Row(p.index, p.data_source, response, p.ground_truth, p.extra_info)
-            for p, response in zip(prompts, responses, strict=True)
-        ]
-        workers = self._start_workers(min(self._reward.num_workers, len(rows)))
+        responses. Errors are raised by PendingScores.result.
+
+        training: by the weights of training, else by those of validation. A reward model's part is not added here."""
+        rows = [self._row(p, response, training) for p, response in zip(prompts, responses, strict=True)]
+        has_functions = any(set(row.parts) != {REWARD_MODEL} for row in rows)
+        workers = self._start_workers(min(self._reward.num_workers, len(rows))) if has_functions else []
         parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
         return PendingScores(parts, len(rows))
 
@@ -93,17 +105,34 @@ class RewardManager:
             worker.close()
         self._workers.clear()
 
+    def _row(self, prompt: Prompt, response: str, training: bool) -> Row:
+        weights = (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
+        where = f"{prompt.file}, row {prompt.row}" if prompt.file else f"row {prompt.index}"
+        return Row(where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights)
+
     def _start_workers(self, count: int) -> list[Worker]:
         """Return `count` workers, after starting those that are missing."""
         while len(self._workers) < count:
-            self._workers.append(Worker(self._cfg, self._reward.timeout_seconds))
+            self._workers.append(Worker(self._custom, self._reward))
         return self._workers[:count]
 
     def _score(self, worker: Worker, rows: Sequence[Row]) -> Scores:
         """Return the rows' scores; a worker that fails is removed."""
         try:
-            return worker.score(rows)
+            return worker.score(rows, self._failed)
         except UserError:
             worker.close()
             self._workers.remove(worker)
             raise
+
+    def _failed(self, row: Row, failure: Failure) -> Score:
+        """Return the default score of a row that could not be scored, with a warning. Raise UserError instead if
+        reward.on_error is error."""
+        message = f"{name_of(self._custom)}: {row.name}: {failure.problem}"
+        if self._reward.on_error == "error":
+            raise UserError(message)
+        self._failures += 1
+        if self._failures <= _MAX_REPORTED or self._failures % 100 == 0:
+            default = self._reward.default_score
+            say(f"warning: {message}; it scores {default:g} ({self._failures} such responses so far on this rank)")
+        return Score(self._reward.default_score, {DEFAULT: self._reward.default_score}, failure=failure.kind)

@@ -1,150 +1,207 @@
-"""Scores of rows, by the rule of each row's data_source or by the user's own function. Neither torch nor numpy is
-imported, so that a worker process (worker.py) starts fast.
+"""Scores of rows: for each row the parts of its score, by built-in rules and the user's own function, and their sum.
+Neither torch nor numpy is imported, so that a worker process (worker.py) starts fast.
 
-This is the boundary to the user's code: its result becomes a score, its exception a UserError of one line.
+This is the boundary to the user's code: its result becomes a Score, its exception a Failure of one line.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import numbers
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NoReturn
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig
-from rlhf_mc.rewards import arithmetic, gsm8k
-from rlhf_mc.rewards import math as math_rule
-from rlhf_mc.rewards.custom import RewardFunction, describe_error, load_reward_function
-
-RULES: dict[str, RewardFunction] = {
-    "openai/gsm8k": gsm8k.compute_score,
-    "arithmetic": arithmetic.compute_score,
-    "lighteval/MATH": math_rule.compute_score,
-    "DigitalLearningGmbH/MATH-lighteval": math_rule.compute_score,
-    "HuggingFaceH4/MATH-500": math_rule.compute_score,
-}
-"""data_source -> the rule that scores it."""
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, describe_error, load_reward_function
+from rlhf_mc.rewards.mixture import CUSTOM, REWARD_MODEL, problem_of
+from rlhf_mc.rewards.results import Failure, Row, RowFailure, Score
+from rlhf_mc.rewards.rules import RULES
 
 MAX_FLOAT32 = 3.4028234663852886e38
 """Scores become float32 tensors."""
 
-
-@dataclass(frozen=True)
-class Row:
-    """One response, with the arguments of its reward function."""
-
-    index: int
-    """Row of the dataset, for messages."""
-    data_source: str
-    response: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of a RewardFunction."""
-        return {
-            "data_source": self.data_source,
-            "solution_str": self.response,
-            "ground_truth": self.ground_truth,
-            "extra_info": dict(self.extra_info),
-        }
-
-
-Done = Callable[[int, dict[str, float]], None]
-"""Callback for each scored row, with its index among the given rows and its scores."""
+Done = Callable[[int, Score | Failure], None]
+"""Callback for each row, with its index among the given rows."""
 
 
 def name_of(cfg: CustomRewardFunctionConfig) -> str:
-    """Return the name of the rule or function, for messages."""
+    """Return the name of the user's function or of the rules, for messages."""
     return "reward rule" if cfg.path is None else f"custom_reward_function {cfg.name} of {cfg.path}"
-
-
-def row_error(cfg: CustomRewardFunctionConfig, row: Row, problem: str) -> UserError:
-    """Return the error for a row that could not be scored."""
-    return UserError(f"{name_of(cfg)}: row {row.index} (data_source {row.data_source!r}): {problem}")
 
 
 class Scorer:
     """Scores rows in this process. Its only state is the user's function."""
 
-    def __init__(self, cfg: CustomRewardFunctionConfig) -> None:
-        self._cfg = cfg
-        self._custom = None if cfg.path is None else load_reward_function(cfg.path, cfg.name)
+    def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
+        self._custom = None if custom.path is None else load_reward_function(custom)
+        self._limit = reward.timeout_seconds
+
+    @property
+    def scores_together(self) -> bool:
+        """Rows are scored concurrently or in one call, not one after the other."""
+        return self._custom is not None and (self._custom.is_async or self._custom.is_batched)
 
     def score(self, rows: Sequence[Row], done: Done) -> None:
-        """Call `done` for each row with its "score" and the further numbers that the reward function returned by
-        name."""
-        if self._custom is not None and _is_async(self._custom):
-            asyncio.run(self._score_all_async(self._custom, rows, done))
-            return
-        for i, row in enumerate(rows):
-            done(i, self._score_one(row))
+        """Call `done` for each row."""
+        scoring = self._score_all(rows, done)
+        if self._custom is not None and self._custom.is_async:
+            asyncio.run(scoring)
+        else:
+            _run_at_once(scoring)
 
-    def _score_one(self, row: Row) -> dict[str, float]:
-        if self._custom is None:
-            return {"score": RULES[row.data_source](**row.arguments())}
-        try:
-            result = self._custom(**row.arguments())
-        except BaseException as error:  # the user's code may raise anything, SystemExit included
-            raise self._error(row, f"raised {describe_error(error)}") from error
-        return self._checked(row, result)
-
-    async def _score_all_async(self, function: RewardFunction, rows: Sequence[Row], done: Done) -> None:
-        """Score all rows concurrently: such functions wait for a server rather than compute."""
+    async def _score_all(self, rows: Sequence[Row], done: Done) -> None:
+        batch: dict[int, Any] = {}
+        """Results of the call for all rows, by row."""
+        if self._custom is not None and self._custom.is_batched:
+            batch = await self._call_batched(self._custom, rows)
 
         async def score_one(i: int, row: Row) -> None:
             try:
-                result = await function(**row.arguments())
-            except BaseException as error:  # as in _score_one
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise  # another row has failed
-                raise self._error(row, f"raised {describe_error(error)}") from error
-            done(i, self._checked(row, result))
+                outcome: Score | Failure = await self._score_one(row, batch.get(i))
+            except RowFailure as failure:
+                outcome = failure.failure
+            except UserError:
+                raise
+            except Exception as error:  # the user's own number class
+                outcome = Failure("raised", f"raised {describe_error(error)}")
+            done(i, outcome)
 
-        await asyncio.gather(*(score_one(i, row) for i, row in enumerate(rows)))
+        if self._custom is not None and self._custom.is_async:
+            await asyncio.gather(*(score_one(i, row) for i, row in enumerate(rows)))
+        else:
+            for i, row in enumerate(rows):
+                await score_one(i, row)
 
-    def _checked(self, row: Row, result: Any) -> dict[str, float]:
-        """Return the function's result as numbers, without the entries that are not numbers (texts for a reader)."""
-        if not isinstance(result, dict):
-            return {"score": self._number(row, "", result)}
-        if "score" not in result:
-            raise self._error(row, f"returned a dict without 'score'; its keys are {sorted(map(str, result))}")
-        return {
-            str(key): self._number(row, f"{key}: ", value)
-            for key, value in result.items()
-            if key == "score" or _is_number(value)
-        }
+    async def _score_one(self, row: Row, from_batch: Any) -> Score:
+        """Return the weighted sum of the row's parts. from_batch: the batched function's result for the row."""
+        if problem := problem_of(row):
+            raise RowFailure("no_rule", problem)
+        parts: dict[str, float] = {}
+        extra: dict[str, float] = {}
+        for part, weight in row.parts.items():
+            if part == REWARD_MODEL:
+                continue
+            if part == CUSTOM:
+                result = checked(await self._call_custom(row, from_batch))
+            else:
+                result = _apply_rule(part, row)
+            parts[part] = weight * result.pop("score")
+            extra = result | extra
+        total = sum(parts.values())
+        if not abs(total) <= MAX_FLOAT32:
+            raise RowFailure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
+        return Score(total, parts, extra)
 
-    def _number(self, row: Row, key: str, value: Any) -> float:
-        if not _is_number(value):
-            raise self._error(row, f"returned {key}{_shorten(value)}, expected a number")
+    async def _call_custom(self, row: Row, from_batch: Any) -> Any:
+        custom = self._custom
+        assert custom is not None
+        if custom.is_batched:
+            if isinstance(from_batch, RowFailure):
+                raise from_batch
+            return from_batch
         try:
-            number = float(value)
-        except (OverflowError, ValueError) as error:
-            raise self._error(row, f"returned {key}{_shorten(value)}, expected a number: {error}") from error
-        if not abs(number) <= MAX_FLOAT32:
-            raise self._error(row, f"returned {key}{number}, expected a finite number (of 32 bits)")
-        return number
+            result = custom.function(**row.arguments(), **custom.kwargs)
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            raise RowFailure("raised", f"raised {describe_error(error)}") from error
+        return await self._await(result) if custom.is_async else result
 
-    def _error(self, row: Row, problem: str) -> UserError:
-        return row_error(self._cfg, row, problem)
+    async def _call_batched(self, custom: CustomFunction, rows: Sequence[Row]) -> dict[int, Any]:
+        """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
+        RowFailure of the whole call."""
+        mine = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
+        columns = zip(*(rows[i].arguments().values() for i in mine), strict=True)
+        if not mine:
+            return {}
+        try:
+            arguments = dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True))
+            results = custom.function(**arguments, **custom.kwargs)
+            results = list_of(await self._await(results) if custom.is_async else results, len(mine))
+        except RowFailure as failure:
+            return dict.fromkeys(mine, failure)
+        except BaseException as error:  # as in _call_custom
+            problem = f"the call for this row and {len(mine) - 1} others raised {describe_error(error)}"
+            return dict.fromkeys(mine, RowFailure("raised", problem))
+        return dict(zip(mine, results, strict=True))
+
+    async def _await(self, result: Awaitable[Any]) -> Any:
+        """Return what the user's coroutine returns within the time limit."""
+        limit = asyncio.timeout(self._limit)
+        try:
+            async with limit:
+                return await result
+        except BaseException as error:  # as in _call_custom
+            if limit.expired():
+                raise RowFailure("timeout", f"no score after {self._limit:g} s (reward.timeout_seconds)") from None
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the program ends the scoring
+            raise RowFailure("raised", f"raised {describe_error(error)}") from error
+
+
+def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never waits. There is no event loop, so that the user's function may run one of its own."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("the coroutine has waited")
+
+
+def _apply_rule(part: str, row: Row) -> dict[str, float]:
+    """Return the result of a built-in rule. The score of a rule that compares with the ground truth is the accuracy,
+    unless the rule returns one."""
+    rule = RULES[part]
+    try:
+        result = checked(rule.function(**row.arguments()))
+    except UserError:
+        raise
+    except Exception as error:
+        raise RowFailure("raised", f"the rule {part} raised {describe_error(error)}") from error
+    return {"acc": result["score"], **result} if rule.needs_truth else result
+
+
+def checked(result: Any) -> dict[str, float]:
+    """Return a function's result as numbers, without the entries that are not numbers (texts for a reader)."""
+    if not isinstance(result, dict):
+        return {"score": _number("", result)}
+    if "score" not in result:
+        raise RowFailure("invalid", f"returned a dict without 'score'; its keys are {sorted(map(str, result))}")
+    return {
+        str(key): _number(f"{key}: ", value) for key, value in result.items() if key == "score" or _is_number(value)
+    }
+
+
+def list_of(results: Any, count: int) -> list[Any]:
+    """Return a batched function's results, one for each row."""
+    if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__iter__"):
+        _refuse("", results, f"expected a list of {count} scores")
+    found = list(results)
+    if len(found) != count:
+        raise RowFailure("invalid", f"returned {len(found)} scores for {count} responses")
+    return found
+
+
+def _number(key: str, value: Any) -> float:
+    if not _is_number(value):
+        _refuse(key, value, "expected a number")
+    try:
+        number = float(value)
+    except (OverflowError, ValueError) as error:
+        _refuse(key, value, f"expected a number: {error}")
+    if not abs(number) <= MAX_FLOAT32:
+        raise RowFailure("invalid", f"returned {key}{number}, expected a finite number (of 32 bits)")
+    return number
+
+
+def _refuse(key: str, value: Any, expected: str) -> NoReturn:
+    text = " ".join(repr(value).split())
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    raise RowFailure("invalid", f"returned {key}{text}, {expected}")
 
 
 def _is_number(value: Any) -> bool:
     """Return whether the value is a number or a bool. NumPy's bool, unlike its other numbers, is no numbers.Real."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, numbers.Real) or (numpy is not None and isinstance(value, numpy.bool_))
-
-
-def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _shorten(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,29 +10,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.rewards.custom import describe_error
-from rlhf_mc.rewards.scoring import Row, Scorer, name_of, row_error
+from rlhf_mc.rewards.results import Failure, Row, Score
+from rlhf_mc.rewards.scoring import Scorer, name_of
 from rlhf_mc.runtime.parent_death import exit_with_parent
 
 _READY = -1
 """Message that the user's function is loaded, in place of a row's index."""
 _ERROR = -2
 """Message of a UserError, in place of a row's index."""
+_EXTRA_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Worker:
-    """The rank's handle of a worker process. One thread at a time may use it. Create it in a thread that lives as long
-    as the rank: Linux ends the process with the thread that started it (runtime/parent_death.py)."""
+    """The rank's handle of a worker process. One thread at a time may use it. Create and use it in threads that live as
+    long as the rank: Linux ends the process with the thread that started it (runtime/parent_death.py)."""
 
-    def __init__(self, cfg: CustomRewardFunctionConfig, timeout_seconds: float) -> None:
-        self._cfg = cfg
-        self._timeout = timeout_seconds
+    def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
+        self._custom = custom
+        self._reward = reward
+        self._start()
+
+    def _start(self) -> None:
         self._connection, theirs = Pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -43,40 +49,60 @@ class Worker:
         )
         theirs.close()
         self._loading = True
-        self._connection.send(cfg)
+        self._scores_together = False
+        self._connection.send((self._custom, self._reward))
 
     def load(self) -> None:
         """Wait until the reward function is loaded. Raise UserError if that fails."""
         if not self._loading:
             return
-        name = name_of(self._cfg)
+        name = name_of(self._custom)
+        limit = self._reward.timeout_seconds
         try:
-            if not self._wait_for_message():
-                raise UserError(f"{name}: not imported after {self._timeout:g} s (reward.timeout_seconds)")
-            self._receive()
+            if not self._wait_for_message(limit):
+                raise UserError(f"{name}: not imported after {limit:g} s (reward.timeout_seconds)")
+            self._scores_together = bool(self._receive()[1])
         except (EOFError, OSError):
             raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
 
-    def score(self, rows: Sequence[Row]) -> list[dict[str, float]]:
-        """Return each row's scores. Raise UserError if a row cannot be scored, if none has been for timeout_seconds, or
-        if the process has ended; the worker cannot be used after that."""
-        self.load()
-        scores: dict[int, dict[str, float]] = {}
+    def score(self, rows: Sequence[Row], failed: Callable[[Row, Failure], Score]) -> list[Score]:
+        """Return each row's score; that of a row without one is failed(row, reason). The worker cannot be used any more
+        after an exception, of `failed` or another.
 
-        def unscored(problem: str) -> UserError:
-            return row_error(self._cfg, next(row for i, row in enumerate(rows) if i not in scores), problem)
-
-        try:
-            self._connection.send(list(rows))
-            while len(scores) < len(rows):
-                if not self._wait_for_message():
-                    raise unscored(f"no score after {self._timeout:g} s (reward.timeout_seconds)")
-                i, score = self._receive()
-                scores[i] = score
-        except (EOFError, OSError):
-            raise unscored(f"its worker process ended, {self._describe_end()}") from None
+        Where a row does not return in time, or ends the process, another process scores the rows after it. Rows that
+        are scored together with it and have no score yet fail with it."""
+        scores: dict[int, Score] = {}
+        while left := [i for i in range(len(rows)) if i not in scores]:
+            self.load()
+            failure = self._receive_scores(rows, left, scores, failed)
+            if failure is not None:
+                left = [i for i in left if i not in scores]
+                for i in left if self._scores_together else left[:1]:
+                    scores[i] = failed(rows[i], failure)
+                self.close()
+                self._start()
         return [scores[i] for i in range(len(rows))]
+
+    def _receive_scores(
+        self, rows: Sequence[Row], left: list[int], scores: dict[int, Score], failed: Callable[[Row, Failure], Score]
+    ) -> Failure | None:
+        """Let the process score rows[i] for each i of `left`, into scores[i]. Return None, or why the process gives no
+        further score."""
+        limit = self._reward.timeout_seconds
+        # In a process that scores rows together, each row has the limit itself.
+        patience = limit + _EXTRA_SECONDS + 0.1 * limit if self._scores_together else limit
+        try:
+            self._connection.send([rows[i] for i in left])
+            for _ in left:
+                if not self._wait_for_message(patience):
+                    return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds)")
+                place, outcome = self._receive()
+                i = left[place]
+                scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
+        except (EOFError, OSError):
+            return Failure("exited", f"its worker process ended, {self._describe_end()}")
+        return None
 
     def close(self) -> None:
         """Kill the process."""
@@ -84,12 +110,12 @@ class Worker:
         self._process.wait()
         self._connection.close()
 
-    def _wait_for_message(self) -> bool:
-        """Return whether a message arrives within the timeout. Raise EOFError if the process has ended.
+    def _wait_for_message(self, seconds: float) -> bool:
+        """Return whether a message arrives within that time. Raise EOFError if the process has ended.
 
         The pipe alone does not show that end: processes that the reward function started may hold its other end
         open."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if self._connection.poll(min(1.0, left)):
                 return True
@@ -97,8 +123,9 @@ class Worker:
                 raise EOFError
         return self._connection.poll()
 
-    def _receive(self) -> tuple[int, dict[str, float]]:
-        """Return a row's index, or _READY, and its scores. Raise UserError if the worker has sent one."""
+    def _receive(self) -> tuple[int, Any]:
+        """Return a row's index with its Score or Failure, or _READY with Scorer.scores_together. Raise UserError if the
+        worker has sent one."""
         kind, content = self._connection.recv()
         if kind == _ERROR:
             raise UserError(content)
@@ -132,11 +159,11 @@ def main(descriptor: int, parent: int) -> None:
         except OSError:  # the rank has ended
             os._exit(0)
 
-    cfg: CustomRewardFunctionConfig | None = None
+    custom: CustomRewardFunctionConfig | None = None
     try:
-        cfg = connection.recv()
-        scorer = Scorer(cfg)
-        send(_READY, None)
+        custom, reward = connection.recv()
+        scorer = Scorer(custom, reward)
+        send(_READY, scorer.scores_together)
         while True:
             scorer.score(connection.recv(), send)
     except EOFError:  # the rank has ended
@@ -144,8 +171,8 @@ def main(descriptor: int, parent: int) -> None:
     except UserError as error:
         send(_ERROR, str(error))
     except BaseException as error:  # user code outside of the call: its own number class, a task not awaited
-        if cfg is not None:
-            send(_ERROR, f"{name_of(cfg)}: raised {describe_error(error)}")
+        if custom is not None:
+            send(_ERROR, f"{name_of(custom)}: raised {describe_error(error)}")
 
 
 def _restore_signals(connection: Connection) -> None:

@@ -12,23 +12,25 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
 from rlhf_mc.trainer.run_directory import GENERATIONS
 from rlhf_mc.trainer.sampling import VALIDATION, generate, repeat_prompts, sampling_seeds
 from rlhf_mc.trainer.scoring import collect_scores, submit_responses
 
 
-def accuracy(row: dict[str, float]) -> float:
-    """Return a response's accuracy: "acc" if the reward function returns one, else the score."""
-    return row.get("acc", row["score"])
-
-
-def accuracy_metrics(prompts: Sequence[Prompt], scores: Sequence[dict[str, float]], n: int) -> dict[str, float]:
-    """Return {val-core/<data_source>/acc/mean@n: mean accuracy}. prompts, scores: one entry per response."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for prompt, row in zip(prompts, scores, strict=True):
-        by_source[prompt.data_source].append(accuracy(row))
-    return {f"val-core/{source}/acc/mean@{n}": sum(accs) / len(accs) for source, accs in sorted(by_source.items())}
+def accuracy_metrics(prompts: Sequence[Prompt], scores: Sequence[Score], n: int) -> dict[str, float]:
+    """Return {val-core/<data_source>/acc/mean@n: mean accuracy}, and val-aux/<data_source>/num_failed for data sources
+    of which a response could not be scored. prompts, scores: one entry per response."""
+    by_source: dict[str, list[Score]] = defaultdict(list)
+    for prompt, score in zip(prompts, scores, strict=True):
+        by_source[prompt.data_source].append(score)
+    metrics = {}
+    for source, found in sorted(by_source.items()):
+        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(score.accuracy for score in found) / len(found)
+        if num_failed := sum(score.failure is not None for score in found):
+            metrics[f"val-aux/{source}/num_failed"] = num_failed
+    return metrics
 
 
 def evaluate(
@@ -48,11 +50,12 @@ def evaluate(
     # The same seeds at every validation: only the model differs between two.
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
     generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
-    scores = collect_scores(submit_responses(rewards, tokenizer, rows, [g.token_ids for g in generations]), len(rows))
-    mean = sum(accuracy(row) for row in scores) / len(scores)
+    pending = submit_responses(rewards, tokenizer, rows, [g.token_ids for g in generations], training=False)
+    scores = collect_scores(pending, len(rows))
+    mean = sum(score.accuracy for score in scores) / len(scores)
     texts = [
-        _as_text(prompt, tokenizer, generation, row["score"])
-        for prompt, generation, row in itertools.islice(zip(rows, generations, scores, strict=True), num_texts)
+        _as_text(prompt, tokenizer, generation, score.score)
+        for prompt, generation, score in itertools.islice(zip(rows, generations, scores, strict=True), num_texts)
     ]
     return accuracy_metrics(rows, scores, cfg.n), mean, texts
 

@@ -97,7 +97,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         pending = submit_rewards(run, state, prompts, batch)
         batch = score(run, state, batch)
         run.log_prob_check.check(batch, state.step)
-        batch = collect_rewards(run, state, batch, pending)
+        batch = collect_rewards(run, state, prompts, batch, pending)
         stop.check()
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)

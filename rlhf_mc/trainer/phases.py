@@ -17,6 +17,9 @@ from rlhf_mc.data.prompts import prompt_indices
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import PendingScores
+from rlhf_mc.rewards.metrics import reward_metrics
+from rlhf_mc.rewards.mixture import REWARD_MODEL
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
@@ -55,11 +58,8 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     return prompts, build_batch(prompts, generations)
 
 
-def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores | None:
-    """Submit the responses to the reward workers, which score them during the next phase. Return None with a reward
-    model, which scores in `collect_rewards`."""
-    if run.reward_model is not None:
-        return None
+def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
+    """Submit the responses to the reward workers, which score them during the next phase."""
     with run.offload_schedule.phase(state.timer, "reward"):
         return scoring.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
 
@@ -79,25 +79,39 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         return batch.with_fields(values=found)
 
 
-def collect_rewards(run: Run, state: StepState, batch: RaggedBatch, pending: PendingScores | None) -> RaggedBatch:
-    """Return the batch with each response's score, from the reward workers or the reward model."""
-    if pending is None:
-        return score_by_reward_model(run, state, batch)
+def collect_rewards(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
+) -> RaggedBatch:
+    """Return the batch with each response's score: the weighted sum of its parts, by the reward workers and the reward
+    model."""
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
     with run.offload_schedule.phase(state.timer, "reward"):
-        rows = scoring.collect_scores(pending, batch.num_sequences)
-    return batch.with_fields(scores=torch.tensor([row["score"] for row in rows], dtype=torch.float32))
+        scores = scoring.collect_scores(pending, batch.num_sequences)
+    sources = [prompt.data_source for prompt in prompts]
+    if run.reward_model is not None:
+        scores = add_reward_model(run, sources, scores, score_by_reward_model(run, state, batch))
+    state.metrics.update(reward_metrics(sources, scores))
+    return batch.with_fields(scores=torch.tensor([score.score for score in scores], dtype=torch.float32))
 
 
-def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Return the batch with the reward model's scores. Raise UserError if a score is not finite."""
+def add_reward_model(run: Run, sources: list[str], scores: list[Score], by_model: torch.Tensor) -> list[Score]:
+    """Return the scores with the reward model's part, where the mixture of the data source has one. by_model: [S]."""
+    found = []
+    for source, score, value in zip(sources, scores, by_model.tolist(), strict=True):
+        weight = run.rewards.mixture.training(source).get(REWARD_MODEL)
+        found.append(score if weight is None else score.plus(REWARD_MODEL, weight * value))
+    return found
+
+
+def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> torch.Tensor:
+    """Return the reward model's scores: [S] float32. Raise UserError if one is not finite."""
     assert run.reward_model is not None
     with run.offload_schedule.phase(state.timer, "reward_model"):
         scores = scoring.score_sequences(run.reward_model, batch, run.limits["reward_model"], state.packing)
     if not scores.isfinite().all():  # the same on every rank
         path = run.config.reward_model.model_path
         raise UserError(f"reward_model.model_path: {path}: a score is not finite in step {state.step}")
-    return batch.with_fields(scores=scores)
+    return scores
 
 
 def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:

@@ -14,6 +14,7 @@ from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
 from rlhf_mc.trainer.micro_batching import my_micro_batches
 
@@ -23,20 +24,22 @@ def submit_responses(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     responses: Sequence[list[int]],
+    training: bool = True,
 ) -> PendingScores:
-    """Submit this rank's share of the responses to its reward workers. Responses are assigned to ranks round-robin."""
+    """Submit this rank's share of the responses to its reward workers. Responses are assigned to ranks round-robin.
+    training: see RewardManager.submit."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
-    return rewards.submit(prompts[rank::world], texts)
+    return rewards.submit(prompts[rank::world], texts, training)
 
 
-def collect_scores(pending: PendingScores, num_rows: int) -> list[dict[str, float]]:
-    """Return the scores of all num_rows responses on every rank: "score" and what else the reward function returns.
-    Raise UserError on all ranks if the reward function fails on any. Every rank must call it."""
+def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
+    """Return the scores of all num_rows responses on every rank. Raise UserError on all ranks if a response on any
+    cannot be scored. Every rank must call it."""
     mine = on_every_rank(pending.result)
     world = dist.get_world_size()
-    out: list[dict[str, float]] = [{}] * num_rows
+    out = [Score(0.0)] * num_rows
     for r, part in enumerate(gather_objects(mine)):
         out[r::world] = part
     return out

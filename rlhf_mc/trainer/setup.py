@@ -75,7 +75,7 @@ class Run:
     critic: ModelEngine
     reference: ModelEngine | None
     reward_model: ModelEngine | None
-    """Scores in place of `rewards` in training."""
+    """Its scores are the part reward_model of the mixture of `rewards`, in training."""
     rollout: RolloutEngine
     weight_sync: WeightSync
     """From the actor's parameters to vLLM's."""
@@ -99,9 +99,10 @@ def build_run(cfg: Config) -> Run:
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
     # The user's file may be missing on one node.
-    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward))
-    for prompts in (val_prompts,) if cfg.reward_model.model_path else (train_prompts, val_prompts):
-        _check_scoring(rewards, prompts)
+    has_reward_model = cfg.reward_model.model_path is not None
+    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, has_reward_model))
+    _check_scoring(rewards, train_prompts, training=True)
+    _check_scoring(rewards, val_prompts, training=False)
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer))
     inputs = read_inputs(cfg)
@@ -172,10 +173,10 @@ def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[
     return train, load_prompts(data.val_files, tokenizer, data, data.val_max_samples, "data.val_files", num_texts)
 
 
-def _check_scoring(rewards: RewardManager, prompts: Sequence[Prompt]) -> None:
+def _check_scoring(rewards: RewardManager, prompts: Sequence[Prompt], training: bool) -> None:
     """Raise UserError on every rank if a prompt cannot be scored. Each rank checks a part of them."""
     mine = my_share(len(prompts))
-    on_every_rank(lambda: rewards.check(prompts[mine.start : mine.stop]))
+    on_every_rank(lambda: rewards.check(prompts[mine.start : mine.stop], training))
 
 
 def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:

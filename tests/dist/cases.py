@@ -23,6 +23,7 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop, phases, step_report, weight_sync
@@ -216,7 +217,7 @@ def step_with_nan_reference(config_path: str) -> None:
             run.rewards.close()
 
 
-def score_fixed_responses(directory: str, num_prompts: int) -> list[dict[str, float]]:
+def score_fixed_responses(directory: str, num_prompts: int) -> list[Score]:
     """Score one response for each of num_prompts prompts by the directory's reward.py."""
     tokenizer = load_tokenizer(str(Path(directory) / "model"))
     prompts = [Prompt(i, [5], "", "arithmetic", "2", {"index": i}) for i in range(num_prompts)]

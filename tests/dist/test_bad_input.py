@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace, write_config
 
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.trainer.update import _find_not_finite
 
 pytestmark = pytest.mark.dist
@@ -309,7 +310,7 @@ def test_unknown_data_source(pool: Any, workspace: Path) -> None:
     names = ["arithmetic"] * 7 + ["riddles"] + ["arithmetic"] * 16
     pq.write_table(table.set_column(table.schema.get_field_index("data_source"), "data_source", [names]), path)
     message = error_of_building(pool, workspace, custom_reward_function={"path": None})
-    assert "row 7" in message and "'riddles'" in message and "custom_reward_function.path" in message
+    assert "train.parquet, row 7 " in message and "'riddles'" in message and "custom_reward_function.path" in message
 
 
 # ---------------------------------------------------------------- during a step
@@ -346,7 +347,7 @@ def test_reward_function_failing_on_one_row_ends_every_rank(
 def test_reward_function_failing_on_an_absent_row_is_accepted(pool: Any, workspace: Path) -> None:
     (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
     for rows in pool(WORLD).run(cases.score_fixed_responses, directory=str(workspace), num_prompts=3):
-        assert rows == [{"score": 1.0}] * 3
+        assert rows == [Score(1.0, {"custom": 1.0})] * 3
 
 
 def test_nonfinite_kl_ends_an_adaptive_run(pool: Any, workspace: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import pytest
 import torch
 from tiny import make_reward_model, make_workspace, write_config
 
@@ -38,6 +39,7 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
         tmp_path / "out",
         [
             f"reward_model.model_path={model}",
+            "reward.mixture={'*': {reward_model: 0.5, custom: 1.0}}",
             f"critic.model_path={model}",
             "critic.freeze=[model.*]",
             "actor.freeze=[model.embed_tokens.*, model.layers.0.*]",
@@ -49,6 +51,8 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
     for step in result["steps"]:
         tenths = step["critic/score/min"] * 10  # a whole number with tiny's reward function
         assert abs(tenths - round(tenths)) > 1e-3
+        parts = [step[f"reward/arithmetic/{part}"] for part in ("reward_model", "custom")]
+        assert min(map(abs, parts)) > 0 and sum(parts) == pytest.approx(step["critic/score/mean"], abs=1e-6)
         assert step["critic/values/max"] > step["critic/values/min"], "a value head from the checkpoint, not zeros"
         assert step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0
     start, out = (cases.exported_weights(str(tmp_path / name)) for name in ("model", "out"))

@@ -12,7 +12,7 @@ import pytest
 from math_answers import DIFFERENT, EQUAL, MISSED, TAKEN_AS_EQUAL
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.rewards import arithmetic, equivalence, gsm8k
+from rlhf_mc.rewards import equivalence, gsm8k, text_rules
 from rlhf_mc.rewards import math as math_rule
 
 
@@ -38,7 +38,7 @@ from rlhf_mc.rewards import math as math_rule
     ],
 )
 def test_gsm8k_rule(response: str, truth: Any, score: float) -> None:
-    assert gsm8k.compute_score("openai/gsm8k", response, truth) == score
+    assert gsm8k.strict("openai/gsm8k", response, truth) == score
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,90 @@ def test_gsm8k_rule(response: str, truth: Any, score: float) -> None:
     [("12", 1.0), (" 12\n", 1.0), ("012", 0.0), ("12 ", 1.0), ("12.", 0.0), ("1 2", 0.0), ("", 0.0)],
 )
 def test_arithmetic_rule(response: str, score: float) -> None:
-    assert arithmetic.compute_score("arithmetic", response, "12") == score
-    assert arithmetic.compute_score("arithmetic", response, 12) == score
+    assert text_rules.exact_match("arithmetic", response, "12") == score
+    assert text_rules.exact_match("arithmetic", response, 12) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so 9 * 2 = 18\n#### 18", "18", 1.0),
+        ("the answer is 18", "18", 1.0),
+        ("the answer is $70,000.", "70000", 1.0),
+        ("18 or 19", "18", 0.0),  # the last one counts
+        ("it is -3.5 degrees", "-3.5", 1.0),
+        ("18.0", "18", 0.0),
+        ("no number", "18", 0.0),
+        ("", "18", 0.0),
+    ],
+)
+def test_gsm8k_flexible_rule(response: str, truth: Any, score: float) -> None:
+    assert gsm8k.flexible("openai/gsm8k", response, truth) == score
+
+
+def test_exact_match_accepts_any_of_several_answers() -> None:
+    for truth in (["Paris", "paris"], {"target": ["Paris"]}):
+        assert text_rules.exact_match("nq", " Paris\n", truth) == 1.0
+        assert text_rules.exact_match("nq", "In Paris", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score", "accuracy"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0, 1.0),
+        ("the tower", "Eiffel tower", 2 / 3, 0.0),  # precision 1, recall 1/2
+        ("a b b", "b b b c", 4 / 6, 0.0),  # the article is dropped, words count as often as they occur
+        ("Lyon", ["Paris", "lyon"], 1.0, 1.0),  # the best of several
+        ("", "Paris", 0.0, 0.0),
+        ("the", "a", 1.0, 1.0),  # both empty after normalisation
+    ],
+)
+def test_f1_rule(response: str, truth: Any, score: float, accuracy: float) -> None:
+    assert text_rules.f1("squad", response, truth) == {"score": pytest.approx(score), "acc": accuracy}
+
+
+@pytest.mark.parametrize(
+    ("response", "choice"),
+    [
+        ("C", "C"),
+        (" (C)\n", "C"),
+        ("2", "2"),
+        ("Answer: C", "C"),
+        ("**Answer:** (C) because", "C"),
+        ("A is wrong, so the answer is C.", "C"),
+        ("option B? No: the answer is D", "D"),
+        (r"\boxed{C}", "C"),
+        (r"\boxed{\text{C}}", "C"),
+        ("answer: A but \\boxed{C}", "C"),
+        ("The answer is Canada", None),
+        ("A plane", None),
+        ("", None),
+    ],
+)
+def test_choice_of_a_response(response: str, choice: str | None) -> None:
+    assert text_rules.extract_choice(response) == choice
+
+
+def test_multiple_choice_counts_labels_from_0() -> None:
+    for truth in ("C", "2", 2):
+        assert [text_rules.multiple_choice("hellaswag", r, truth) for r in ("C", "2", "B", "3")] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think>b", 1.0),
+        (" <think>\n</think> b", 1.0),
+        ("a</think>b", 1.0),  # the template has opened it
+        ("<think>a</think> ", 0.0),
+        ("<think>a", 0.0),
+        ("b<think>a</think>b", 0.0),
+        ("<think>a</think><think>a</think>b", 0.0),
+        ("b", 0.0),
+    ],
+)
+def test_think_format(response: str, score: float) -> None:
+    assert text_rules.think_format("any", response, None) == score
 
 
 @pytest.mark.parametrize(
@@ -78,7 +160,7 @@ def test_math_answers() -> None:
         return [
             (answer, truth)
             for answer, truth in pairs
-            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth) == score
+            if math_rule.compute_score("lighteval/MATH", rf"So it is $\boxed{{{answer}}}$.", truth)["score"] == score
         ]
 
     assert scored(EQUAL, 0.0) == []
@@ -121,10 +203,13 @@ def test_long_response_is_scored_in_linear_time(kind: str) -> None:
         best = math.inf
         for _ in range(3):
             start = time.process_time()
-            gsm8k.compute_score("openai/gsm8k", text, "5")
+            gsm8k.strict("openai/gsm8k", text, "5")
             math_rule.compute_score("lighteval/MATH", text, "5")
             math_rule.compute_score("lighteval/MATH", f"\\boxed{{{text}}}", "5")
-            math_rule.normalise(text)
+            gsm8k.flexible("openai/gsm8k", text, "5")
+            text_rules.f1("squad", text, "5")
+            text_rules.multiple_choice("hellaswag", text, "2")
+            text_rules.think_format("any", text, None)
             best = min(best, time.process_time() - start)
         return best
 
@@ -148,5 +233,10 @@ def test_missing_math_verify_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch
         equivalence.Comparison().same("x", "y")
 
 
+def test_formats() -> None:
+    assert [text_rules.boxed_format("", text, None) for text in (r"\boxed{1}", r"\boxed{1", "1")] == [1.0, 0.0, 0.0]
+    assert [text_rules.gsm8k_format("", text, None) for text in ("#### 1", "####1", "#### x")] == [1.0, 0.0, 0.0]
+
+
 def test_math_without_a_box_scores_0() -> None:
-    assert math_rule.compute_score("lighteval/MATH", "5", "5") == 0.0
+    assert math_rule.compute_score("lighteval/MATH", "5", "5") == {"score": 0.0, "undecided": 0.0}

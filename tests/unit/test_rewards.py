@@ -18,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.scoring import RULES
+from rlhf_mc.rewards.rules import RULE_OF_SOURCE
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,8 @@ def close_managers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def score(manager: RewardManager, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[dict[str, float]]:
-    return manager.submit(prompts, responses).result()
+    """Return each response's score and the further numbers of its reward function."""
+    return [{"score": row.score, **row.extra} for row in manager.submit(prompts, responses).result()]
 
 
 def make_prompt(index: int = 0, data_source: str = "mine", truth: Any = "4", **extra: Any) -> Prompt:
@@ -52,7 +53,9 @@ def test_manager_uses_the_rule_of_each_row() -> None:
     manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
     prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4"), make_prompt(2, "lighteval/MATH")]
     manager.check(prompts)
-    assert score(manager, prompts, ["4", "4", r"\boxed{4}"]) == [{"score": 1.0}, {"score": 0.0}, {"score": 1.0}]
+    scores = manager.submit(prompts, ["4", "4", r"\boxed{4}"]).result()
+    assert [row.score for row in scores] == [row.accuracy for row in scores] == [1.0, 0.0, 1.0]
+    assert [row.parts for row in scores] == [{"exact_match": 1.0}, {"gsm8k_strict": 0.0}, {"math": 1.0}]
 
 
 def test_endless_comparison_is_stopped_at_its_time_limit(
@@ -63,7 +66,9 @@ def test_endless_comparison_is_stopped_at_its_time_limit(
     prompts = [make_prompt(i, "lighteval/MATH", "x+x") for i in range(4)]
     responses = [r"\boxed{2x}", r"\boxed{9^{9^{9^9}}}", r"\boxed{x^2}", r"\boxed{x \cdot 2}"]
     try:
-        assert [row["score"] for row in score(manager, prompts, responses)] == [1.0, 0.0, 0.0, 1.0]
+        rows = score(manager, prompts, responses)
+        assert [row["score"] for row in rows] == [1.0, 0.0, 0.0, 1.0]
+        assert [row["undecided"] for row in rows] == [0.0, 1.0, 0.0, 0.0]
     finally:
         manager.close()
     [line] = capfd.readouterr().err.splitlines()
@@ -76,7 +81,7 @@ def test_unknown_data_source_is_found_before_training() -> None:
     with pytest.raises(UserError) as caught:
         manager.check([make_prompt(0, "arithmetic"), make_prompt(17, "openai/gsm9k")])
     message = str(caught.value)
-    for word in ("row 17", "'openai/gsm9k'", "custom_reward_function.path", *RULES):
+    for word in ("row 17", "'openai/gsm9k'", "custom_reward_function.path", *RULE_OF_SOURCE):
         assert word in message
 
 
@@ -258,7 +263,7 @@ def test_workers_give_the_same_scores(
 def test_workers_apply_the_rules_without_torch(in_workers: Callable[..., RewardManager]) -> None:
     manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig())
     prompts = [make_prompt(0, "arithmetic", "4"), make_prompt(1, "openai/gsm8k", "4")]
-    assert score(manager, prompts, ["4", "4"]) == [{"score": 1.0}, {"score": 0.0}]
+    assert [row["score"] for row in score(manager, prompts, ["4", "4"])] == [1.0, 0.0]
     manager.close()
     manager = in_workers("import sys\ndef compute_score(**row): return bool({'torch', 'numpy'} & set(sys.modules))\n")
     assert score(manager, [make_prompt()], [""]) == [{"score": 0.0}]
@@ -307,7 +312,7 @@ def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardMana
     assert submitted - start < 0.5
     hidden = pending.seconds_until(submitted + 0.1)
     assert hidden == pytest.approx(0.1, abs=0.05), "as long as the rank did something else"
-    assert pending.result() == [{"score": 1.0}]
+    assert [row.score for row in pending.result()] == [1.0]
     assert 0.5 < pending.seconds_until(time.perf_counter() + 100.0) < 50.0, "as long as the workers scored"
 
 
@@ -350,7 +355,7 @@ def test_worker_ignores_signals_to_the_process_group(in_workers: Callable[..., R
     pending = manager.submit([make_prompt()], [""])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         manager._workers[0]._process.send_signal(number)
-    assert pending.result() == [{"score": 1.0}]
+    assert [row.score for row in pending.result()] == [1.0]
 
 
 def test_worker_ends_with_its_killed_rank(tmp_path: Path) -> None:
@@ -361,12 +366,13 @@ def test_worker_ends_with_its_killed_rank(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "from rlhf_mc.rewards.worker import Worker\n"
-            "from rlhf_mc.rewards.scoring import Row\n"
-            "from rlhf_mc.config.schema import CustomRewardFunctionConfig\n"
-            f"worker = Worker(CustomRewardFunctionConfig(path={str(tmp_path / 'reward.py')!r}), 60.0)\n"
+            "from rlhf_mc.rewards.results import Row\n"
+            "from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig\n"
+            f"custom = CustomRewardFunctionConfig(path={str(tmp_path / 'reward.py')!r})\n"
+            "worker = Worker(custom, RewardConfig())\n"
             "worker.load()\n"
             "print(worker._process.pid, flush=True)\n"
-            "worker.score([Row(0, '', '', '', {})])\n",
+            "worker.score([Row('', '', '', '', {}, {'custom': 1.0})], lambda row, failure: None)\n",
         ],
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,101 @@
+"""The parts of a response's score and their weights, by data source: reward.mixture, or its default. Neither torch nor
+numpy is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.rewards.results import Row
+from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES
+
+CUSTOM = "custom"
+"""The part that custom_reward_function computes."""
+REWARD_MODEL = "reward_model"
+"""The part that the model of reward_model.model_path computes."""
+OTHERS = "*"
+"""Key of reward.mixture for the data sources that it does not list."""
+
+
+class Mixture:
+    """The weights of the parts of each data source's score."""
+
+    def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig, has_reward_model: bool) -> None:
+        """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used."""
+        self._weights = {source: _weights_of(source, parts) for source, parts in reward.mixture.items()}
+        self._has_custom = custom.path is not None
+        self._has_reward_model = has_reward_model
+        available = {
+            CUSTOM: ("custom_reward_function.path", self._has_custom),
+            REWARD_MODEL: ("reward_model.model_path", has_reward_model),
+        }
+        used = {part for parts in self._weights.values() for part in parts}
+        for part, (key, is_set) in available.items():
+            if part in used and not is_set:
+                raise UserError(
+                    f"reward.mixture has the part {part!r} and {key} is null; set it, or leave the part out"
+                )
+            # Where the reward model is the only part, the user's function scores validation.
+            validates = part == CUSTOM and any(set(parts) == {REWARD_MODEL} for parts in self._weights.values())
+            if self._weights and is_set and part not in used and not validates:
+                raise UserError(
+                    f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
+                )
+
+    def training(self, data_source: str) -> Mapping[str, float]:
+        """Return the weights of the parts of a training score; empty if nothing scores the data source."""
+        listed = self._listed(data_source)
+        if listed is None and self._has_reward_model and not self._weights:
+            return {REWARD_MODEL: 1.0}
+        return self._default(data_source) if listed is None else listed
+
+    def validation(self, data_source: str) -> Mapping[str, float]:
+        """Return the weights of the functions that score a validation response: those of training, or the default where
+        training has the reward model alone."""
+        listed = self._listed(data_source) or {}
+        functions = {part: weight for part, weight in listed.items() if part != REWARD_MODEL}
+        return functions or self._default(data_source)
+
+    def _listed(self, data_source: str) -> Mapping[str, float] | None:
+        return self._weights.get(data_source, self._weights.get(OTHERS))
+
+    def _default(self, data_source: str) -> Mapping[str, float]:
+        if self._has_custom:
+            return {CUSTOM: 1.0}
+        rule = RULE_OF_SOURCE.get(data_source)
+        return {} if rule is None else {rule: 1.0}
+
+
+def _weights_of(source: str, parts: Any) -> Mapping[str, float]:
+    where = f"reward.mixture: {source!r}"
+    if not isinstance(parts, dict) or not parts:
+        raise UserError(f"{where} is {parts!r}; it must be a mapping {{part: weight}}")
+    known = (*RULES, CUSTOM, REWARD_MODEL)
+    for part, weight in parts.items():
+        if part not in known:
+            raise UserError(f"{where} has the unknown part {part!r}; known: {', '.join(known)}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise UserError(f"{where}: the weight of {part!r} is {weight!r}; it must be a finite number")
+    return {part: float(weight) for part, weight in parts.items()}
+
+
+def problem_of(row: Row) -> str | None:
+    """Return why the parts cannot score the row, whatever the response is, or None."""
+    if not row.parts:
+        return (
+            f"no reward rule for this data source; known: {', '.join(RULE_OF_SOURCE)}; for others set"
+            " custom_reward_function.path or reward.mixture"
+        )
+    for part in row.parts:
+        rule = RULES.get(part)
+        if rule is None or not rule.needs_truth:
+            continue
+        if row.ground_truth is None:
+            return f"reward_model.ground_truth is null; the rule {part} needs an answer to compare with"
+        if problem := rule.truth_problem(row.ground_truth):
+            return f"{problem} for the rule {part}"
+    return None

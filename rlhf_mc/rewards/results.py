@@ -1,0 +1,81 @@
+"""The records of rewards/: a row to score, its score, and the failure to score it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
+"""raised: the function raised. timeout: no score in time. exited: its process ended. invalid: it returned no finite
+number, or the wrong number of scores. endpoint: the remote endpoint gave no score. no_rule: nothing scores the row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response, with the arguments of its reward functions."""
+
+    where: str
+    """The row of the dataset, with its file, for messages."""
+    data_source: str
+    response: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    parts: Mapping[str, float]
+    """Weights of the parts of the score by name (mixture.py). The reward model's is added by the trainer."""
+
+    @property
+    def name(self) -> str:
+        """The row with its data source, for messages."""
+        return f"{self.where} (data_source {self.data_source!r})"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of a RewardFunction."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.response,
+            "ground_truth": self.ground_truth,
+            "extra_info": dict(self.extra_info),
+        }
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of one response and how it came about."""
+
+    score: float
+    """The sum of `parts`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Contribution of each part by name: its weight times its score."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the reward functions by name, such as "acc"."""
+    failure: FailureKind | None = None
+    """Not None: the response could not be scored, and `score` is reward.default_score."""
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy: "acc" if a reward function returned one, else the score."""
+        return self.extra.get("acc", self.score)
+
+    def plus(self, part: str, contribution: float) -> Score:
+        """Return the score with a further part. A row that could not be scored keeps its default score."""
+        if self.failure is not None:
+            return self
+        return Score(self.score + contribution, {**self.parts, part: contribution}, self.extra)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why a row has no score."""
+
+    kind: FailureKind
+    problem: str
+    """One line, without the row."""
+
+
+class RowFailure(Exception):
+    """Raised while one row is scored; becomes a Failure."""
+
+    def __init__(self, kind: FailureKind, problem: str) -> None:
+        super().__init__(problem)
+        self.failure = Failure(kind, problem)

@@ -1,0 +1,114 @@
+"""Rules on texts: exact match, token F1, multiple choice, and the format of a response. Each takes time linear in the
+response's length and raises nothing, whatever the response is.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+from rlhf_mc.rewards.math import last_boxed
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CHOICE_AFTER_MARK = re.compile(r"(?i:answer|choice|option)(?i:\s+is)?[\s:*]*[(\[]?([A-Z]|[0-9])\b[)\].]?")
+_BARE_CHOICE = re.compile(r"[(\[]?([A-Z]|[0-9])[)\].]?")
+_TAIL_CHARS = 300
+"""Characters at the end of a response that are searched for a choice."""
+_THINK = re.compile(r"<(/?)think>")
+_GSM8K_MARK = re.compile(r"#### -?[0-9]")
+
+
+def answers_of(ground_truth: Any) -> list[str]:
+    """Return the accepted answers: the ground truth, each of a list, or each of {"target": list}, without outer white
+    space."""
+    if isinstance(ground_truth, dict) and "target" in ground_truth:
+        ground_truth = ground_truth["target"]
+    many = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    return [str(one).strip() for one in many]
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the response, stripped of white space, is an accepted answer, else 0.0."""
+    return float(solution_str.strip() in answers_of(ground_truth))
+
+
+def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+    """Return the token F1 of the response and an accepted answer, the best of them, and as "acc" whether both are equal
+    after normalisation.
+
+    It is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, without punctuation and articles; precision and
+    recall over the words, with their multiplicity."""
+    words = _normalised_words(solution_str)
+    truths = [_normalised_words(truth) for truth in answers_of(ground_truth)]
+    return {
+        "score": max((_token_f1(words, truth) for truth in truths), default=0.0),
+        "acc": float(words in truths),
+    }
+
+
+def _normalised_words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _token_f1(words: list[str], truth: list[str]) -> float:
+    if not words or not truth:
+        return float(words == truth)
+    common = sum((Counter(words) & Counter(truth)).values())
+    return 2.0 * common / (len(words) + len(truth))
+
+
+def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    r"""Return 1.0 if the response's choice is the ground truth, else 0.0.
+
+    The choice is the content of the last \boxed{}, else the letter or digit after the last "answer", "choice" or
+    "option", else the whole response. A choice is a capital letter or an index from 0 (HellaSwag's label): 2 is C."""
+    choice = extract_choice(solution_str)
+    return float(choice is not None and _index(choice) == _index(str(ground_truth).strip()))
+
+
+def extract_choice(text: str) -> str | None:
+    """Return the letter or digit that the response chooses, or None."""
+    tail = text[-_TAIL_CHARS:]
+    boxed = last_boxed(tail)
+    if boxed is not None:
+        found = _BARE_CHOICE.fullmatch(boxed.replace("\\text{", "").replace("}", "").strip())
+        return found[1] if found else None
+    if marked := _CHOICE_AFTER_MARK.findall(tail):
+        return str(marked[-1])
+    found = _BARE_CHOICE.fullmatch(text.strip()) if len(text) <= _TAIL_CHARS else None
+    return found[1] if found else None
+
+
+def _index(choice: str) -> int:
+    return int(choice) if choice.isdecimal() else ord(choice) - ord("A")
+
+
+def choice_problem(ground_truth: Any) -> str | None:
+    """Return why a ground truth is no choice, or None."""
+    text = str(ground_truth).strip()
+    if _BARE_CHOICE.fullmatch(text) and len(text) == 1:
+        return None
+    return f"reward_model.ground_truth is {repr(ground_truth)[:40]}; it must be a letter A-Z or an index from 0 to 9"
+
+
+def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    r"""Return 1.0 if the response has a closed \boxed{...}, else 0.0."""
+    return float(last_boxed(solution_str) is not None)
+
+
+def gsm8k_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if a number follows `#### ` in the response, else 0.0."""
+    return float(_GSM8K_MARK.search(solution_str) is not None)
+
+
+def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the response is `<think>...</think>` and an answer after it, with no other such tag, else 0.0. The
+    opening tag may be missing: chat templates of reasoning models add it to the prompt."""
+    tags = [match[1] for match in _THINK.finditer(solution_str)]
+    starts = solution_str.lstrip().startswith("<think>")
+    if tags != (["", "/"] if starts else ["/"]):
+        return 0.0
+    return float(bool(solution_str.rpartition("</think>")[2].strip()))

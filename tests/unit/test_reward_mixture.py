@@ -1,0 +1,252 @@
+"""Mixtures of rewards by data source, forms of a user's function, and what happens to a response without a score."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.metrics import reward_metrics
+from rlhf_mc.rewards.mixture import Mixture
+from rlhf_mc.rewards.results import Score
+
+Build = Callable[..., RewardManager]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Return build(body, name, reward_kwargs, **reward settings), which builds the manager of a function."""
+    managers = []
+
+    def make(body: str = "", name: str = "compute_score", kwargs: Any = None, **reward: Any) -> RewardManager:
+        path = tmp_path / "reward.py"
+        path.write_text(textwrap.dedent(body))
+        custom = CustomRewardFunctionConfig(str(path) if body else None, name, kwargs or {})
+        managers.append(RewardManager(custom, RewardConfig(**reward)))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        manager.close()
+
+
+def prompts(count: int, source: str = "mine", truth: Any = "4") -> list[Prompt]:
+    return [Prompt(i, [1], "", source, truth, {}, "data.train_files t.parquet", 10 + i) for i in range(count)]
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def test_score_is_the_weighted_sum_of_its_parts(build: Build) -> None:
+    manager = build(
+        "def compute_score(solution_str, **row): return {'score': 10.0, 'acc': 0.25, 'length': len(solution_str)}",
+        mixture={
+            "openai/gsm8k": {"gsm8k_strict": 1.0, "gsm8k_flexible": 0.5, "gsm8k_format": 0.1},
+            "*": {"custom": 0.1, "think_format": -1},
+        },
+    )
+    rows = prompts(1, "openai/gsm8k") + prompts(1, "mine", None)
+    manager.check(rows)
+    first, second = manager.submit(rows, ["4\n#### 5", "<think>a</think>b"]).result()
+    assert first.parts == {"gsm8k_strict": 0.0, "gsm8k_flexible": 0.0, "gsm8k_format": 0.1} and first.score == 0.1
+    assert first.accuracy == 0.0, "of the first part that judges the answer"
+    assert second == Score(0.0, {"custom": 1.0, "think_format": -1.0}, {"acc": 0.25, "length": 17.0})
+    metrics = reward_metrics(["openai/gsm8k", "mine"], [first, second])
+    assert metrics["reward/openai/gsm8k/gsm8k_format"] == metrics["critic/score/openai/gsm8k/mean"] == 0.1
+    assert metrics["reward/mine/think_format"] == -1.0 and metrics["reward_extra/mine/length"] == 17.0
+    assert metrics["reward/num_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("mixture", "words"),
+    [
+        ({"a": {"gsm8k": 1}}, ("'a' has the unknown part 'gsm8k'", "gsm8k_strict", "custom", "reward_model")),
+        ({"a": {"math": "1"}}, ("the weight of 'math' is '1'", "finite number")),
+        ({"a": {"math": True}}, ("the weight of 'math' is True",)),
+        ({"a": {"math": float("nan")}}, ("the weight of 'math' is nan",)),
+        ({"a": {}}, ("'a' is {}", "{part: weight}")),
+        ({"a": "math"}, ("'a' is 'math'", "{part: weight}")),
+        ({"a": {"reward_model": 1}}, ("part 'reward_model'", "reward_model.model_path is null")),
+        ({"a": {"math": 1}}, ("custom_reward_function.path is set", "never be used")),
+    ],
+)
+def test_mixture_that_cannot_be_used(mixture: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        Mixture(CustomRewardFunctionConfig(path="r.py"), RewardConfig(mixture=mixture), has_reward_model=False)
+    for word in ("reward.mixture", *words):
+        assert word in str(caught.value)
+
+
+def test_reward_model_scores_training_and_functions_score_validation() -> None:
+    custom = CustomRewardFunctionConfig(path="r.py")
+    alone = Mixture(custom, RewardConfig(), has_reward_model=True)
+    assert alone.training("a") == {"reward_model": 1.0} and alone.validation("a") == {"custom": 1.0}
+    mixture = {"a": {"math": 2, "reward_model": 3}, "*": {"reward_model": 1}}
+    both = Mixture(custom, RewardConfig(mixture=mixture), has_reward_model=True)
+    assert both.training("a") == {"math": 2.0, "reward_model": 3.0} and both.validation("a") == {"math": 2.0}
+    assert both.training("b") == {"reward_model": 1.0} and both.validation("b") == {"custom": 1.0}
+
+
+def test_responses_for_the_reward_model_alone_need_no_worker() -> None:
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(), has_reward_model=True)
+    manager.check(prompts(1, truth=None))
+    assert [row.plus("reward_model", 0.5).score for row in manager.submit(prompts(2), ["", ""]).result()] == [0.5, 0.5]
+    assert manager._workers == []
+
+
+def test_ground_truth_that_is_no_choice_is_found_before_training(build: Build) -> None:
+    with pytest.raises(UserError, match=r"t\.parquet, row 11 .*ground_truth is 'Paris'; it must be a letter A-Z"):
+        build().check(prompts(1, "hellaswag", "3") + prompts(2, "hellaswag", "Paris")[1:])
+
+
+# ---------------------------------------------------------------- forms of a user's function
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_batched_function_gets_all_rows_of_a_worker(build: Build, kind: str) -> None:
+    manager = build(
+        f"""
+        {kind} compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale):
+            assert data_sources == ["mine"] * 3 and ground_truths == ["4"] * 3 and extra_infos == [{{}}] * 3
+            return [{{"score": scale * float(text), "rows": len(solution_strs)}} for text in solution_strs]
+        """,
+        kwargs={"scale": 2},
+    )
+    rows = manager.submit(prompts(3), ["1", "2", "3"]).result()
+    assert [(row.score, row.extra) for row in rows] == [(2.0 * n, {"rows": 3.0}) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_class_keeps_its_state(build: Build, kind: str) -> None:
+    manager = build(
+        f"""
+        class Judge:
+            def __init__(self, start):
+                self.calls = start
+            {kind} __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+                self.calls += 1
+                return self.calls
+        """,
+        name="Judge",
+        kwargs={"start": 5},
+    )
+    assert [row.score for _ in range(2) for row in manager.submit(prompts(2), ["", ""]).result()] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("body", "kwargs", "words"),
+    [
+        ("class compute_score:\n def __init__(self, a): pass\n", {}, "building the object of compute_score raised"),
+        ("class compute_score: pass\n", {}, "is not a function but compute_score"),
+        ("def compute_score(**row): pass\n", {"extra_info": 1}, "multiple values for keyword argument 'extra_info'"),
+        ("def compute_score(solution_strs): pass\n", {}, "cannot be called as compute_score(data_sources=,"),
+    ],
+)
+def test_form_that_cannot_be_called(build: Build, body: str, kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(body, kwargs=kwargs)
+    assert words in str(caught.value) and "reward.py" in str(caught.value)
+
+
+def test_plain_function_may_run_an_event_loop(build: Build) -> None:
+    manager = build("import asyncio\ndef compute_score(**row): return asyncio.run(asyncio.sleep(0, 1.0))\n")
+    assert manager.submit(prompts(1), [""]).result()[0].score == 1.0
+
+
+# ---------------------------------------------------------------- responses without a score
+
+BAD = """
+import asyncio, os, sys, time
+{kind} compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "bad":
+        {statement}
+    return 1.0
+"""
+BAD_BATCH = """
+import os, time
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    if "bad" in solution_strs:
+        {statement}
+    return [1.0] * len(solution_strs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "statement", "failure"),
+    [
+        ("def", "raise ValueError", "raised"),
+        ("def", "sys.exit(0)", "raised"),
+        ("def", "return '1.0'", "invalid"),
+        ("def", "return float('nan')", "invalid"),
+        ("def", "os._exit(0)", "exited"),
+        ("def", "time.sleep(1000)", "timeout"),
+        ("async def", "raise ValueError", "raised"),
+        ("async def", "await asyncio.sleep(1000)", "timeout"),
+    ],
+)
+def test_default_score_is_counted_and_logged(
+    build: Build, capfd: pytest.CaptureFixture[str], kind: str, statement: str, failure: str
+) -> None:
+    manager = build(
+        BAD.format(kind=kind, statement=statement),
+        timeout_seconds=1.0 if failure == "timeout" else 60.0,
+        on_error="default_score",
+        default_score=-2.0,
+    )
+    scores = manager.submit(prompts(4), ["fine", "bad", "fine", "fine"]).result()
+    assert [row.score for row in scores] == [1.0, -2.0, 1.0, 1.0]
+    assert [row.failure for row in scores] == [None, failure, None, None]
+    assert scores[1].plus("reward_model", 5.0).score == -2.0
+    [line] = capfd.readouterr().err.splitlines()
+    for word in ("warning", "compute_score", "t.parquet, row 11 (data_source 'mine')", "it scores -2", "1 such"):
+        assert word in line
+    metrics = reward_metrics(["mine"] * 4, scores)
+    assert metrics["reward/num_failed"] == metrics[f"reward/mine/num_failed/{failure}"] == 1
+    assert metrics["reward/mine/default_score"] == -0.5 and metrics["reward/mine/custom"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("statement", "failures", "words"),
+    [
+        ("return [1.0] * 2", ["invalid"] * 3, "returned 2 scores for 3 responses"),
+        ("return 1.0", ["invalid"] * 3, "returned 1.0, expected a list of 3 scores"),
+        ("return '123'", ["invalid"] * 3, "returned '123', expected a list of 3 scores"),
+        ("raise KeyError(1)", ["raised"] * 3, "the call for this row and 2 others raised KeyError: 1"),
+        ("return [1.0, None, 1.0]", [None, "invalid", None], "returned None, expected a number"),
+        ("os._exit(0)", ["exited"] * 3, "its worker process ended, with exit code 0"),
+        ("time.sleep(1000)", ["timeout"] * 3, "no score after 0.5 s (reward.timeout_seconds)"),
+    ],
+)
+def test_batched_function_that_fails(
+    build: Build, capfd: pytest.CaptureFixture[str], statement: str, failures: list[str | None], words: str
+) -> None:
+    limit = 0.5 if "sleep" in statement else 60.0
+    manager = build(BAD_BATCH.format(statement=statement), on_error="default_score", timeout_seconds=limit)
+    assert [row.failure for row in manager.submit(prompts(3), ["", "bad", ""]).result()] == failures
+    assert words in capfd.readouterr().err.splitlines()[0]
+    assert [row.score for row in manager.submit(prompts(1), [""]).result()] == [1.0]
+
+
+def test_batched_function_that_fails_ends_the_run_by_default(build: Build) -> None:
+    manager = build(BAD_BATCH.format(statement="return [1.0] * 2"))
+    with pytest.raises(UserError, match=r"reward\.py: .*t\.parquet, row 10 .*: returned 2 scores for 3 responses"):
+        manager.submit(prompts(3), ["", "bad", ""]).result()
+
+
+def test_rows_without_a_rule_get_the_default_score(build: Build, capfd: pytest.CaptureFixture[str]) -> None:
+    manager = build(on_error="default_score", default_score=0.5)
+    rows = prompts(2, "riddles") + prompts(1, "arithmetic")
+    manager.check(rows)
+    [line] = capfd.readouterr().err.splitlines()
+    assert (
+        "2 prompts score reward.default_score 0.5; data.train_files t.parquet, row 10 (data_source 'riddles')" in line
+    )
+    scores = manager.submit(rows, ["4", "4", "4"]).result()
+    assert [(row.score, row.failure) for row in scores] == [(0.5, "no_rule"), (0.5, "no_rule"), (1.0, None)]
