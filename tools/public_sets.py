@@ -93,8 +93,8 @@ def boxed_answer(solution: str) -> str:
 
 
 def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
-    """Return the row of a HellaSwag example, or None if it has no label (those of the test split). There is no rule for
-    it: the ground truth is the number of the right choice."""
+    """Return the row of a HellaSwag example, or None if it has no label (those of the test split). The ground
+    truth is the number of the right choice."""
     label = example.get("label")
     if label is None or label == "":
         return None
@@ -105,6 +105,7 @@ def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
         raise UserError(f"field 'label' is {label!r}, expected the number of one of {len(choices)} endings")
     ctx_b = example.get("ctx_b") or ""
     context = f"{text_of(example, 'ctx_a')} {ctx_b.capitalize() if isinstance(ctx_b, str) else ctx_b}"
+    choices = [without_brackets(choice) for choice in choices]
     return {
         **example,
         "data_source": "Rowan/hellaswag",
@@ -114,9 +115,9 @@ def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
             "style": "model",
             "eval": "multiple_choice",
             "ground_truth": int(label),
-            "choices": [without_brackets(choice) for choice in choices],
+            "choices": choices,
         },
-        "extra_info": {"split": split, "index": index},
+        "extra_info": {"split": split, "index": index, "choices": choices},
     }
 
 

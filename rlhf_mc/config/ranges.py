@@ -99,6 +99,8 @@ RANGES = {
     "reward.num_workers": Range(1, 1_024),
     "reward.timeout_seconds": Range(0, _SECONDS, open=True),
     "reward.default_score": Range(-1e6, 1e6),
+    "reward.overlong_buffer.len": Range(0, 10_000_000),
+    "reward.overlong_buffer.penalty_factor": _POSITIVE,
     "reshard.bucket_megabytes": Range(1, 65_536),
     "trainer.total_epochs": _COUNT,
     "trainer.total_training_steps": _COUNT,

@@ -258,6 +258,16 @@ class RewardModelConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    """A penalty on long responses, in training: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
+
+    len: int = 0
+    """Tokens before data.max_response_length over which the penalty rises from 0 to penalty_factor; 0: no penalty."""
+    penalty_factor: float = 1.0
+    """Penalty of a response of data.max_response_length tokens."""
+
+
+@dataclass
 class RewardConfig:
     """The parts of a response's score, and the processes that run the reward functions."""
 
@@ -277,6 +287,8 @@ class RewardConfig:
     default_score: the response scores default_score, with a warning and a count in the metrics."""
     default_score: float = 0.0
     """Score of a response that cannot be scored, with on_error: default_score."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """Penalty on long responses, the part `overlong` of the score."""
 
 
 @dataclass

@@ -16,6 +16,10 @@ _WRAPPERS = ("actor_rollout_ref", "reward", "config")
 _INSTEAD = {
     "reward_model.enable": "use reward_model.model_path (null: no reward model)",
     "reward_model.model.path": "use reward_model.model_path",
+    "overlong_buffer.enable": "use reward.overlong_buffer.len (0: no penalty)",
+    "reward_model.overlong_buffer.len": "use reward.overlong_buffer.len",
+    "reward_model.overlong_buffer.penalty_factor": "use reward.overlong_buffer.penalty_factor",
+    "overlong_buffer.log": "the penalty is always logged: leave it out",
     "critic.model.path": "use critic.model_path",
     "critic.model.tokenizer_path": "the critic reads the actor's tokens: model.tokenizer_path",
     "ref.model.path": "the reference starts from model.path",

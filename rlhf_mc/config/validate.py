@@ -31,6 +31,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_batches(cfg, world_size)
     _check_micro_batches(cfg)
     _check_algorithm(cfg)
+    _check_overlong_buffer(cfg)
     _check_validation(cfg)
     _check_checkpoints(cfg.trainer)
 
@@ -252,6 +253,15 @@ def _check_algorithm(cfg: Config) -> None:
             cfg.algorithm.use_kl_in_reward,
             "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward: true",
         )
+
+
+def _check_overlong_buffer(cfg: Config) -> None:
+    buffer = cfg.reward.overlong_buffer.len
+    longest = cfg.data.max_response_length
+    _require(
+        buffer <= longest,
+        f"reward.overlong_buffer.len is {buffer}; it must be at most data.max_response_length, {longest}",
+    )
 
 
 def _check_validation(cfg: Config) -> None:

@@ -64,9 +64,17 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
     r"""Return 1.0 if the response's choice is the ground truth, else 0.0.
 
     The choice is the content of the last \boxed{}, else the letter or digit after the last "answer", "choice" or
-    "option", else the whole response. A choice is a capital letter or an index from 0 (HellaSwag's label): 2 is C."""
+    "option", else the whole response. A choice is a capital letter or an index from 0 (HellaSwag's label): 2 is C.
+    A response without a choice, such as an ending in words, chooses that one of the texts extra_info["choices"] with
+    which it has the highest token F1, if only one has it."""
     choice = extract_choice(solution_str)
-    return float(choice is not None and _index(choice) == _index(str(ground_truth).strip()))
+    truth = _index(str(ground_truth).strip())
+    if choice is not None:
+        return float(_index(choice) == truth)
+    words = _normalised_words(solution_str)
+    likeness = [_token_f1(words, _normalised_words(text)) for text in (extra_info or {}).get("choices") or []]
+    best = max(likeness, default=0.0)
+    return float(best > 0 and likeness.count(best) == 1 and likeness.index(best) == truth)
 
 
 def extract_choice(text: str) -> str | None:

@@ -20,6 +20,7 @@ from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rewards.metrics import reward_metrics
 from rlhf_mc.rewards.mixture import REWARD_MODEL
 from rlhf_mc.rewards.results import Score
+from rlhf_mc.rewards.shaping import penalize_overlong
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
@@ -83,13 +84,17 @@ def collect_rewards(
     run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
 ) -> RaggedBatch:
     """Return the batch with each response's score: the weighted sum of its parts, by the reward workers and the reward
-    model."""
+    model, less the penalty on long responses."""
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
     with run.offload_schedule.phase(state.timer, "reward"):
         scores = scoring.collect_scores(pending, batch.num_sequences)
     sources = [prompt.data_source for prompt in prompts]
     if run.reward_model is not None:
         scores = add_reward_model(run, sources, scores, score_by_reward_model(run, state, batch))
+    buffer = run.config.reward.overlong_buffer
+    if buffer.len > 0:
+        longest = run.config.data.max_response_length
+        scores = penalize_overlong(scores, batch.response_lens.tolist(), longest, buffer)
     state.metrics.update(reward_metrics(sources, scores))
     return batch.with_fields(scores=torch.tensor([score.score for score in scores], dtype=torch.float32))
 

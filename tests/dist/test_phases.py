@@ -40,6 +40,7 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
         [
             f"reward_model.model_path={model}",
             "reward.mixture={'*': {reward_model: 0.5, custom: 1.0}}",
+            "reward.overlong_buffer.len=4",
             f"critic.model_path={model}",
             "critic.freeze=[model.*]",
             "actor.freeze=[model.embed_tokens.*, model.layers.0.*]",
@@ -51,7 +52,7 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
     for step in result["steps"]:
         tenths = step["critic/score/min"] * 10  # a whole number with tiny's reward function
         assert abs(tenths - round(tenths)) > 1e-3
-        parts = [step[f"reward/arithmetic/{part}"] for part in ("reward_model", "custom")]
+        parts = [step[f"reward/arithmetic/{part}"] for part in ("reward_model", "custom", "overlong")]
         assert min(map(abs, parts)) > 0 and sum(parts) == pytest.approx(step["critic/score/mean"], abs=1e-6)
         assert step["critic/values/max"] > step["critic/values/min"], "a value head from the checkpoint, not zeros"
         assert step["actor/grad_norm"] > 0 and step["critic/grad_norm"] > 0

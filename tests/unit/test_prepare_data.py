@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.rewards.scoring import RULES
+from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES
 
 REPO = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("RLHF_MC_DATA", REPO.parent / "shared/data"))
@@ -82,6 +82,14 @@ def test_rows_of_one_file_are_held_out(tmp_path: Path) -> None:
     assert "--test-rows 5: must be below the 5 rows" in error_of("gsm8k", source, "--test-rows", "5")
 
 
+def score_of(row: dict[str, Any], response: str) -> float:
+    """Return the score of a response by the rule of the row's data source."""
+    source = row["data_source"]
+    truth = row["reward_model"]["ground_truth"]
+    result = RULES[RULE_OF_SOURCE[source]].function(source, response, truth, row["extra_info"])
+    return float(result["score"] if isinstance(result, dict) else result)
+
+
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [
@@ -102,7 +110,7 @@ def test_math(tmp_path: Path, solution: str, answer: str) -> None:
     ]
     assert row["reward_model"] == {"style": "rule", "ground_truth": answer}
     assert (row["level"], row["type"], row["extra_info"]) == ("Level 1", "Algebra", {"split": "train", "index": 0})
-    assert RULES[row["data_source"]](row["data_source"], solution.replace("\\boxed 7", "\\boxed{7}"), answer) == 1.0
+    assert score_of(row, solution.replace("\\boxed 7", "\\boxed{7}")) == 1.0
 
 
 def test_hellaswag(tmp_path: Path) -> None:
@@ -126,8 +134,10 @@ def test_hellaswag(tmp_path: Path) -> None:
         "style": "model",
         "eval": "multiple_choice",
         "ground_truth": 2,
-        "choices": [", walks away.", "sits.", "runs."],
+        "choices": [", walks  away.", "sits.", "runs."],
     }
+    assert row["extra_info"]["choices"] == row["reward_model"]["choices"]
+    assert [score_of(row, response) for response in ("2", "The man runs.", "sits")] == [1.0, 1.0, 0.0]
     assert (row["data_source"], row["ability"], row["ind"]) == ("Rowan/hellaswag", "nlp", 4)
     bad = write_lines(tmp_path / "bad.jsonl", [example, {**example, "label": "3"}])
     assert "bad.jsonl, line 2: field 'label' is '3', expected the number of one of 3 endings" in error_of(
@@ -156,8 +166,7 @@ def test_the_real_gsm8k(tmp_path: Path) -> None:
     rows = prepare("gsm8k", DATA, tmp_path)
     assert {split: len(found) for split, found in rows.items()} == {"train": 7473, "test": 1319}
     for row in (*rows["train"], *rows["test"]):
-        truth = row["reward_model"]["ground_truth"]
-        assert RULES[row["data_source"]](row["data_source"], row["extra_info"]["answer"], truth) == 1.0, row
+        assert score_of(row, row["extra_info"]["answer"]) == 1.0, row
 
 
 # ---------------------------------------------------------------- any columns

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.schema import CustomRewardFunctionConfig, OverlongBufferConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.metrics import reward_metrics
 from rlhf_mc.rewards.mixture import Mixture
 from rlhf_mc.rewards.results import Score
+from rlhf_mc.rewards.shaping import overlong_penalty, penalize_overlong
 
 Build = Callable[..., RewardManager]
 
@@ -104,6 +105,15 @@ def test_responses_for_the_reward_model_alone_need_no_worker() -> None:
 def test_ground_truth_that_is_no_choice_is_found_before_training(build: Build) -> None:
     with pytest.raises(UserError, match=r"t\.parquet, row 11 .*ground_truth is 'Paris'; it must be a letter A-Z"):
         build().check(prompts(1, "hellaswag", "3") + prompts(2, "hellaswag", "Paris")[1:])
+
+
+def test_overlong_penalty_is_a_part_of_the_score() -> None:
+    """Follow equation 13 of DAPO's paper at both ends of the buffer and between them."""
+    penalties = [overlong_penalty(length, 20, 4, 1.0) for length in (1, 16, 17, 18, 20, 21)]
+    assert penalties == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    scores = [Score(1.0, {"math": 1.0}), Score(-2.0, {"default_score": -2.0}, failure="timeout")]
+    first, second = penalize_overlong(scores, [18, 20], 20, OverlongBufferConfig(4, 2.0))
+    assert first.score == 0.0 and first.parts == {"math": 1.0, "overlong": -1.0} and second == scores[1]
 
 
 # ---------------------------------------------------------------- forms of a user's function

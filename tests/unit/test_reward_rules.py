@@ -118,6 +118,22 @@ def test_multiple_choice_counts_labels_from_0() -> None:
 @pytest.mark.parametrize(
     ("response", "score"),
     [
+        ("he sits on the chair.", 1.0),
+        ("He sits down on a chair and reads", 1.0),
+        ("He runs away.", 0.0),
+        ("he", 0.0),  # as near to both
+        ("something else", 0.0),
+        ("The answer is B", 1.0),  # a choice by letter comes first
+    ],
+)
+def test_multiple_choice_by_the_nearest_text(response: str, score: float) -> None:
+    choices = {"choices": ["He runs away", "He sits on a chair"]}
+    assert text_rules.multiple_choice("Rowan/hellaswag", response, 1, choices) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
         ("<think>a</think>b", 1.0),
         (" <think>\n</think> b", 1.0),
         ("a</think>b", 1.0),  # the template has opened it

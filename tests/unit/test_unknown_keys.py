@@ -37,6 +37,8 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
     ("key", "words"),
     [
         ("critic.use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("reward_model.overlong_buffer.len", "use reward.overlong_buffer.len"),
+        ("reward_model.reward_manager", "custom_reward_function.path"),
         ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
         ("trainer.max_skipped_updates_in_a_row", "it is now trainer.max_consecutive_skipped_updates"),
         ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),

@@ -95,6 +95,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             ("rollout.quantization=fp8",),
             ("rollout.quantization is 'fp8' and reshard.share_weights is true", "set reshard.share_weights to false"),
         ),
+        (("reward.overlong_buffer.len=99999",), ("reward.overlong_buffer.len is 99999; it must be at most",)),
         (("reward.num_workers=0",), ("reward.num_workers is 0; it must be at least 1",)),
         (("reward.num_workers=-2",), ("reward.num_workers is -2; it must be at least 1",)),
         (("reward.timeout_seconds=0",), ("reward.timeout_seconds is 0.0; it must be above 0",)),
