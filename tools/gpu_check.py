@@ -39,9 +39,14 @@ def main() -> int:
         return 0
     ranks = processes.Ranks.join()
     device = args.device or _device()
+    if args.device == "cuda" and _device() == "cpu":
+        _say(ranks, "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False)")
+        return 2
     small = args.small or device == "cpu"
     parts = [catalog.find(name) for name in args.parts] if args.parts else list(catalog.PARTS)
     command = [sys.executable, str(Path(__file__).resolve()), *(["--small"] if small else []), "--run-part"]
+    if not args.device and device == "cpu":
+        _say(ranks, "torch sees no GPU here: small inputs on the CPU, which show nothing about a GPU")
     _say(ranks, f"{len(parts)} parts on {ranks.world} {'GPU' if device == 'cuda' else 'CPU'} rank(s)")
     _say(ranks, f"\n{'part':<20} {'verdict':<8} {'seconds':>8}  main figures")
     results: dict[str, Result] = {}
@@ -96,7 +101,11 @@ def _row(name: str, result: Result) -> str:
 
 
 def _last_lines(log: str) -> str:
-    """Return the end of the output: of the last traceback, where there is one."""
+    """Return the end of the output: of the last traceback, where there is one. Of a process that was stopped, return
+    where its main thread was."""
+    _, stopped, stack = log.rpartition("Current thread 0x")
+    if stopped:
+        return "\n".join(f"    {line}" for line in (stopped + stack).splitlines()[:SHOWN_LOG_LINES])
     lines = log[max(0, log.rfind("Traceback (most recent call last)")) :].strip().splitlines()
     return "\n".join(f"    {line}" for line in lines[-SHOWN_LOG_LINES:])
 

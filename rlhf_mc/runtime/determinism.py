@@ -20,8 +20,9 @@ VARIABLES = {
     "NCCL_ALGO": ("Ring", "Tree"),
     # vLLM's all-reduce in the NVSwitch.
     "VLLM_ALLREDUCE_USE_SYMM_MEM": ("0",),
-    # Its all-reduce by FlashInfer, which has no fixed order either. rollout/vllm_engine.py turns the fused one off.
+    # Its all-reduces by FlashInfer, which have no fixed order either. rollout/vllm_engine.py turns the fused one off.
     "VLLM_ALLREDUCE_USE_FLASHINFER": ("0",),
+    "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": ("0",),
 }
 """Environment variables that libraries read on a GPU: the values under which sums have one order, the default first."""
 

@@ -1,21 +1,237 @@
-"""Functions that the ranks run in test_parts.py."""
+"""Functions that the ranks run in test_parts.py and test_faults.py, and the faults of the latter."""
 
 from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpu_parts import catalog
 from gpu_parts.report import Report, Result
-from gpu_parts.sizes import SMALL
+from gpu_parts.sizes import SMALL, Sizes
+
+from rlhf_mc.patching import replaced
+
+LEAST = dataclasses.replace(
+    SMALL,
+    checksum_elements=(1, 1003),
+    families={"qwen2": {}},
+    vocabulary=1000,
+    head_tokens=16,
+    copy_bytes=1 << 20,
+    matmul=64,
+)
+"""Sizes for parts that end with their first failure, or that are quick in any case."""
 
 
-def run(name: str) -> Result:
-    """Run a part with small sizes on this rank."""
+def run(name: str, sizes: Sizes = SMALL) -> Result:
+    """Run a part on this rank."""
     report = Report()
     part = catalog.find(name)
     torch.use_deterministic_algorithms(part.deterministic)
     try:
         with report.verdict():
-            part.function()(report, SMALL)
+            part.function()(report, sizes)
     finally:
         torch.use_deterministic_algorithms(False)
     return report.result
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function that is replaced by a wrong one while a part runs."""
+
+    part: str
+    owner: str
+    """Module of the function, or module:class."""
+    name: str
+    replacement: Callable[[Any], Any]
+    """The original -> the wrong function."""
+    reason: str
+    """Part of the reason that the part gives."""
+    sizes: Sizes = LEAST
+
+
+def run_with(fault: str) -> Result:
+    """Run the fault's part with the fault on this rank."""
+    case = FAULTS[fault]
+    owner = pkgutil.resolve_name(case.owner)
+    with replaced(owner, case.name, case.replacement(getattr(owner, case.name))):
+        return run(case.part, case.sizes)
+
+
+def _nothing(original: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def _false(original: Any) -> Any:
+    return lambda: False
+
+
+def _scaled(factor: float) -> Callable[[Any], Any]:
+    return lambda original: lambda *args, **kwargs: original(*args, **kwargs) * factor
+
+
+def _at_temperature_1(original: Any) -> Any:
+    """Return a head (model, states, targets, vocab_size, temperature) that ignores the temperature."""
+    return lambda *args: original(*args[:4], 1.0)
+
+
+def _with_read(original: Any) -> Any:
+    """Return a head that lets the host read one number."""
+
+    def head(*args: Any) -> Any:
+        out = original(*args)
+        out.sum().item()
+        return out
+
+    return head
+
+
+def _unordered(original: Any) -> Any:
+    """Return a checksum that does not depend on the order of the words."""
+    return lambda blocks: original(blocks)[:1].repeat(2)
+
+
+def _without_rank_0(original: Any) -> Any:
+    """Return a sum that leaves the first rank out."""
+    import torch.distributed as dist
+
+    return lambda tensor: original(tensor * (dist.get_rank() != 0))
+
+
+def _returns_at_once(original: Any) -> Any:
+    """Return a subprocess.run whose process ends well where it should wait for a collective."""
+    return lambda command, **kwargs: subprocess.CompletedProcess(command, 0, f"waiting {time.time()}\n", "")
+
+
+def _of_other_layers(original: Any) -> Any:
+    """Return a layouts_of that names the parameters of Transformer Engine's layers."""
+    from rlhf_mc.reshard.placement import training_layouts
+
+    return lambda engine: training_layouts(engine.shape, engine.groups.mesh, True)
+
+
+def _other_theta(original: Any) -> Any:
+    """Return a _set_rope with other frequencies."""
+    return lambda model, shape: original(model, dataclasses.replace(shape, rope_theta=3 * shape.rope_theta))
+
+
+def _never_the_same(original: Any) -> Any:
+    """Return a backward pass whose gradients are larger at each call."""
+    calls = []
+
+    def backward(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(engine, *args, **kwargs)
+        calls.append(None)
+        for param in engine.named_parameters().values():
+            param.main_grad.mul_(1.0 + 1e-4 * len(calls))
+        return out
+
+    return backward
+
+
+def _zeros(original: Any) -> Any:
+    """Return a HostBuffers.copies that copies nothing."""
+    return lambda buffers, blocks: [torch.zeros_like(block.data, device="cpu") for block in blocks]
+
+
+def _new_memory(original: Any) -> Any:
+    """Return a HostArena.views that forgets the values."""
+    return lambda arena, sizes: [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+
+def _without_last_copy(original: Any) -> Any:
+    """Return a Plan.for_rank without the last of the rank's copies."""
+
+    def for_rank(plan: Any, rank: int) -> Any:
+        found = original(plan, rank)
+        return dataclasses.replace(found, copies=found.copies[:-1])
+
+    return for_rank
+
+
+_SCORING = "rlhf_mc.trainer.scoring"
+_ENGINE = "rlhf_mc.models.engine:ModelEngine"
+_SYNC = "rlhf_mc.trainer.weight_sync:WeightSync"
+
+FAULTS = {
+    "a product of 2 % more": Fault("machine", "torch", "mm", _scaled(1.02), "a bfloat16 product is off by"),
+    "a checksum without order": Fault(
+        "checksums", "gpu_parts.torch_parts", "checksum", _unordered, "not the sums of its 8-byte words"
+    ),
+    "a sum without a rank": Fault(
+        "process_groups", "gpu_parts.torch_parts", "sum_over_ranks", _without_rank_0, "sum_over_ranks: another sum"
+    ),
+    "no timeout": Fault("timeouts", "subprocess", "run", _returns_at_once, "that the other ranks missed has returned"),
+    "scores without temperature": Fault(
+        "models_float32", _SCORING, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"
+    ),
+    "training without temperature": Fault(
+        "models_float32",
+        "rlhf_mc.trainer.update",
+        "log_probs_and_entropy",
+        _at_temperature_1,
+        "qwen2_actor: gradient error",
+    ),
+    "names of other layers": Fault(
+        "models_float32", "gpu_parts.engines", "layouts_of", _of_other_layers, "parameters are not those of the layout"
+    ),
+    "other rotary frequencies": Fault(
+        "models_bfloat16", "rlhf_mc.models.build", "_set_rope", _other_theta, "qwen2_actor: gradient error"
+    ),
+    "local layers": Fault(
+        "models_te",
+        "gpu_parts.model_parts",
+        "uses_transformer_engine",
+        _false,
+        "the layers are not Transformer Engine's",
+        dataclasses.replace(LEAST, families={}),
+    ),
+    "local layers in float32": Fault(
+        "models_te_float32",
+        "gpu_parts.model_parts",
+        "uses_transformer_engine",
+        _false,
+        "the layers are not Transformer Engine's",
+        dataclasses.replace(LEAST, families={}),
+    ),
+    "log-probs of 1 % more": Fault(
+        "heads_152k", "rlhf_mc.models.heads", "log_probs", _scaled(1.01), "float32 log_prob: off by"
+    ),
+    "a load without tensors": Fault(
+        "resume", "rlhf_mc.checkpoint.training_state", "read_tensors", _nothing, "loaded tensors differ"
+    ),
+    "gradients that vary": Fault("deterministic", _ENGINE, "backward", _never_the_same, "step 3 differs in"),
+    "a save of zeros": Fault(
+        "async_save",
+        "rlhf_mc.checkpoint.training_tensors:HostBuffers",
+        "copies",
+        _zeros,
+        "tensors are not those of the beginning of the save",
+    ),
+    "an arena that forgets": Fault(
+        "offload", "rlhf_mc.models.host_memory:HostArena", "views", _new_memory, "tensors have other bits"
+    ),
+    "no update": Fault("weight_update", _SYNC, "run", _nothing, "qwen3: UserError: reshard.verify: "),
+    "a plan that lacks a block": Fault(
+        "weight_update", "rlhf_mc.reshard.plan:Plan", "for_rank", _without_last_copy, "not written completely"
+    ),
+    "a read in each micro-batch": Fault(
+        "synchronisations", _SCORING, "log_probs", _with_read, "score: the host waits 1 times per micro-batch"
+    ),
+    "a step that does nothing": Fault(
+        "throughput", _ENGINE, "train_step", _nothing, "its work has not been done or waited for"
+    ),
+    "commands that do nothing": Fault(
+        "quickstart", "gpu_parts.rollout_parts", "_run", _nothing, "the run has not written success.json"
+    ),
+    "zeros in vLLM, aliased": Fault("aliased_weights", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"),
+    "zeros in vLLM": Fault("step_speed", _SYNC, "run", _nothing, "log-probs of vLLM (rollout)"),
+}
+"""Name -> fault. All are on one rank."""

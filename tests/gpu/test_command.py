@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +49,34 @@ def test_a_part_that_does_not_end_is_stopped_and_the_next_runs(tmp_path: Path) -
     assert "machine failed: not done after 0.2 s" in text and "0 passed, 1 failed, 1 skipped" in text
 
 
+def test_a_part_that_is_stopped_shows_where_it_was() -> None:
+    code = "from gpu_parts.processes import *; show_stack_when_stopped(); print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(COMMAND).parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.terminate()
+        log = process.communicate()[1]
+    assert process.returncode == -signal.SIGTERM
+    assert "Current thread 0x" in log and 'File "<string>", line 1' in log
+
+
 def test_two_ranks_run_a_part_together(tmp_path: Path) -> None:
     code, text, found = check(2, tmp_path / "out.json", "--parts", "machine")
     assert code == 0, text
     assert found["ranks"] == 2 and text.count("machine ") == 1
     assert [part["verdict"] for part in found["parts"].values()] == ["passed"]
+
+
+def test_a_gpu_that_torch_does_not_see_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = forked.run([COMMAND, "--device", "cuda"])
+    assert done.returncode == 2
+    assert done.stdout == "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False)\n"
 
 
 def test_an_unknown_part_is_named(tmp_path: Path) -> None:

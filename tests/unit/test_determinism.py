@@ -46,6 +46,7 @@ def test_environment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "NCCL_ALGO": "tree",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "0",
     }
 
 

@@ -1,17 +1,24 @@
-"""Transformer Engine as a package that is absent, or installed and broken. Its layers themselves need a GPU."""
+"""Transformer Engine as a package that is absent, or installed and broken, and the choice of attention. Its layers
+themselves need a GPU."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import NodeError
-from rlhf_mc.models.transformer_engine import import_transformer_engine, uses_transformer_engine
+from rlhf_mc.models.transformer_engine import (
+    has_packed_attention,
+    import_transformer_engine,
+    uses_transformer_engine,
+)
 
 Install = Callable[[str], None]
 
@@ -64,3 +71,53 @@ def test_an_import_error_matters_only_on_a_gpu(install: Install, monkeypatch: py
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
     with pytest.raises(NodeError, match="ImportError: undefined symbol"):
         import_transformer_engine()
+
+
+@pytest.fixture
+def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Replace Transformer Engine's selection of an attention backend. Yield what it answers (flash, fused) and what it
+    was asked."""
+    found = SimpleNamespace(flash=False, fused=False, asked=[])
+
+    def get_attention_backend(params: SimpleNamespace) -> tuple[object, ...]:
+        found.asked.append(params)
+        return found.flash, None, found.fused, None, True, [found.flash, found.fused, True]
+
+    name = "transformer_engine.pytorch.attention.dot_product_attention"
+    parts = name.split(".")
+    for count in range(1, 1 + len(parts)):
+        package = ".".join(parts[:count])
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    utils = SimpleNamespace(AttentionParams=SimpleNamespace, get_attention_backend=get_attention_backend)
+    monkeypatch.setattr(sys.modules[name], "utils", utils, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    has_packed_attention.cache_clear()
+    yield found
+    has_packed_attention.cache_clear()
+
+
+@pytest.mark.parametrize(("flash", "fused"), [(False, True), (True, False), (True, True), (False, False)])
+def test_packed_attention_is_flash_attn_or_cudnn(
+    selection: SimpleNamespace, caplog: pytest.LogCaptureFixture, flash: bool, fused: bool
+) -> None:
+    selection.flash = flash
+    selection.fused = fused
+    with caplog.at_level(logging.WARNING):
+        assert has_packed_attention(torch.bfloat16, 8, 2, 128) == (flash or fused)
+        assert has_packed_attention(torch.bfloat16, 8, 2, 128) == (flash or fused)
+    assert len(selection.asked) == 1  # and so at most one warning for each kind of attention
+    line = "no attention kernel for packed sequences in bfloat16 with heads of 128 dimensions on NVIDIA A100"
+    assert caplog.text.count(line) == (not flash and not fused)
+
+
+def test_packed_attention_is_asked_for_the_models_heads(selection: SimpleNamespace) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        has_packed_attention(torch.float32, 8, 2, 64)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (asked,) = selection.asked
+    assert (asked.qkv_dtype, asked.num_heads, asked.num_gqa_groups) == (torch.float32, 8, 2)
+    assert asked.head_dim_qk == asked.head_dim_v == 64
+    assert asked.qkv_layout.startswith("thd") and asked.attn_mask_type == "padding_causal"
+    assert asked.deterministic

@@ -22,6 +22,8 @@ class Part:
     """Modules that cannot be imported while the part runs, although they are installed."""
     deterministic: bool = False
     """The part runs with deterministic algorithms alone, as with trainer.deterministic."""
+    exact_float32: bool = False
+    """The part compares with float32 products, so none may be in TF32."""
     seconds: int = 300
     """Time limit, imports included."""
     rank_0_only: bool = False
@@ -44,15 +46,41 @@ NEEDS = {
 """Need of a part -> the reason for skipping it."""
 
 PARTS = (
-    Part("machine", "torch_parts", "device, versions, rates of a matrix product and of copies", seconds=120),
+    Part("machine", "torch_parts", "device, versions; a matrix product, copies, and their rates", seconds=120),
     Part("checksums", "torch_parts", "checksums of the weight update on the device against the CPU"),
     Part("process_groups", "torch_parts", "objects over gloo, sums and point-to-point messages on the device, groups"),
     Part("timeouts", "torch_parts", "a collective that a rank misses ends within its timeout", ("ranks",)),
-    Part("models_float32", "model_parts", "models against transformers in float32, local layers", hides=(TE,)),
-    Part("models_bfloat16", "model_parts", "models against transformers in bfloat16, local layers", hides=(TE,)),
-    Part("models_te", "model_parts", "models against transformers in bfloat16, Transformer Engine", (TE,)),
-    Part("models_te_float32", "model_parts", "models against transformers in float32, Transformer Engine", (TE,)),
-    Part("heads_152k", "head_parts", "log-probs at vocabulary 152k: values, gradients, memory, speed"),
+    Part(
+        "models_float32",
+        "model_parts",
+        "models against transformers in float32, local layers",
+        hides=(TE,),
+        exact_float32=True,
+    ),
+    Part(
+        "models_bfloat16",
+        "model_parts",
+        "models against transformers in bfloat16, local layers",
+        hides=(TE,),
+        exact_float32=True,
+    ),
+    Part(
+        "models_te",
+        "model_parts",
+        "models against transformers in bfloat16, Transformer Engine",
+        (TE,),
+        exact_float32=True,
+    ),
+    Part(
+        "models_te_float32",
+        "model_parts",
+        "models against transformers in float32, Transformer Engine",
+        (TE,),
+        exact_float32=True,
+    ),
+    Part(
+        "heads_152k", "head_parts", "log-probs at vocabulary 152k: values, gradients, memory, speed", exact_float32=True
+    ),
     Part("resume", "training_parts", "two steps, save, load, the same third step: how far from the same bits"),
     Part("deterministic", "training_parts", "the same with trainer.deterministic: the same bits", deterministic=True),
     Part("async_save", "training_parts", "a save in the background while parameters change"),

@@ -87,12 +87,27 @@ def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) ->
         **{"dtype": "float32", "use_distributed_optimizer": False, **megatron},
     )
     engine = ModelEngine(role, shape, config, groups)
+    check_parameters(engine)
     skip = ("score.weight",) if role == "critic" else ()
     import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
         name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
         engine.params[name].copy_(value_head_weight(shape.hidden_size))
     return engine
+
+
+def check_parameters(engine: ModelEngine) -> None:
+    """Raise RuntimeError if names or shapes of this rank's parameters are not those of rlhf_mc's layout, which is
+    another for Transformer Engine's layers."""
+    found = {name: tuple(param.shape) for name, param in engine.named_parameters().items()}
+    wanted = layouts_of(engine)[engine.groups.rank].shapes
+    differ = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    if differ:
+        first = differ[0]
+        raise RuntimeError(
+            f"{len(differ)} parameters are not those of the layout, {first} first: the model has"
+            f" {found.get(first, 'none')}, the layout {wanted.get(first, 'none')}"
+        )
 
 
 def random_engine(config: dict[str, Any], groups: Groups, seed: int = 0, **megatron: Any) -> ModelEngine:

@@ -19,6 +19,9 @@ TEMPERATURE = 0.7
 FACTOR = 3.0
 """The errors may be this multiple of those of a log-softmax of logits in the weights' type. Both are against
 float64."""
+CHUNKS_IN_MEMORY = 2.0
+"""Largest peak of the backward pass beside the gradients, in chunks of logits in float32. It needs 1.5: the logits, and
+their gradient in bfloat16."""
 
 
 def heads_152k(report: Report, sizes: Sizes) -> None:
@@ -44,25 +47,20 @@ class _Head:
 
     @staticmethod
     def make(num_tokens: int, sizes: Sizes, dtype: torch.dtype) -> _Head:
-        """Return the same head on every rank, each with its columns."""
-        draw = torch.Generator().manual_seed(1)
+        """Return a head of which every rank has the same states and targets, and columns of its own. All are drawn on
+        the device."""
         vocab = sizes.vocabulary
         hidden = sizes.head_hidden
         world = dist.get_world_size()
-        padded = padded_vocab_size(vocab, world)
-        scale = 2.0 / hidden**0.5
-        weight = torch.zeros(padded, hidden)
-        weight[:vocab] = scale * torch.randn(vocab, hidden, generator=draw)
-        states = torch.randn(num_tokens, hidden, generator=draw)
-        targets = torch.randint(vocab, (num_tokens,), generator=draw)
-        mine = weight.chunk(world)[dist.get_rank()]
-        device = platform.device()
-        return _Head(
-            states.to(device, dtype).requires_grad_(),
-            mine.to(device, dtype).requires_grad_(),
-            targets.to(device),
-            vocab,
-        )
+        columns = padded_vocab_size(vocab, world) // world
+        on_device = {"device": platform.device()}
+        draw = torch.Generator(**on_device).manual_seed(1)
+        states = torch.randn(num_tokens, hidden, generator=draw, dtype=dtype, **on_device)
+        targets = torch.randint(vocab, (num_tokens,), generator=draw, **on_device)
+        draw = torch.Generator(**on_device).manual_seed(2 + dist.get_rank())
+        weight = torch.empty(columns, hidden, dtype=dtype, **on_device).normal_(std=2.0 / hidden**0.5, generator=draw)
+        weight[max(0, vocab - dist.get_rank() * columns) :] = 0.0  # padding
+        return _Head(states.requires_grad_(), weight.requires_grad_(), targets, vocab)
 
     def log_probs(self) -> torch.Tensor:
         """Return the log-probs [R] by rlhf_mc.models.heads."""
@@ -122,14 +120,18 @@ def _measure_head(report: Report, sizes: Sizes) -> None:
     product = 2.0 * sizes.head_tokens * columns * sizes.head_hidden
     rates = {"forward": product / measure.seconds(forward), "forward_backward": 4 * product / measure.seconds(both)}
     full = 4 * sizes.head_tokens * columns
+    chunk = min(full, 4 * heads.CHUNK_LOGITS * (heads.GPU_CHUNKS if platform.use_cuda() else 1))
     peaks = {"forward": measure.extra_memory(forward), "forward_backward": measure.extra_memory(both)}
-    # The gradients of weight and states are results; of the weight there is a sum in float32 too.
-    results = 6 * head.weight.numel() + 2 * head.states.numel()
+    # The gradients of weight and states are results; of the weight there is a sum in float32 too. The upstream gradient
+    # and the statistics of each token are a few vectors.
+    results = 6 * head.weight.numel() + 4 * head.states.numel() + 100 * sizes.head_tokens
     report.record(**{f"{key}_tflops": value / 1e12 for key, value in rates.items()})
     report.record(**{f"{key}_peak_gb": value / 1e9 for key, value in peaks.items()}, full_logits_gb=full / 1e9)
-    if full > 16 * heads.CHUNK_LOGITS:  # else all tokens are one chunk
-        beyond = peaks["forward_backward"] - results
-        report.check(beyond < full, f"peak memory {beyond / 1e9:.1f} GB, all logits in float32 {full / 1e9:.1f} GB")
+    beyond = peaks["forward_backward"] - results
+    report.record(chunk_gb=chunk / 1e9, peak_besides_gradients_gb=beyond / 1e9)
+    if platform.use_cuda():  # the resident memory of a process on a CPU depends on more
+        text = f"peak memory beside the gradients {beyond / 1e9:.2f} GB, one chunk of logits {chunk / 1e9:.2f} GB"
+        report.check(beyond < CHUNKS_IN_MEMORY * chunk, text)
     report.summarize(
         f"{sizes.head_tokens} tokens: {rates['forward'] / 1e12:.3g} TFLOP/s forward, "
         f"{rates['forward_backward'] / 1e12:.3g} with backward; peak {peaks['forward_backward'] / 1e9:.2f} GB, "

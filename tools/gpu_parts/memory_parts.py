@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -55,8 +56,8 @@ def offload(report: Report, sizes: Sizes) -> None:
     report.record(offload_gb_per_s=to_host / GB, onload_gb_per_s=to_device / GB)
     report.record(pinned_to_host_gb_per_s=pinned[0] / GB, pinned_to_device_gb_per_s=pinned[1] / GB)
     report.summarize(
-        f"{moved / GB:.2f} GB, bits equal: {to_host / GB:.1f} GB/s out ({to_host / pinned[0]:.2f} of a pinned copy), "
-        f"{to_device / GB:.1f} in ({to_device / pinned[1]:.2f}); the first took {first[0]:.2f} s"
+        f"{moved / GB:.3g} GB, bits equal: {to_host / GB:.3g} GB/s out ({to_host / pinned[0]:.2f} of a pinned copy), "
+        f"{to_device / GB:.3g} in ({to_device / pinned[1]:.2f}); the first took {first[0]:.2f} s"
     )
 
 
@@ -110,7 +111,8 @@ def _full_device() -> Iterator[float | None]:
 
 def weight_update(report: Report, sizes: Sizes) -> None:
     """Write all weights of 8B models into another engine's parameters, and compare the speed with that of one copy on
-    the device. With several ranks: from tensor parallelism over all of them to engines of half as many."""
+    the device. With several ranks: from tensor parallelism over all of them, or as many as the heads allow, to engines
+    of half as many."""
     texts = []
     for name, config in sizes.updated.items():
         with report.case(name):
@@ -122,8 +124,9 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     shape = ModelShape.from_hf_config(config)
     rank = dist.get_rank()
     world = dist.get_world_size()
-    mesh = Mesh(world, world, 1)
-    groups = rollout_groups(mesh, max(1, world // 2))
+    tp = math.gcd(world, shape.num_heads)
+    mesh = Mesh(world, tp, 1)
+    groups = rollout_groups(mesh, max(1, tp // 2))
     begin = time.perf_counter()
     training = training_layouts(shape, mesh, uses_transformer_engine())
     rollout = rollout_layouts(shape, groups)
@@ -139,7 +142,9 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     target = {key: torch.full(size, torch.nan, **empty) for key, size in rollout[rank].shapes.items()}
     seconds = measure.seconds(lambda: sync.run(source, target))
     begin = time.perf_counter()
-    verify(sync.plan, source, target, dist.group.WORLD)
+    verify(sync.plan, source, target, dist.group.WORLD)  # of the planned blocks
+    unwritten = [key for key, tensor in target.items() if bool(tensor.isnan().any())]
+    report.check(not unwritten, f"{name}: {len(unwritten)} tensors are not written completely, {unwritten[:1]} first")
     platform.synchronize()
     verified = time.perf_counter() - begin
     moved = sync.plan.copied_bytes + sync.plan.received_bytes
@@ -151,4 +156,4 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     report.record(**{f"{name}_moved_gb": moved / GB, f"{name}_received_gb": sync.plan.received_bytes / GB})
     report.record(**{f"{name}_s": seconds, f"{name}_gb_per_s": rate / GB, f"{name}_share_of_copy": rate / copy})
     report.record(**{f"{name}_transfers": transfers, f"{name}_planning_s": planned, f"{name}_verify_s": verified})
-    return f"{moved / GB:.2f} GB at {rate / GB:.0f} GB/s ({rate / copy:.2f} of one copy), verified in {verified:.2f} s"
+    return f"{moved / GB:.3g} GB at {rate / GB:.3g} GB/s ({rate / copy:.2f} of one copy), verified in {verified:.2f} s"

@@ -55,6 +55,8 @@ class Computed:
     """[R]"""
     grads: dict[str, torch.Tensor]
     """By the names of the Hugging Face checkpoint."""
+    attention: str = ""
+    """Attention of the layers: "transformer_engine" or "torch"."""
 
 
 def models_float32(report: Report, sizes: Sizes) -> None:
@@ -74,7 +76,8 @@ def models_te(report: Report, sizes: Sizes) -> None:
 
 
 def models_te_float32(report: Report, sizes: Sizes) -> None:
-    """Compare each family's model in float32, with Transformer Engine's layers: only its unfused attention takes it."""
+    """Compare each family's model in float32, with Transformer Engine's layers and torch's attention: Transformer
+    Engine's own has no float32 kernel for packed sequences."""
     report.check(uses_transformer_engine(), "the layers are not Transformer Engine's")
     _compare_families(report, sizes, "float32")
 
@@ -131,6 +134,7 @@ def _compare(
         found = _by_megatron(checkpoint, role, groups, batch, job, dtype=dtype, **rest)
     errors = _errors(found, wanted, torch_dtype != torch.float32)
     report.record(**{f"{name}_{key}_error": value for key, value in errors.items()})
+    report.record(**{f"{name}_attention": found.attention})
     for key, value in errors.items():
         report.check(value <= bounds[key], f"{name}: {key} error {value:.1e}, bound {bounds[key]:.1e}")
     gc.collect()
@@ -168,7 +172,8 @@ def _by_megatron(
     engine.make_trainable(OptimConfig(), total_steps=1)
     engine.backward(batch, my_micro_batches(engine, batch, job.budget), objective(engine, batch, job.mode))
     grads = {name: param.main_grad for name, param in engine.named_parameters().items()}
-    return Computed(log_probs, logical_tensors(engine, grads))
+    attention = "transformer_engine" if engine.chunks[0].qkv_format == "thd" else "torch"
+    return Computed(log_probs, logical_tensors(engine, grads), attention)
 
 
 def _errors(found: Computed, wanted: Computed, is_rounded: bool) -> dict[str, float]:

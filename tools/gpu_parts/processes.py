@@ -4,6 +4,7 @@ is stopped. The ranks of one part are connected by a rendezvous of their own, wh
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 from gpu_parts.catalog import Part
 from gpu_parts.report import FAILED, PASSED, SKIPPED, Result
 
-LOG_CHARACTERS = 6000
+LOG_CHARACTERS = 20_000
 """Number of characters of a part's output that are kept, from its end."""
 GRACE_SECONDS = 15.0
 """Time that the other ranks of a part have to end after one has failed."""
@@ -132,6 +133,8 @@ def _environment(ranks: Ranks, device: str, port: str, directory: str) -> dict[s
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
         env.pop(name, None)
     env |= {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+    # As in launch/env.sh. torchrun sets 1: a collective that has timed out then returns before its process is ended.
+    env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     if device == "cpu":
         env["RLHF_MC_DEVICE"] = "cpu"
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -188,8 +191,13 @@ def _join(results: list[Result]) -> Result:
 
 def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:
     """Run the part as one rank of those that the environment describes, and end this process."""
+    show_stack_when_stopped()
     for name in part.hides:
         sys.modules[name] = None  # type: ignore[assignment]
+    if part.exact_float32:
+        from rlhf_mc.runtime.tf32 import forbid_tf32
+
+        forbid_tf32(("float32",))  # before torch is imported
     from gpu_parts.report import Report
 
     report = Report(path)
@@ -204,6 +212,11 @@ def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:
     sys.stderr.flush()
     # At its end an interpreter would wait for threads of libraries.
     os._exit(0)
+
+
+def show_stack_when_stopped() -> None:
+    """Let SIGTERM print the stacks of all threads before it ends this process, also where it waits in a library."""
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
 
 
 def _run_connected(part: Part, report: Any, sizes: Any) -> None:

@@ -113,6 +113,8 @@ class Sizes:
     """config.json of Qwen2.5-0.5B, whose speed is measured."""
     speed_lens: tuple[int, ...] = (2048,) * 8
     """Tokens of each sequence in the measurement of speed; a quarter of them is the prompt."""
+    least_share: float = 0.1
+    """Share of the rate of a matrix product below which the speed of training is a fault."""
     offloaded: dict[str, Any] = field(
         default_factory=lambda: {**QWEN2, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20}
     )
@@ -159,6 +161,7 @@ SMALL = Sizes(
     trained={**QWEN2, **TINY},
     half_billion={**QWEN2, **TINY},
     speed_lens=(24, 40, 32, 32),
+    least_share=0.0,
     offloaded={**QWEN2, **TINY},
     quickstart_steps=2,
     runs={

@@ -36,6 +36,8 @@ READ = "aten::_local_scalar_dense"
 """Read of one element, the only such operation that a CPU shows."""
 FEW = 2
 MANY = 6
+ONE_WAIT = 0.5
+"""Waits per micro-batch from which on there is one: the library's own waits vary between two measurements."""
 
 
 def synchronisations(report: Report, sizes: Sizes) -> None:
@@ -54,6 +56,10 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
             fixed = totals[FEW] - FEW * per_micro_batch
             report.record(**{f"{name}_waits_per_micro_batch": per_micro_batch, f"{name}_waits_besides": fixed})
             report.record(**{f"{name}_waits_of_{MANY}": dict(counts[MANY])})
+            # Without Transformer Engine's rotary embedding a GPU waits in each layer.
+            if uses_transformer_engine() or not platform.use_cuda():
+                text = f"{name}: the host waits {per_micro_batch:g} times per micro-batch"
+                report.check(per_micro_batch < ONE_WAIT, text)
             if platform.use_cuda():
                 sites = _sites(_of_each_sequence(action, engine, batches[MANY]))
                 report.record(**{f"{name}_waiting_lines": dict(sites.most_common(12))})
@@ -132,12 +138,15 @@ def throughput(report: Report, sizes: Sizes) -> None:
             found[name] = flops / (sheet or peak)
             report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})
             report.record(**{f"{name}_share_of_matmul": flops / peak})
+            share = f"{name}: {flops / peak:.3g} of the rate of a matrix product"
+            report.check(flops / peak <= 1.0, f"{share}, which is impossible: its work has not been done or waited for")
+            report.check(flops / peak >= sizes.least_share, f"{share}; at least {sizes.least_share:g} is expected")
             report.record(**{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet})
     layers = "Transformer Engine" if uses_transformer_engine() else "local layers"
     report.record(layers=layers, sequences=mine, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
     of = "the data sheet's" if sheet else "a matrix product's"
     texts = [
-        f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.0%} of {of} FLOP/s)"
+        f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.2g} of {of} FLOP/s)"
         for name, share in found.items()
     ]
     report.summarize(f"{layers}: {', '.join(texts)}")

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,13 +24,18 @@ from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 
 GB = 1e9
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64)
-ENDS_WITHIN_SECONDS = 60
-"""Time after the timeout of a collective within which its process must have ended: NCCL's watchdog looks from time to
-time, and writes its records first."""
+ENDS_WITHIN_SECONDS = 120
+"""Time after the timeout of a collective within which its process must have ended: NCCL's watchdog waits 60 s for its
+records to be written first (ProcessGroupNCCL.cpp, Watchdog::runLoop)."""
+PRODUCT_BOUND = 0.01
+"""Largest error of a bfloat16 product relative to its norm. Rounding the result alone gives 0.002."""
+LARGEST_BY_DEFINITION = 10_000_000
+"""Number of bytes of the largest tensor whose checksum is also computed by its definition, with numpy."""
 
 
 def machine(report: Report, sizes: Sizes) -> None:
-    """Record the device, its software, and its rates: the denominators of later parts."""
+    """Record the device, its software, and its rates: the denominators of later parts. A product and a copy to the host
+    and back must be right."""
     report.record(torch=torch.__version__, cpu_threads=torch.get_num_threads())
     name = "CPU"
     if platform.use_cuda():
@@ -43,6 +49,8 @@ def machine(report: Report, sizes: Sizes) -> None:
             cuda=torch.version.cuda,
             nccl=nccl,
         )
+    _check_product(report, sizes.matmul)
+    _check_copies(report)
     rate = measure.matmul_rate(sizes.matmul)
     copy = measure.device_copy_rate(sizes.copy_bytes)
     to_host, to_device = measure.host_copy_rates(min(sizes.copy_bytes, 1 << 30))
@@ -55,14 +63,35 @@ def machine(report: Report, sizes: Sizes) -> None:
         to_device_gb_per_s=to_device / GB,
     )
     report.summarize(
-        f"{name}: bf16 product {rate / 1e12:.3g} TFLOP/s, copies {copy / GB:.0f} GB/s on the device, "
-        f"{to_host / GB:.0f} to and {to_device / GB:.0f} from the host"
+        f"{name}: bf16 product {rate / 1e12:.3g} TFLOP/s, copies {copy / GB:.3g} GB/s on the device, "
+        f"{to_host / GB:.3g} to and {to_device / GB:.3g} from the host"
     )
 
 
+def _check_product(report: Report, size: int) -> None:
+    """Compare a product of bfloat16 matrices [64, size] x [size, 64] with the CPU's in float64."""
+    draw = torch.Generator(platform.device()).manual_seed(0)
+    a = torch.randn(64, size, generator=draw, device=platform.device()).bfloat16()
+    b = torch.randn(size, 64, generator=draw, device=platform.device()).bfloat16()
+    wanted = a.cpu().double() @ b.cpu().double()
+    error = float((torch.mm(a, b).cpu().double() - wanted).norm() / wanted.norm())
+    report.record(matmul_error=error)
+    report.check(error < PRODUCT_BOUND, f"a bfloat16 product is off by {error:.1e} of its norm")
+
+
+def _check_copies(report: Report) -> None:
+    """Copy bytes to page-locked memory, to the device, on the device and back, and compare them."""
+    wanted = torch.randint(256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    locked = platform.host_bytes(len(wanted)).copy_(wanted)
+    device = torch.empty_like(locked, device=platform.device()).copy_(locked, non_blocking=True)
+    back = platform.host_bytes(len(wanted)).copy_(device.clone(), non_blocking=True)
+    platform.synchronize()
+    report.check(torch.equal(back, wanted), "bytes copied to the device and back are other bytes")
+
+
 def checksums(report: Report, sizes: Sizes) -> None:
-    """Compare checksums of the same bits on the device and on the CPU: of vectors, of matrices, of every second row;
-    and those of bits of which one has changed."""
+    """Compare checksums of the same bits on the device and on the CPU: of vectors, of matrices, of every second row.
+    Those of small tensors are compared with the definition too; a changed bit must change the checksum."""
     draw = torch.Generator().manual_seed(0)
     num = 0
     for dtype in DTYPES:
@@ -76,6 +105,9 @@ def checksums(report: Report, sizes: Sizes) -> None:
                 blocks += [matrix[None], matrix[::2, 10:40][None]]
             for number, block in enumerate(blocks):
                 wanted = checksum([block])
+                if block.nbytes <= LARGEST_BY_DEFINITION:
+                    of = f"{dtype} {tuple(block.shape)}"
+                    report.check(torch.equal(wanted, _by_definition(block)), f"{of}: not the sums of its 8-byte words")
                 there = block.to(platform.device()) if number < 2 else matrix.to(platform.device())[::2, 10:40][None]
                 num += 1
                 report.check(torch.equal(checksum([there]), wanted), f"{dtype} {tuple(block.shape)}: not the CPU's")
@@ -87,6 +119,15 @@ def checksums(report: Report, sizes: Sizes) -> None:
     rate = len(bits) / measure.seconds(lambda: checksum([device]))
     report.record(compared=num, gb_per_s=rate / GB)
     report.summarize(f"{num} tensors agree with the CPU, {rate / GB:.1f} GB/s")
+
+
+def _by_definition(block: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the block's 8-byte words, padded with zeros, and the sum weighted by position, both modulo
+    2^64: [2] int64."""
+    data = block.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(data + bytes(-len(data) % 8), dtype=np.int64)
+    positions = np.arange(1, 1 + len(words), dtype=np.int64)
+    return torch.tensor([int(words.sum()), int((words * positions).sum())])
 
 
 def process_groups(report: Report, sizes: Sizes) -> None:

@@ -124,7 +124,7 @@ def async_save(report: Report, sizes: Sizes) -> None:
         report.check(not names, f"{len(names)} tensors are not those of the beginning of the save, {names[:1]} first")
     report.record(saved_gb=size / 1e9, blocked_s=blocked, written_after_s=written, copy_gb_per_s=size / blocked / 1e9)
     report.summarize(
-        f"{size / 1e9:.2f} GB a rank: blocked {blocked:.2f} s ({size / blocked / 1e9:.1f} GB/s), written after "
+        f"{size / 1e9:.3g} GB a rank: blocked {blocked:.2f} s ({size / blocked / 1e9:.3g} GB/s), written after "
         f"{written:.1f} s, bits as at the beginning"
     )
 
