@@ -90,6 +90,8 @@ RANGES = {
     "rollout.max_num_seqs": Range(1, 65_536),
     "rollout.max_num_batched_tokens": Range(1, 16_777_216),
     "rollout.val_kwargs.temperature": Range(0.01, 1e3, also=0),
+    "rollout.val_kwargs.top_p": Range(0.001, 1),
+    "rollout.val_kwargs.top_k": Range(1, 1_000_000_000, also=-1),
     "rollout.val_kwargs.n": Range(1, 10_000),
     "algorithm.gamma": _FRACTION,
     "algorithm.lam": _FRACTION,

@@ -154,8 +154,12 @@ class ValKwargsConfig:
 
     temperature: float = 0.0
     """Sampling temperature; 0: greedy."""
+    top_p: float = 1.0
+    """Draw tokens from the smallest set of this probability; 1: from all tokens."""
+    top_k: int = -1
+    """Draw tokens from this number of most probable ones; -1: from all tokens."""
     n: int = 1
-    """Responses per validation prompt. val-core/<data_source>/acc/mean@n is their mean accuracy."""
+    """Responses per validation prompt: statistics such as mean@n, best@n and maj@n are over these (docs/metrics.md)."""
 
 
 @dataclass
@@ -314,7 +318,10 @@ class TrainerConfig:
     max_ckpt_to_keep: int | None = None
     """Number of training checkpoints to keep. Older ones are deleted once a new one is complete. null: keep all."""
     keep_best: bool = False
-    """Also keep the checkpoint with the highest validation accuracy."""
+    """Also keep the checkpoint with the highest best_metric."""
+    best_metric: str | None = None
+    """The validation metric by which keep_best chooses, such as val-core/openai/gsm8k/acc/best@4/mean; null: the mean
+    accuracy."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto: resume from the newest intact checkpoint in default_local_dir, if there is one. disable: begin a new run; a
     requeued Slurm job still resumes the run that it began. resume_path: resume from resume_from_path."""
@@ -329,6 +336,13 @@ class TrainerConfig:
     last step the actor is always exported to hf/."""
     log_val_generations: int = 8
     """Number of validation generations that are written as text at each validation."""
+    validation_data_dir: str | None = None
+    """Directory for all generations of each validation, as <step>.jsonl: input, output, gts, score, parts of the score,
+    length; null: none."""
+    rollout_data_dir: str | None = None
+    """Directory for all generations of each training step, in the same form; null: none."""
+    val_only: bool = False
+    """Validate the initial or resumed weights and end, without training, export or checkpoint."""
     target_val_acc: float | None = None
     """End the run once the mean validation accuracy reaches this value; null: never."""
     logger: list[Literal["console", "jsonl", "tensorboard"]] = field(

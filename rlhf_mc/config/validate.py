@@ -273,6 +273,19 @@ def _check_validation(cfg: Config) -> None:
         " set rollout.val_kwargs.temperature above 0, or n to 1",
     )
     _require(
+        val.temperature > 0 or (val.top_p == 1.0 and val.top_k == -1),
+        f"rollout.val_kwargs: top_p {val.top_p} and top_k {val.top_k} do nothing at temperature 0, which is greedy; set"
+        " rollout.val_kwargs.temperature above 0, or leave them out",
+    )
+    _require(
+        len(cfg.data.val_files) > 0 or not (cfg.trainer.val_only or cfg.trainer.validation_data_dir),
+        "trainer.val_only and trainer.validation_data_dir need data.val_files, which is empty",
+    )
+    _require(
+        cfg.trainer.best_metric is None or cfg.trainer.keep_best,
+        f"trainer.best_metric is {cfg.trainer.best_metric}; that needs trainer.keep_best: true",
+    )
+    _require(
         cfg.trainer.test_freq == -1 or len(cfg.data.val_files) > 0,
         f"trainer.test_freq is {cfg.trainer.test_freq}; that needs data.val_files, which is empty",
     )

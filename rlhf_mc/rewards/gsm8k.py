@@ -28,8 +28,13 @@ def strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: A
 def flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return 1.0 if the last number of the response equals the ground truth, character for character, else 0.0. Unlike
     verl's flexible rule it ignores thousands commas and a full stop after the number."""
-    found = _NUMBER.findall(solution_str[-_TAIL_CHARS:])
-    return float(bool(found) and found[-1].replace(",", "") == _reference(ground_truth))
+    return float(extract_number(solution_str) == _reference(ground_truth))
+
+
+def extract_number(text: str) -> str | None:
+    """Return the last number, without thousands commas, or None."""
+    found = _NUMBER.findall(text[-_TAIL_CHARS:])
+    return found[-1].replace(",", "") if found else None
 
 
 def _reference(ground_truth: Any) -> str:

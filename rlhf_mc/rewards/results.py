@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
@@ -49,6 +49,9 @@ class Score:
     """Contribution of each part by name: its weight times its score."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the reward functions by name, such as "acc"."""
+    pred: str | None = None
+    """The answer that was found in the response, which maj@k counts ("" where there is none): by the rule, or "pred" of
+    the user's function. None: neither names one."""
     failure: FailureKind | None = None
     """Not None: the response could not be scored, and `score` is reward.default_score."""
 
@@ -61,7 +64,7 @@ class Score:
         """Return the score with a further part. A row that could not be scored keeps its default score."""
         if self.failure is not None:
             return self
-        return Score(self.score + contribution, {**self.parts, part: contribution}, self.extra)
+        return replace(self, score=self.score + contribution, parts={**self.parts, part: contribution})
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,24 @@ class Rule:
     """It compares with the ground truth, so its score is the accuracy of the response. False: a rule on the format."""
     truth_problem: Callable[[Any], str | None] = lambda truth: None
     """Return why the rule cannot compare with a ground truth, or None."""
+    answer: Callable[[str], str | None] | None = None
+    """Return the answer in a response, or None. Not set: the rule compares no single answer."""
 
 
 RULES = {
-    "gsm8k_strict": Rule(gsm8k.strict, ("openai/gsm8k",)),
-    "gsm8k_flexible": Rule(gsm8k.flexible),
+    "gsm8k_strict": Rule(gsm8k.strict, ("openai/gsm8k",), answer=gsm8k.extract_answer),
+    "gsm8k_flexible": Rule(gsm8k.flexible, answer=gsm8k.extract_number),
     "math": Rule(
         math_rule.compute_score,
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        answer=math_rule.last_boxed,
     ),
-    "exact_match": Rule(text_rules.exact_match, ("arithmetic",)),
+    "exact_match": Rule(text_rules.exact_match, ("arithmetic",), answer=str.strip),
     "multiple_choice": Rule(
-        text_rules.multiple_choice, ("hellaswag", "Rowan/hellaswag"), truth_problem=text_rules.choice_problem
+        text_rules.multiple_choice,
+        ("hellaswag", "Rowan/hellaswag"),
+        truth_problem=text_rules.choice_problem,
+        answer=text_rules.extract_choice,
     ),
     "f1": Rule(text_rules.f1, ("squad", "rajpurkar/squad")),
     "boxed_format": Rule(text_rules.boxed_format, needs_truth=False),

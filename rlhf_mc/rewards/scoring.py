@@ -80,19 +80,26 @@ class Scorer:
             raise RowFailure("no_rule", problem)
         parts: dict[str, float] = {}
         extra: dict[str, float] = {}
+        pred = None
         for part, weight in row.parts.items():
             if part == REWARD_MODEL:
                 continue
             if part == CUSTOM:
-                result = checked(await self._call_custom(row, from_batch))
+                returned = await self._call_custom(row, from_batch)
+                result = checked(returned)
+                named = returned.get("pred") if isinstance(returned, dict) else None
             else:
                 result = _apply_rule(part, row)
+                answer = RULES[part].answer
+                named = None if answer is None else answer(row.response) or ""
+            if pred is None and named is not None:
+                pred = str(named)
             parts[part] = weight * result.pop("score")
             extra = result | extra
         total = sum(parts.values())
         if not abs(total) <= MAX_FLOAT32:
             raise RowFailure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
-        return Score(total, parts, extra)
+        return Score(total, parts, extra, pred)
 
     async def _call_custom(self, row: Row, from_batch: Any) -> Any:
         custom = self._custom

@@ -18,7 +18,7 @@ KV_CACHE = "kv_cache"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of responses. The distribution is not truncated (no top-k, no top-p)."""
+    """Sampling parameters of responses. Training never truncates the distribution (top_p 1, top_k -1)."""
 
     temperature: float
     """0: greedy."""
@@ -26,6 +26,10 @@ class Sampling:
     """Maximum length of a response."""
     stop_token_ids: tuple[int, ...]
     """A response ends with any of these, the token included."""
+    top_p: float = 1.0
+    """Tokens are drawn from the smallest set of probability top_p; 1: all tokens."""
+    top_k: int = -1
+    """Tokens are drawn from the top_k most probable ones; -1: all tokens."""
 
 
 class RolloutEngine(Protocol):

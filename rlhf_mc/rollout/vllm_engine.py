@@ -180,6 +180,8 @@ class VLLMEngine:
         requests = [
             vllm.SamplingParams(
                 temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=True,  # the end tokens are among stop_token_ids

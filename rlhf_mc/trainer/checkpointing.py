@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ _WITHOUT_EFFECT = {
         "async_save",
         "logger",
         "log_val_generations",
+        "best_metric",
+        "rollout_data_dir",
+        "validation_data_dir",
+        "val_only",
         "dist_timeout_seconds",
         "heartbeat_timeout_seconds",
         "preemption_grace_seconds",
@@ -58,8 +62,11 @@ class Position:
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
-    """The saved step of the highest accuracy, the latest of equal ones."""
+    """The saved step of the highest trainer.best_metric, the latest of equal ones."""
     best_accuracy: float | None = None
+    """That step's trainer.best_metric."""
+    best_metric: str | None = None
+    """The trainer.best_metric of best_accuracy."""
 
 
 class Checkpoints:
@@ -76,6 +83,8 @@ class Checkpoints:
         self._saved: int | None = None
         self._lock = Lock(self._root)
         self.position = Position()
+        self._candidate: float | None = None
+        """trainer.best_metric after the last complete step; None without a validation."""
         self.run_id = ""
         """Id of the run that the directory belongs to; `resume` reads or makes it."""
         self._logged: list[list[int]] = []
@@ -105,6 +114,9 @@ class Checkpoints:
             self._continue_run(path)
         else:
             self.position.best_step = self.position.best_accuracy = None  # it is in another directory
+        if self.position.best_metric != self._cfg.best_metric:  # its values are not comparable
+            self.position.best_step = self.position.best_accuracy = None
+            self.position.best_metric = self._cfg.best_metric
             self._begin_run(path)
         if "jsonl" in self._cfg.logger:
             validates_first = self.position.step == 0 and self._run.schedule.is_validation_due(0)
@@ -243,10 +255,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------ save
 
-    def step_done(self, step: int, accuracy: float | None) -> None:
-        """Record that a step is complete. accuracy: of a validation after it, if any. A rank may call it by itself."""
+    def step_done(self, step: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
+        """Record that a step is complete. accuracy: of a validation after it, if any. metrics: the step's. A rank may
+        call it by itself."""
         self.position.step = step
         self.position.accuracy = accuracy
+        name = self._cfg.best_metric
+        self._candidate = accuracy if name is None else metrics.get(name)
         self._record_loop_state()
 
     def _record_loop_state(self) -> None:
@@ -263,9 +278,9 @@ class Checkpoints:
         self.commit()
         position = self.position
         best = -math.inf if position.best_accuracy is None else position.best_accuracy
-        if position.accuracy is not None and position.accuracy >= best:
+        if self._candidate is not None and self._candidate >= best:
             position.best_step = position.step
-            position.best_accuracy = position.accuracy
+            position.best_accuracy = self._candidate
         loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():

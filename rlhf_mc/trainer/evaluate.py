@@ -1,10 +1,12 @@
-"""Validation: responses to the validation prompts, their scores, accuracy by data source, samples as text."""
+"""Validation: responses to the validation prompts, their scores, metrics, samples as text."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -14,23 +16,49 @@ from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
-from rlhf_mc.trainer.run_directory import GENERATIONS
+from rlhf_mc.trainer import run_directory
 from rlhf_mc.trainer.sampling import VALIDATION, generate, repeat_prompts, sampling_seeds
 from rlhf_mc.trainer.scoring import collect_scores, submit_responses
+from rlhf_mc.trainer.validation_metrics import CORE, Answer, validation_metrics
 
 
-def accuracy_metrics(prompts: Sequence[Prompt], scores: Sequence[Score], n: int) -> dict[str, float]:
-    """Return {val-core/<data_source>/acc/mean@n: mean accuracy}, and val-aux/<data_source>/num_failed for data sources
-    of which a response could not be scored. prompts, scores: one entry per response."""
-    by_source: dict[str, list[Score]] = defaultdict(list)
-    for prompt, score in zip(prompts, scores, strict=True):
-        by_source[prompt.data_source].append(score)
-    metrics = {}
-    for source, found in sorted(by_source.items()):
-        metrics[f"val-core/{source}/acc/mean@{n}"] = sum(score.accuracy for score in found) / len(found)
-        if num_failed := sum(score.failure is not None for score in found):
-            metrics[f"val-aux/{source}/num_failed"] = num_failed
-    return metrics
+@dataclass(frozen=True)
+class Validation:
+    """The responses of a validation and their scores, the same on every rank."""
+
+    prompts: list[Prompt]
+    """Of each response."""
+    generations: list[Generation]
+    scores: list[Score]
+
+    @property
+    def accuracy(self) -> float:
+        """The mean accuracy over all responses."""
+        return sum(score.accuracy for score in self.scores) / len(self.scores)
+
+    def metrics(self) -> dict[str, float]:
+        """Return validation_metrics, and val-aux/<data_source>/num_failed for data sources of which a response could
+        not be scored."""
+        answers = [
+            Answer(
+                prompt.data_source,
+                prompt.index,
+                {**score.extra, CORE: score.accuracy, "reward": score.score},
+                score.pred,
+            )
+            for prompt, score in zip(self.prompts, self.scores, strict=True)
+        ]
+        rows = zip(self.prompts, self.scores, strict=True)
+        failed = Counter(prompt.data_source for prompt, score in rows if score.failure is not None)
+        return {
+            **validation_metrics(answers),
+            **{f"val-aux/{source}/num_failed": count for source, count in sorted(failed.items())},
+        }
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+        """Return the first `count` responses as readable texts."""
+        rows = zip(self.prompts, self.generations, self.scores, strict=True)
+        return [_as_text(*row, tokenizer) for row in itertools.islice(rows, count)]
 
 
 def evaluate(
@@ -42,31 +70,33 @@ def evaluate(
     max_tokens: int,
     stop_token_ids: tuple[int, ...],
     seed: int,
-    num_texts: int,
-) -> tuple[dict[str, float], float, list[str]]:
-    """Return metrics, the mean accuracy over all responses, and the first `num_texts` responses as readable texts.
-    Every rank must call it; num_texts may differ."""
+) -> Validation:
+    """Generate cfg.n responses to each prompt and score them. Every rank must call it."""
     rows = repeat_prompts(prompts, cfg.n)
     # The same seeds at every validation: only the model differs between two.
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
-    generations = generate(engine, rows, seeds, Sampling(cfg.temperature, max_tokens, stop_token_ids))
+    parameters = Sampling(cfg.temperature, max_tokens, stop_token_ids, cfg.top_p, cfg.top_k)
+    generations = generate(engine, rows, seeds, parameters)
     pending = submit_responses(rewards, tokenizer, rows, [g.token_ids for g in generations], training=False)
-    scores = collect_scores(pending, len(rows))
-    mean = sum(score.accuracy for score in scores) / len(scores)
-    texts = [
-        _as_text(prompt, tokenizer, generation, score.score)
-        for prompt, generation, score in itertools.islice(zip(rows, generations, scores, strict=True), num_texts)
-    ]
-    return accuracy_metrics(rows, scores, cfg.n), mean, texts
+    return Validation(rows, generations, collect_scores(pending, len(rows)))
 
 
-def _as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, generation: Generation, score: float) -> str:
+def _as_text(prompt: Prompt, generation: Generation, score: Score, tokenizer: PreTrainedTokenizerBase) -> str:
     response = tokenizer.decode(generation.token_ids, skip_special_tokens=False)
-    return f"[prompt] {prompt.text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score}\n"
+    return (
+        f"[prompt] {prompt.text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
+    )
 
 
 def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
     """Write the samples to generations/step_<n>.txt."""
-    path = directory / GENERATIONS / f"step_{step:06d}.txt"
+    path = directory / run_directory.GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts), encoding="utf-8")
+
+
+def write_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Write the metrics of a validation without training (trainer.val_only) to validation/step_<n>.json."""
+    path = directory / run_directory.VALIDATION / f"step_{step:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE, Sink, build_sinks, view
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
-from rlhf_mc.trainer import success
+from rlhf_mc.trainer import evaluate, success
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.phases import (
     collect_rewards,
@@ -56,6 +56,9 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     step = position.step
     accuracy = position.accuracy
     run_id = checkpoints.run_id
+    if run.config.trainer.val_only:
+        validate_only(run, begin_step(step, status), run_id)
+        return
     sinks = on_every_rank(
         lambda: build_sinks(run.groups.rank, run.config.trainer, run.schedule.total_steps, step or None, run_id)
     )
@@ -74,7 +77,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         accuracy = validate(run, state) if schedule.is_validation_due(step) else None
         if schedule.is_export_due(step):
             export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
-        checkpoints.step_done(step, accuracy)
+        checkpoints.step_done(step, accuracy, state.metrics)
         if schedule.is_save_due(step, accuracy):
             save_checkpoint(run, state, checkpoints)
         log(sinks, state)
@@ -105,6 +108,22 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     state.packing.clear()  # validation needs the device memory
     step_metrics(run, state, batch)
     return batch
+
+
+def validate_only(run: Run, state: StepState, run_id: str) -> None:
+    """Validate the current weights. The metrics go to the console and to validation/step_<n>.json, since the step's row
+    in metrics.jsonl may be there already."""
+    for line in headlines(run):
+        say_on_console(run, line)
+    validate(run, state)
+    cfg = run.config.trainer
+    directory = Path(cfg.default_local_dir)
+    for name, value in sorted(state.metrics.items()):
+        if name.startswith("val-core/"):
+            say_on_console(run, f"step {state.step}: {name} {value:.4f}")
+    if run.groups.rank == 0:
+        view("validation/", lambda: evaluate.write_metrics(directory, state.step, state.metrics))
+    on_rank_0(lambda: success.write(directory, run_id, state.step), "trainer.default_local_dir")
 
 
 def save_and_stop(run: Run, checkpoints: Checkpoints, status: RankStatus, reason: str) -> None:

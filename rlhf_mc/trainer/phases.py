@@ -24,6 +24,7 @@ from rlhf_mc.rewards.shaping import penalize_overlong
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.samples import write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
 from rlhf_mc.trainer.step_report import StepState
 from rlhf_mc.trainer.update import actor_objective, critic_objective, mini_batches, update
@@ -96,6 +97,8 @@ def collect_rewards(
         longest = run.config.data.max_response_length
         scores = penalize_overlong(scores, batch.response_lens.tolist(), longest, buffer)
     state.metrics.update(reward_metrics(sources, scores))
+    if run.groups.rank == 0:
+        keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), scores)
     return batch.with_fields(scores=torch.tensor([score.score for score in scores], dtype=torch.float32))
 
 
@@ -174,11 +177,12 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
 
 
 def validate(run: Run, state: StepState) -> float:
-    """Validate with the current weights. Return the mean accuracy."""
+    """Validate with the current weights. Return the mean accuracy. Raise UserError if trainer.best_metric is none of
+    the metrics."""
     cfg = run.config
     sync_weights(run, state.timer)
     with run.offload_schedule.phase(state.timer, "testing"):
-        metrics, accuracy, texts = evaluate.evaluate(
+        found = evaluate.evaluate(
             run.rollout,
             run.val_prompts,
             run.rewards,
@@ -187,13 +191,32 @@ def validate(run: Run, state: StepState) -> float:
             cfg.data.max_response_length,
             run.stop_token_ids,
             cfg.trainer.seed,
-            cfg.trainer.log_val_generations if run.groups.rank == 0 else 0,
         )
+        metrics = found.metrics()
     state.metrics.update(metrics)
+    best = cfg.trainer.best_metric
+    if best is not None and best not in metrics:  # the same on every rank
+        raise UserError(f"trainer.best_metric is {best!r}, no metric of the validation; it has {', '.join(metrics)}")
     directory = Path(cfg.trainer.default_local_dir)
     if run.groups.rank == 0:
+        texts = found.texts(run.tokenizer, cfg.trainer.log_val_generations)
         view("generations/", lambda: evaluate.write_generations(directory, state.step, texts))
-    return accuracy
+        responses = [generation.token_ids for generation in found.generations]
+        keep_samples(run, cfg.trainer.validation_data_dir, state.step, found.prompts, responses, found.scores)
+    return found.accuracy
+
+
+def keep_samples(
+    run: Run,
+    directory: str | None,
+    step: int,
+    prompts: list[Prompt],
+    responses: list[list[int]],
+    scores: list[Score],
+) -> None:
+    """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls it."""
+    if directory is not None:
+        view(directory, lambda: write_samples(Path(directory), step, run.tokenizer, prompts, responses, scores))
 
 
 def save_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints, wait: bool = False) -> None:

@@ -29,12 +29,14 @@ EARLIER = "earlier_runs"
 HF = "hf"
 EXPORT = "export"
 GENERATIONS = "generations"
+VALIDATION = "validation"
 PLOT = "training.png"
 _OUTPUTS = (
     success.NAME,
     METRICS_FILE,
     TENSORBOARD_DIR,
     GENERATIONS,
+    VALIDATION,
     PLOT,
     HF,
     EXPORT,

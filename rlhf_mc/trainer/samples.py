@@ -1,0 +1,48 @@
+"""Generations on disk as JSONL, one file for each step or validation: for reading, and for training something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.rewards.results import Score
+
+
+def write_samples(
+    directory: Path,
+    step: int,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    responses: Sequence[Sequence[int]],
+    scores: Sequence[Score],
+) -> None:
+    """Write <step>.jsonl, one line per response: input, output, gts, score and step as verl names them; data_source,
+    length in tokens, parts (each part's contribution to the score), extra (further numbers of the reward functions)
+    and failure (why there is no score, or null). Only one rank calls it.
+
+    A file of the same step, from before a resume, is replaced."""
+    inputs = tokenizer.batch_decode([list(prompt.token_ids) for prompt in prompts], skip_special_tokens=True)
+    outputs = tokenizer.batch_decode([list(response) for response in responses], skip_special_tokens=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{step}.jsonl"
+    unfinished = path.with_suffix(".jsonl.part")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for prompt, text, output, response, score in zip(prompts, inputs, outputs, responses, scores, strict=True):
+            row = {
+                "input": text,
+                "output": output,
+                "gts": prompt.ground_truth,
+                "score": score.score,
+                "step": step,
+                "data_source": prompt.data_source,
+                "length": len(response),
+                "parts": dict(score.parts),
+                "extra": dict(score.extra),
+                "failure": score.failure,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    unfinished.replace(path)

@@ -1,0 +1,75 @@
+"""Validation with several responses per prompt in the loop: metrics, samples on disk, the best checkpoint, and
+validation alone. The statistics themselves: tests/unit/test_validation_metrics.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import validation_cases
+from tiny import make_workspace, write_config
+
+METRIC = "val-core/arithmetic/acc/best@3/mean"
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
+    make_workspace(tmp_path)
+    config = str(write_config(tmp_path))
+    root = tmp_path / "run"
+    usual = [
+        f"trainer.default_local_dir={root}",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=1",
+        "trainer.keep_best=true",
+        f"trainer.best_metric={METRIC}",
+        "rollout.val_kwargs={n: 3, temperature: 1.0, top_k: 4, top_p: 0.9}",
+        f"trainer.validation_data_dir={tmp_path}/val",
+        f"trainer.rollout_data_dir={tmp_path}/train",
+    ]
+    assert pool(2).run(validation_cases.fit, config_path=config, overrides=usual) == [True, True]
+
+    logged = {row["step"]: row for row in rows(root / "metrics.jsonl")}
+    for step in (0, 1, 2):
+        samples = rows(tmp_path / "val" / f"{step}.jsonl")
+        assert {(row["step"], row["data_source"]) for row in samples} == {(step, "arithmetic")}
+        scores = [row["score"] for row in samples]
+        assert logged[step]["val-core/arithmetic/acc/mean@3"] == pytest.approx(sum(scores) / len(scores))
+        assert logged[step][METRIC] >= logged[step]["val-core/arithmetic/acc/mean@3"]
+        assert samples[0]["input"] == samples[2]["input"] != samples[3]["input"]
+        assert all(row["length"] >= 1 and sum(row["parts"].values()) == pytest.approx(row["score"]) for row in samples)
+    for step in (1, 2):
+        scores = [row["score"] for row in rows(tmp_path / "train" / f"{step}.jsonl")]
+        assert sum(scores) / len(scores) == pytest.approx(logged[step]["critic/score/mean"], abs=1e-6)
+    assert not (tmp_path / "train" / "0.jsonl").exists()
+
+    best = max((1, 2), key=lambda step: (logged[step][METRIC], step))
+    assert {path.name for path in root.glob("global_step_*")} == {f"global_step_{best}", "global_step_2"}
+
+    before = (root / "metrics.jsonl").read_bytes()
+    alone = [*usual, "trainer.val_only=true", "trainer.validation_data_dir=null"]
+    assert pool(2).run(validation_cases.fit, config_path=config, overrides=alone) == [True, True]
+    assert (root / "metrics.jsonl").read_bytes() == before
+    found = json.loads((root / "validation" / "step_000002.json").read_text())
+    assert {key: value for key, value in found.items() if key.startswith("val-")} == {
+        key: value for key, value in logged[2].items() if key.startswith("val-")
+    }
+    assert (root / "success.json").exists()
+
+    wrong = [
+        *usual,
+        f"trainer.default_local_dir={tmp_path}/other",
+        "trainer.best_metric=val-core/arithmetic/acc/best@4",
+    ]
+    for ok, value in pool(2).outcomes(validation_cases.fit, config_path=config, overrides=wrong):
+        assert not ok and value[0] == "UserError"
+        assert value[1].startswith(
+            "trainer.best_metric is 'val-core/arithmetic/acc/best@4', no metric of the validation"
+        )
