@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 
 from rlhf_mc.algorithms.masked import masked_mean
-from rlhf_mc.config.schema import KLEstimator
+from rlhf_mc.config.algorithm_schema import KLLossType
 
 LOG_RATIO_BOUND = 20.0
 """Bound of |log ratio| before exponentiation: e^20 = 4.9e8 is safe in float32."""
@@ -23,28 +23,38 @@ LOW_VAR_KL_BOUND = 10.0
 _MAX_RELATIVE_ERROR = 0.2
 
 
-def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
+def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLLossType) -> torch.Tensor:
     """Return the per-token estimate, in nats, of KL(policy, reference) at tokens sampled from the policy.
 
     log_probs, ref_log_probs: of one shape, also the result's. With d = ref - log_prob, clamped to +-20:
-    k1 = -d (unbiased, high variance), k2 = d^2 / 2 (biased, low variance), k3 = e^d - d - 1 (unbiased,
-    never negative), low_var_kl = min(k3, 10), as in verl: a token beyond the bound has no gradient. Source:
+    k1 = kl = -d (unbiased, high variance), abs = |d|, k2 = mse = d^2 / 2 (biased, low variance), k3 = e^d - d - 1
+    (unbiased, never negative), low_var_kl = min(k3, 10), as in verl: a token beyond the bound has no gradient. Source:
     J. Schulman, "Approximating KL Divergence", 2020. Differentiable in both arguments. The expected gradient of k1 is
-    zero, so a loss needs one of the others. docs/algorithms.md compares the estimators with those of verl, TRL and
+    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient that of k2, whose
+    expectation is the gradient of the KL. docs/algorithms.md compares the estimators with those of verl, TRL and
     OpenRLHF.
     """
     d = (ref_log_probs - log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if kind.endswith("+"):
+        k2 = 0.5 * d.square()
+        return _estimate(d, kind.removesuffix("+")).detach() + k2 - k2.detach()
+    return _estimate(d, kind)
+
+
+def _estimate(d: torch.Tensor, kind: str) -> torch.Tensor:
     match kind:
-        case "k1":
+        case "k1" | "kl":
             return -d
-        case "k2":
+        case "abs":
+            return d.abs()
+        case "k2" | "mse":
             return 0.5 * d.square()
         case "k3":
             return torch.expm1(d) - d
         case "low_var_kl":
             return (torch.expm1(d) - d).clamp(max=LOW_VAR_KL_BOUND)
         case _:
-            assert_never(kind)
+            raise AssertionError(f"no KL estimator {kind}")
 
 
 def mean_sequence_kl(kl: torch.Tensor, mask: torch.Tensor) -> float:

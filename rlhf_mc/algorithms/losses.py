@@ -1,4 +1,5 @@
-"""The losses of actor and critic on the ragged response tokens of one micro-batch.
+"""The losses of actor and critic on the ragged response tokens of one micro-batch. The policy term is in
+policy_losses.py.
 
 A loss is a weighted *sum*. aggregation_weights computes the weights once for the whole mini-batch (all data-parallel
 ranks, all micro-batches), and each micro-batch uses its slice. The sum over all micro-batches of all ranks is then the
@@ -17,17 +18,19 @@ from typing import assert_never
 
 import torch
 
-from rlhf_mc.algorithms.kl import LOG_RATIO_BOUND, kl_estimate
-from rlhf_mc.config.schema import KLEstimator, LossAggMode
+from rlhf_mc.algorithms.kl import kl_estimate
+from rlhf_mc.algorithms.policy_losses import PolicyLossFunction, PolicyLossInputs, Stats
+from rlhf_mc.config.algorithm_schema import KLLossType, LossAggMode
 
-Stats = dict[str, torch.Tensor]
 
-
-def aggregation_weights(response_lens: torch.Tensor, mode: LossAggMode) -> torch.Tensor:
+def aggregation_weights(
+    response_lens: torch.Tensor, mode: LossAggMode, scale_factor: int | None = None
+) -> torch.Tensor:
     """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t weight_t * loss_t.
 
     response_lens: [S] integers, each at least 1, of the mini-batch over all ranks. The result is [R] float32, sequence
-    after sequence: 1 / R for token-mean, 1 / S for seq-mean-token-sum, 1 / (S * len_s) for seq-mean-token-mean.
+    after sequence: 1 / R for token-mean, 1 / S for seq-mean-token-sum, 1 / (S * len_s) for seq-mean-token-mean, and
+    1 / (S * scale_factor) for seq-mean-token-sum-norm: Dr. GRPO (arXiv 2503.20783), which divides by a constant.
     """
     num_sequences = len(response_lens)
     match mode:
@@ -37,79 +40,35 @@ def aggregation_weights(response_lens: torch.Tensor, mode: LossAggMode) -> torch
             per_sequence = torch.full_like(response_lens, 1, dtype=torch.float32) / num_sequences
         case "seq-mean-token-mean":
             per_sequence = 1.0 / (num_sequences * response_lens.float())
+        case "seq-mean-token-sum-norm":
+            assert scale_factor is not None
+            per_sequence = torch.full_like(response_lens, 1, dtype=torch.float32) / (num_sequences * scale_factor)
         case _:
             assert_never(mode)
     return torch.repeat_interleave(per_sequence, response_lens)
 
 
-def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    num_tokens: int,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
-) -> tuple[torch.Tensor, Stats]:
-    """Return PPO's clipped surrogate loss, a scalar, with separate clip ranges and dual clip, and its statistics.
-
-    All tensors are [r].
-
-    r = exp(clamp(log_prob - old, -20, 20));  L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));
-    where A < 0 also L <= -A clip_c. Sources: arXiv 1707.06347 eq. 7; dual clip: arXiv 1912.09729 eq. 5;
-    separate ranges: arXiv 2503.14476.
-
-    Statistics: pg_loss (aggregated as the loss); pg_clipfrac (share of tokens whose L is raised by the clip range);
-    pg_clipfrac_lower (share whose L is lowered by the dual clip); ppo_kl (mean of old - log_prob).
-    """
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate = torch.maximum(unclipped, clipped)
-    ceiling = -advantages * clip_c
-    negative = advantages < 0
-    token_loss = torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
-    loss = (weights * token_loss).sum()
-    stats = {
-        "pg_loss": loss.detach(),
-        "pg_clipfrac": (clipped > unclipped).sum() / num_tokens,
-        "pg_clipfrac_lower": (negative & (surrogate > ceiling)).sum() / num_tokens,
-        "ppo_kl": -log_ratio.detach().sum() / num_tokens,
-    }
-    return loss, stats
-
-
 @dataclass(frozen=True)
 class ActorLossInputs:
-    """Inputs of the actor's loss for one micro-batch, all [r]. Log-probs are at the sampling temperature."""
+    """Inputs of the actor's loss for one micro-batch, all [r]."""
 
-    log_probs: torch.Tensor
-    """Log-probs of the current policy, with gradient."""
-    old_log_probs: torch.Tensor
-    """Log-probs of the policy before the update."""
-    advantages: torch.Tensor
-    """Advantages, whitened over the global batch."""
+    policy: PolicyLossInputs
+    """Of the policy loss."""
     weights: torch.Tensor
-    """This micro-batch's slice of aggregation_weights."""
+    """This micro-batch's slice of aggregation_weights, for entropy and KL."""
     entropy: torch.Tensor | None = None
     """Entropy of the policy at each position, in nats; None for no bonus and no statistic."""
     ref_log_probs: torch.Tensor | None = None
-    """Log-probs of the reference; None for no KL loss."""
+    """Log-probs of the reference at the sampling temperature; None for no KL loss."""
 
 
 def actor_loss(
     inputs: ActorLossInputs,
+    policy_loss: PolicyLossFunction,
     *,
-    num_tokens: int,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
     entropy_coeff: float = 0.0,
     kl_loss_coef: float = 0.0,
-    kl_loss_type: KLEstimator = "k3",
+    kl_loss_type: KLLossType = "k3",
 ) -> tuple[torch.Tensor, Stats]:
     """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its statistics.
 
@@ -118,22 +77,14 @@ def actor_loss(
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
     assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, "a KL loss needs the reference's log-probs"
-    loss, stats = policy_loss(
-        inputs.log_probs,
-        inputs.old_log_probs,
-        inputs.advantages,
-        inputs.weights,
-        num_tokens=num_tokens,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-    )
+    loss, stats = policy_loss(inputs.policy)
+    stats = dict(stats)
     if inputs.entropy is not None:
         if entropy_coeff != 0.0:  # with 0 no backward pass through the entropy
             loss = loss - entropy_coeff * (inputs.weights * inputs.entropy).sum()
-        stats["entropy"] = inputs.entropy.detach().sum() / num_tokens
+        stats["entropy"] = inputs.entropy.detach().sum() / inputs.policy.num_tokens
     if inputs.ref_log_probs is not None:
-        kl = (inputs.weights * kl_estimate(inputs.log_probs, inputs.ref_log_probs, kl_loss_type)).sum()
+        kl = (inputs.weights * kl_estimate(inputs.policy.log_probs, inputs.ref_log_probs, kl_loss_type)).sum()
         loss = loss + kl_loss_coef * kl
         stats["kl_loss"] = kl.detach()
     stats["loss"] = loss.detach()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
 from rlhf_mc.config.schema import Config
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
@@ -31,8 +32,8 @@ BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024
 """Blocks of a larger file, evenly spread from its first byte to its last. A safetensors file has one more block from
 the middle of every tensor."""
-MAY_CHANGE = ("custom_reward_function.path",)
-"""Inputs whose change is a warning, not an error: a reward function may be corrected during a run, and a hash does not
+MAY_CHANGE = ("custom_reward_function.path", *CUSTOM_FUNCTIONS)
+"""Inputs whose change is a warning, not an error: a user's function may be corrected during a run, and a hash does not
 tell comments from code."""
 
 Inputs = dict[str, dict[str, dict[str, Any]]]
@@ -103,8 +104,13 @@ def _files(cfg: Config) -> Iterator[_File]:
     ):
         if path is not None:
             yield from _model_files(setting, path, with_weights=True)
-    if cfg.custom_reward_function.path is not None:
-        yield _File("custom_reward_function.path", "file", Path(cfg.custom_reward_function.path))
+    for setting, path in (
+        ("custom_reward_function.path", cfg.custom_reward_function.path),
+        ("algorithm.custom_estimator.path", cfg.algorithm.custom_estimator.path),
+        ("actor.policy_loss.custom_loss.path", cfg.actor.policy_loss.custom_loss.path),
+    ):
+        if path is not None:
+            yield _File(setting, "file", Path(path))
 
 
 _TOKENIZER = tuple(name for name in ASSETS if name != "generation_config.json")

@@ -22,7 +22,8 @@ INPUT_DIRECTORIES = (
     "reward_model.model_path",
     "trainer.resume_from_path",
 )
-INPUT_FILES = ("data.train_files", "data.val_files", "custom_reward_function.path")
+CUSTOM_FUNCTIONS = ("algorithm.custom_estimator.path", "actor.policy_loss.custom_loss.path")
+INPUT_FILES = ("data.train_files", "data.val_files", "custom_reward_function.path", *CUSTOM_FUNCTIONS)
 OUTPUT = "trainer.default_local_dir"
 _REPLACED = ("hf", "export")
 """Directories inside OUTPUT that a run replaces. None of its inputs may be in them."""

@@ -44,6 +44,7 @@ _LAYERS = Range(1, 100_000)
 _COEFFICIENT = Range(0, 1e6)
 _POSITIVE = Range(0, 1e6, open=True)
 _FRACTION = Range(0, 1)
+_SHARE = Range(1e-9, 1)
 
 _OF_EACH_MODEL = {
     "optim.lr": Range(0, 1e6),
@@ -61,6 +62,7 @@ _OF_EACH_MODEL = {
     "megatron.expert_model_parallel_size": _RANKS,
     "ppo_mini_batch_size": _SEQUENCES,
     "ppo_epochs": Range(1, 10_000),
+    "loss_scale_factor": _TOKENS,
     "ppo_max_token_len_per_gpu": _TOKENS,
     "ppo_micro_batch_size_per_gpu": _SEQUENCES,
     "log_prob_max_token_len_per_gpu": _TOKENS,
@@ -80,6 +82,12 @@ RANGES = {
     "actor.clip_ratio_high": _POSITIVE,
     "actor.clip_ratio_c": Range(1, 1e6, open=True),
     "actor.entropy_coeff": Range(-1e6, 1e6),
+    "actor.entropy_coeff_end": Range(-1e6, 1e6),
+    "actor.policy_loss.clip_cov_ratio": _SHARE,
+    "actor.policy_loss.clip_cov_lb": Range(-1e6, 1e6),
+    "actor.policy_loss.clip_cov_ub": Range(-1e6, 1e6),
+    "actor.policy_loss.kl_cov_ratio": _SHARE,
+    "actor.policy_loss.ppo_kl_coef": _COEFFICIENT,
     "actor.kl_loss_coef": _COEFFICIENT,
     "critic.cliprange_value": Range(0, 1e30, open=True),
     "rollout.tensor_model_parallel_size": _RANKS,

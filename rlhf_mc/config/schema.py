@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
-
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
-KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 
 @dataclass
@@ -81,16 +79,24 @@ class ActorConfig:
     """Upper clip range of the policy ratio: it is clipped at 1 + clip_ratio_high."""
     clip_ratio_c: float = 3.0
     """Dual clip: for advantages A < 0 the loss is at most -A * clip_ratio_c. Above 1."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """The policy loss."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses to the loss of a mini-batch."""
+    loss_scale_factor: int | None = None
+    """seq-mean-token-sum-norm: divisor of the sum over a sequence's tokens; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Coefficient of the entropy bonus."""
+    entropy_coeff_end: float | None = None
+    """Coefficient of the entropy bonus in the last step, reached linearly from entropy_coeff in the first; null: it is
+    constant."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
     kl_loss_coef: float = 0.001
     """Coefficient of the KL term of use_kl_loss."""
-    kl_loss_type: KLEstimator = "k3"
-    """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too."""
+    kl_loss_type: KLLossType = "k3"
+    """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
+    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, that of the KL itself."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
     or "model.layers.0.*"."""
@@ -102,8 +108,10 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model and its update."""
+    """The value model and its update. A run has one if its advantage estimator needs it (algorithm.adv_estimator)."""
 
+    enable: bool | None = None
+    """null: as the advantage estimator needs. true or false must agree with the estimator."""
     model_path: str | None = None
     """Hugging Face checkpoint from which the critic starts; null: the actor's body with a new value head."""
     ppo_mini_batch_size: int | None = None
@@ -124,6 +132,8 @@ class CriticConfig:
     """Clip range of the values around the old values in the value loss."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses to the loss of a mini-batch."""
+    loss_scale_factor: int | None = None
+    """As actor.loss_scale_factor."""
     freeze: list[str] = field(default_factory=list)
     """As actor.freeze. ["model.*"] trains only the value head, score.weight."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -196,39 +206,6 @@ class RolloutConfig:
     update."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
-
-
-@dataclass
-class KLCtrlConfig:
-    """The coefficient of the KL term in the reward."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: kl_coef is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019, arXiv
-    1909.08593)."""
-    kl_coef: float = 0.001
-    """The coefficient; with adaptive, its initial value."""
-    target_kl: float = 0.1
-    """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
-    horizon: int = 10000
-    """adaptive: number of sequences over which the coefficient adapts."""
-
-
-@dataclass
-class AlgorithmConfig:
-    """Rewards to advantages."""
-
-    adv_estimator: Literal["gae"] = "gae"
-    """Advantage estimator."""
-    gamma: float = 1.0
-    """Discount per token."""
-    lam: float = 1.0
-    """GAE's lambda."""
-    use_kl_in_reward: bool = False
-    """Subtract kl_coef * KL(actor, reference) from each token's reward."""
-    kl_penalty: KLEstimator = "k1"
-    """KL estimator of use_kl_in_reward, as actor.kl_loss_type. k1 is verl's kl."""
-    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
-    """Coefficient of use_kl_in_reward."""
 
 
 @dataclass

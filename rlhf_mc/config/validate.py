@@ -10,11 +10,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.ranges import check_range
-from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, OptimConfig, TrainerConfig, layouts
+from rlhf_mc.config.roles import absent_roles, needs_of, uses_critic
+from rlhf_mc.config.schema import (
+    FROZEN_ROLES,
+    ActorConfig,
+    Config,
+    CriticConfig,
+    MegatronConfig,
+    OptimConfig,
+    TrainerConfig,
+    layouts,
+)
 
 
 def validate(cfg: Config, world_size: int) -> None:
@@ -186,7 +197,9 @@ def _check_quantization(cfg: Config) -> None:
 
 def _check_batches(cfg: Config, world_size: int) -> None:
     batch = cfg.data.train_batch_size
-    for role, section in (("actor", cfg.actor), ("critic", cfg.critic)):
+    trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", cfg.actor)]
+    trained += [("critic", cfg.critic)] if uses_critic(cfg) else []
+    for role, section in trained:
         key = f"{role}.ppo_mini_batch_size"
         mini = cfg.actor.ppo_mini_batch_size if section.ppo_mini_batch_size is None else section.ppo_mini_batch_size
         megatron = section.megatron
@@ -231,11 +244,7 @@ def _check_micro_batches(cfg: Config) -> None:
     )
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
-    absent = []
-    if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
-        absent.append("ref.")
-    if cfg.reward_model.model_path is None:
-        absent.append("reward_model.")
+    absent = [f"{role}." for role in absent_roles(cfg)]
     for key in _TOKEN_BUDGETS:
         budget = _get(cfg, key)
         _require(
@@ -246,6 +255,8 @@ def _check_micro_batches(cfg: Config) -> None:
 
 
 def _check_algorithm(cfg: Config) -> None:
+    _check_estimator(cfg)
+    _check_losses(cfg)
     kl_ctrl = cfg.algorithm.kl_ctrl
     if kl_ctrl.type == "adaptive":
         _range(cfg, "algorithm.kl_ctrl.target_kl", lambda value: value > 0, "above 0 where kl_ctrl.type is adaptive")
@@ -262,6 +273,66 @@ def _check_overlong_buffer(cfg: Config) -> None:
         buffer <= longest,
         f"reward.overlong_buffer.len is {buffer}; it must be at most data.max_response_length, {longest}",
     )
+
+
+def _check_estimator(cfg: Config) -> None:
+    custom = cfg.algorithm.custom_estimator
+    name = cfg.algorithm.adv_estimator
+    needs = needs_of(cfg.algorithm)
+    key = f"algorithm.adv_estimator is {name}"
+    _require(
+        (name == "custom") == (custom.path is not None),
+        f"{key} and algorithm.custom_estimator.path is {custom.path}; set both (custom, and a path) or neither",
+    )
+    given = [f"needs_{need.name}" for need in fields(Needs) if getattr(custom, f"needs_{need.name}")]
+    _require(
+        name == "custom" or not given,
+        f"algorithm.custom_estimator.{', '.join(given)} is true and {key}; it is for adv_estimator custom",
+    )
+    _require(
+        not needs.group or cfg.rollout.n >= 2,
+        f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2",
+    )
+    enable = cfg.critic.enable
+    _require(
+        enable is None or enable == needs.critic,
+        f"critic.enable is {str(enable).lower()} and {key}, which needs {'a' if needs.critic else 'no'} critic;"
+        " set critic.enable to null",
+    )
+    _require(
+        needs.critic or cfg.critic.model_path is None,
+        f"critic.model_path is {cfg.critic.model_path} and {key}, which needs no critic; leave it out",
+    )
+    _require(
+        needs.critic or cfg.trainer.critic_warmup == 0,
+        f"trainer.critic_warmup is {cfg.trainer.critic_warmup} and {key}, which needs no critic; set it to 0",
+    )
+
+
+def _check_losses(cfg: Config) -> None:
+    loss = cfg.actor.policy_loss
+    mode = cfg.actor.loss_agg_mode
+    key = f"actor.policy_loss.loss_mode is {loss.loss_mode}"
+    _require(
+        (loss.loss_mode == "custom") == (loss.custom_loss.path is not None),
+        f"{key} and actor.policy_loss.custom_loss.path is {loss.custom_loss.path}; set both (custom, and a path) or"
+        " neither",
+    )
+    _require(
+        loss.loss_mode not in SEQUENCE_LOSSES or mode == "seq-mean-token-mean",
+        f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be seq-mean-token-mean",
+    )
+    _require(
+        loss.clip_cov_lb < loss.clip_cov_ub,
+        f"actor.policy_loss.clip_cov_lb is {loss.clip_cov_lb}; it must be below clip_cov_ub, {loss.clip_cov_ub}",
+    )
+    trained: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (("actor", cfg.actor), ("critic", cfg.critic))
+    for role, section in trained:
+        _require(
+            section.loss_scale_factor is None or section.loss_agg_mode == "seq-mean-token-sum-norm",
+            f"{role}.loss_scale_factor is {section.loss_scale_factor}; that needs {role}.loss_agg_mode"
+            f" seq-mean-token-sum-norm, and it is {section.loss_agg_mode}",
+        )
 
 
 def _check_validation(cfg: Config) -> None:

@@ -67,6 +67,8 @@ class RaggedBatch:
     """[S] bool: the response ended with an end token."""
     scores: torch.Tensor | None = None
     """[S] float32: by the reward function or the reward model."""
+    greedy_scores: torch.Tensor | None = None
+    """[S] float32: scores of the responses to the same prompts at temperature 0."""
     old_log_probs: torch.Tensor | None = None
     """[R] float32: the actor's log-probs before the update."""
     ref_log_probs: torch.Tensor | None = None
@@ -74,7 +76,7 @@ class RaggedBatch:
     values: torch.Tensor | None = None
     """[R] float32: the critic's values before the update."""
     advantages: torch.Tensor | None = None
-    """[R] float32, whitened."""
+    """[R] float32."""
     returns: torch.Tensor | None = None
     """[R] float32: targets of the critic."""
 
@@ -99,7 +101,7 @@ class RaggedBatch:
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
         """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are checked."""
         for name, value in fields.items():
-            want = self.num_sequences if name == "scores" else int(self.response_lens.sum())
+            want = self.num_sequences if name in ("scores", "greedy_scores") else int(self.response_lens.sum())
             assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
         return replace(self, **fields)
 
@@ -119,6 +121,7 @@ class RaggedBatch:
             response_lens=self.response_lens[idx],
             finished=self.finished[idx],
             scores=None if self.scores is None else self.scores[idx],
+            greedy_scores=None if self.greedy_scores is None else self.greedy_scores[idx],
             **out,  # type: ignore[arg-type]
         )
 

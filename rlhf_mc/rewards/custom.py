@@ -1,17 +1,15 @@
-"""Loading of a user's own reward function from a Python file. scoring.py calls it."""
+"""The user's own reward function. scoring.py calls it."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.rules import RewardFunction
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -36,10 +34,8 @@ def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
     it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
     where = f"custom_reward_function.path {cfg.path}"
     name = cfg.name
-    found = getattr(_module(str(cfg.path), where), name, None)
+    found = load_attribute("custom_reward_function", str(cfg.path), name)
     kwargs = cfg.reward_kwargs
-    if found is None:
-        raise UserError(f"{where}: has no function {name!r} (custom_reward_function.name)")
     if inspect.isclass(found):
         try:
             found = found(**kwargs)
@@ -51,23 +47,6 @@ def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
     is_batched = _check_signature(found, where, name, kwargs)
     is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
     return CustomFunction(found, is_async, is_batched, kwargs)
-
-
-def _module(path: str, where: str) -> Any:
-    """Import a Python file."""
-    if not os.path.isfile(path):
-        raise UserError(f"{where}: no such file")
-    module_name = f"rlhf_mc_custom_reward_{os.path.splitext(os.path.basename(path))[0]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{where}: not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:  # as in load_reward_function
-        raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
-    return module
 
 
 def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -86,12 +65,3 @@ def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Ma
             f" {name}({', '.join(f'{argument}=' for argument in (*arguments, *kwargs))}): {error}"
         ) from error
     return is_batched
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception as one line, with the file and line where it was raised."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    line = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame is not None else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, describe_error, load_reward_function
+from rlhf_mc.config.user_function import describe_error
+from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
 from rlhf_mc.rewards.mixture import CUSTOM, REWARD_MODEL, problem_of
 from rlhf_mc.rewards.results import Failure, Row, RowFailure, Score
 from rlhf_mc.rewards.rules import RULES

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.rewards.custom import describe_error
+from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.results import Failure, Row, Score
 from rlhf_mc.rewards.scoring import Scorer, name_of
 from rlhf_mc.runtime.parent_death import exit_with_parent

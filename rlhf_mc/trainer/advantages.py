@@ -8,9 +8,9 @@ import math
 
 import torch
 
-from rlhf_mc.algorithms.advantages import ADVANTAGE_ESTIMATORS, token_rewards
+from rlhf_mc.algorithms.advantages import EstimatorFunction, EstimatorInputs, token_rewards
 from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
-from rlhf_mc.algorithms.masked import masked_sum, masked_whiten
+from rlhf_mc.algorithms.masked import masked_sum
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
 from rlhf_mc.data.batch import RaggedBatch, pad_responses
@@ -18,13 +18,17 @@ from rlhf_mc.observability.metrics import summarize
 
 
 def advantages_and_returns(
-    batch: RaggedBatch, algorithm: AlgorithmConfig, kl_coef: float
+    batch: RaggedBatch,
+    algorithm: AlgorithmConfig,
+    kl_coef: float,
+    responses_per_prompt: int,
+    estimator: EstimatorFunction,
 ) -> tuple[RaggedBatch, dict[str, float], float]:
-    """Compute token rewards with the KL penalty, then advantages (whitened over the whole batch) and returns.
+    """Compute token rewards with the KL penalty, then advantages and, where the estimator defines them, returns.
 
     Return the batch with both, metrics, and the KL that the controller sees, in nats (0 without a KL term)."""
-    assert batch.scores is not None and batch.values is not None and batch.old_log_probs is not None
-    padded_values, mask = pad_responses(batch.values, batch.response_lens)
+    assert batch.scores is not None and batch.old_log_probs is not None
+    _, mask = pad_responses(batch.old_log_probs, batch.response_lens)
     kl: torch.Tensor | None = None
     sequence_kl = 0.0
     if algorithm.use_kl_in_reward:
@@ -33,18 +37,34 @@ def advantages_and_returns(
         kl, _ = pad_responses(token_kl, batch.response_lens)
         sequence_kl = mean_sequence_kl(kl, mask)
     rewards = token_rewards(batch.scores, kl, kl_coef, mask)
-    estimator = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
-    advantages, returns = estimator(rewards, padded_values, mask, algorithm.gamma, algorithm.lam)
-    whitened = masked_whiten(advantages, mask)[mask]
+    inputs = EstimatorInputs(
+        rewards=rewards,
+        mask=mask,
+        scores=batch.scores,
+        group=torch.arange(batch.num_sequences) // responses_per_prompt,
+        values=None if batch.values is None else pad_responses(batch.values, batch.response_lens)[0],
+        greedy_scores=batch.greedy_scores,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+    )
+    estimate = estimator(inputs)
+    advantages = estimate.advantages[mask]
     metrics = {
         **summarize("critic/score", batch.scores),
         **summarize("critic/rewards", masked_sum(rewards, mask, dim=1)),
-        **summarize("critic/advantages", whitened),
-        **summarize("critic/returns", returns[mask]),
-        **summarize("critic/values", batch.values),
-        "critic/vf_explained_var": _explained_variance(batch.values, returns[mask]),
+        **summarize("critic/advantages", advantages),
     }
-    batch = batch.with_fields(advantages=whitened, returns=returns[mask])
+    batch = batch.with_fields(advantages=advantages)
+    if estimate.returns is not None:
+        returns = estimate.returns[mask]
+        metrics |= summarize("critic/returns", returns)
+        batch = batch.with_fields(returns=returns)
+        if batch.values is not None:
+            metrics |= summarize("critic/values", batch.values)
+            metrics["critic/vf_explained_var"] = _explained_variance(batch.values, returns)
+    if batch.greedy_scores is not None:
+        metrics |= summarize("critic/greedy_score", batch.greedy_scores)
     if algorithm.use_kl_in_reward:
         metrics["actor/reward_kl_penalty"] = sequence_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef

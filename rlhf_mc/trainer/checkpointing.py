@@ -77,7 +77,7 @@ class Checkpoints:
         self._run = run
         self._cfg = run.config.trainer
         self._root = Path(self._cfg.default_local_dir)
-        self._models = [TrainedModel(engine, layouts_of(engine)) for engine in (run.actor, run.critic)]
+        self._models = [TrainedModel(engine, layouts_of(engine)) for engine in run.trained_models()]
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._in_flight: Save | None = None
         self._saved: int | None = None

@@ -14,6 +14,7 @@ from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
 from rlhf_mc.config.paths import check_present
+from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.data.parquet import check_columns, columns_of
@@ -57,10 +58,11 @@ def _check_environment() -> None:
 def _check_models(cfg: Config) -> None:
     """Raise UserError if a config.json is of an unsupported model, or of one that the layouts cannot shard."""
     actor = _shape("model.path", cfg.model.path, for_vllm=True)
-    key = "model.path" if cfg.critic.model_path is None else "critic.model_path"
-    critic = _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True)
-    roles = {"actor": ("model.path", actor), "critic": (key, critic)}
-    if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
+    roles = {"actor": ("model.path", actor)}
+    if uses_critic(cfg):
+        key = "model.path" if cfg.critic.model_path is None else "critic.model_path"
+        roles["critic"] = (key, _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True))
+    if uses_reference(cfg):
         roles["ref"] = ("model.path", actor)
     if cfg.reward_model.model_path is not None:
         key = "reward_model.model_path"

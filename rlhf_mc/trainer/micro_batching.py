@@ -11,7 +11,7 @@ from rlhf_mc.models.forward import PackingCache, PlanKey
 
 def micro_batch_limits(cfg: Config) -> dict[str, Limit]:
     """Return the limit of a micro-batch by phase: the pass's token budget or, without actor.use_dynamic_bsz, its number
-    of sequences, by default the actor's."""
+    of sequences, by default the actor's. Phases of models that the run does not have never ask for theirs."""
 
     def limit(max_tokens: int, num_sequences: int | None) -> Limit:
         if cfg.actor.use_dynamic_bsz:

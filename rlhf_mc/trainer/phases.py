@@ -5,6 +5,7 @@ under the row's name. The phases that compute on the step's batch return it with
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import needs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.prompts import prompt_indices
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -27,7 +29,15 @@ from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.samples import write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
 from rlhf_mc.trainer.step_report import StepState
-from rlhf_mc.trainer.update import actor_objective, critic_objective, mini_batches, update
+from rlhf_mc.trainer.update import (
+    ActorTerms,
+    actor_objective,
+    critic_objective,
+    entropy_coeff,
+    mini_batches,
+    step_generator,
+    update,
+)
 
 
 def load_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints) -> Position:
@@ -44,8 +54,8 @@ def sync_weights(run: Run, timer: PhaseTimer) -> None:
 
 
 def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
-    """Generate rollout.n responses to each prompt of this step with the current weights. Return the prompt of each
-    response, and the batch."""
+    """Generate rollout.n responses to each prompt of this step with the current weights, and a greedy one if the
+    advantage estimator needs it. Return the prompt of each response, and the batch."""
     cfg = run.config
     indices = prompt_indices(
         len(run.train_prompts), cfg.data.train_batch_size, state.step - 1, cfg.trainer.seed, cfg.data.shuffle
@@ -57,17 +67,26 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
         prompts = sampling.repeat_prompts(drawn, cfg.rollout.n)
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
         generations = sampling.generate(run.rollout, prompts, seeds, parameters)
+        if needs_of(cfg.algorithm).greedy_baseline:
+            greedy = sampling.generate(
+                run.rollout, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0)
+            )
+            state.greedy = build_batch(drawn, greedy)
     return prompts, build_batch(prompts, generations)
 
 
 def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
-    """Submit the responses to the reward workers, which score them during the next phase."""
+    """Submit the responses, the greedy ones last, to the reward workers, which score them during the next phase."""
+    responses = batch.responses()
+    if state.greedy is not None:
+        prompts = prompts + prompts[:: run.config.rollout.n]
+        responses += state.greedy.responses()
     with run.offload_schedule.phase(state.timer, "reward"):
-        return scoring.submit_responses(run.rewards, run.tokenizer, prompts, batch.responses())
+        return scoring.submit_responses(run.rewards, run.tokenizer, prompts, responses)
 
 
 def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Compute old log-probs (actor), reference log-probs and values (critic)."""
+    """Compute old log-probs (actor) and, if the run has these models, reference log-probs and values (critic)."""
     log_probs = scoring.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
     with run.offload_schedule.phase(state.timer, "old_log_prob"):
         found = scoring.score_tokens(run.actor, batch, log_probs, run.limits["old_log_prob"], state.packing)
@@ -76,30 +95,38 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         with run.offload_schedule.phase(state.timer, "ref"):
             found = scoring.score_tokens(run.reference, batch, log_probs, run.limits["ref"], state.packing)
             batch = batch.with_fields(ref_log_probs=found)
-    with run.offload_schedule.phase(state.timer, "values"):
-        found = scoring.score_tokens(run.critic, batch, scoring.value_head, run.limits["values"], state.packing)
-        return batch.with_fields(values=found)
+    if run.critic is not None:
+        with run.offload_schedule.phase(state.timer, "values"):
+            found = scoring.score_tokens(run.critic, batch, scoring.value_head, run.limits["values"], state.packing)
+            batch = batch.with_fields(values=found)
+    return batch
 
 
 def collect_rewards(
     run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
 ) -> RaggedBatch:
-    """Return the batch with each response's score: the weighted sum of its parts, by the reward workers and the reward
-    model, less the penalty on long responses."""
+    """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
+    weighted sum of its parts, by the reward workers and the reward model, less the penalty on long responses."""
     state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
+    n = run.config.rollout.n
+    greedy_prompts = [] if state.greedy is None else prompts[::n]
+    sources = [prompt.data_source for prompt in (*prompts, *greedy_prompts)]
     with run.offload_schedule.phase(state.timer, "reward"):
-        scores = scoring.collect_scores(pending, batch.num_sequences)
-    sources = [prompt.data_source for prompt in prompts]
+        scores = scoring.collect_scores(pending, len(sources))
     if run.reward_model is not None:
         scores = add_reward_model(run, sources, scores, score_by_reward_model(run, state, batch))
     buffer = run.config.reward.overlong_buffer
     if buffer.len > 0:
-        longest = run.config.data.max_response_length
-        scores = penalize_overlong(scores, batch.response_lens.tolist(), longest, buffer)
-    state.metrics.update(reward_metrics(sources, scores))
+        lens = batch.response_lens.tolist() + ([] if state.greedy is None else state.greedy.response_lens.tolist())
+        scores = penalize_overlong(scores, lens, run.config.data.max_response_length, buffer)
+    numbers = torch.tensor([score.score for score in scores], dtype=torch.float32)
+    of_batch = scores[: len(prompts)]
+    state.metrics.update(reward_metrics(sources[: len(prompts)], of_batch))
     if run.groups.rank == 0:
-        keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), scores)
-    return batch.with_fields(scores=torch.tensor([score.score for score in scores], dtype=torch.float32))
+        keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), of_batch)
+    if greedy_prompts:
+        batch = batch.with_fields(greedy_scores=numbers[len(prompts) :].repeat_interleave(n))
+    return batch.with_fields(scores=numbers[: len(prompts)])
 
 
 def add_reward_model(run: Run, sources: list[str], scores: list[Score], by_model: torch.Tensor) -> list[Score]:
@@ -112,10 +139,14 @@ def add_reward_model(run: Run, sources: list[str], scores: list[Score], by_model
 
 
 def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> torch.Tensor:
-    """Return the reward model's scores: [S] float32. Raise UserError if one is not finite."""
+    """Return the reward model's scores, those of the greedy responses last, float32. Raise UserError if one is not
+    finite."""
     assert run.reward_model is not None
     with run.offload_schedule.phase(state.timer, "reward_model"):
-        scores = scoring.score_sequences(run.reward_model, batch, run.limits["reward_model"], state.packing)
+        limit = run.limits["reward_model"]
+        scores = scoring.score_sequences(run.reward_model, batch, limit, state.packing)
+        if state.greedy is not None:
+            scores = torch.cat([scores, scoring.score_sequences(run.reward_model, state.greedy, limit)])
     if not scores.isfinite().all():  # the same on every rank
         path = run.config.reward_model.model_path
         raise UserError(f"reward_model.model_path: {path}: a score is not finite in step {state.step}")
@@ -125,8 +156,11 @@ def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> tor
 def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     """Compute token rewards, advantages and returns, then update the KL controller."""
     algorithm = run.config.algorithm
+    n = run.config.rollout.n
     with run.offload_schedule.phase(state.timer, "adv"):
-        batch, metrics, kl = advantages.advantages_and_returns(batch, algorithm, run.kl_controller.value)
+        batch, metrics, kl = advantages.advantages_and_returns(
+            batch, algorithm, run.kl_controller.value, n, run.estimator
+        )
         if algorithm.use_kl_in_reward:
             if algorithm.kl_ctrl.type == "adaptive":
                 advantages.check_kl(kl, batch, state.step)
@@ -136,9 +170,11 @@ def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> Ragged
 
 
 def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """Update the critic: PPO epochs over mini-batches."""
+    """Update the critic, if the run has one: PPO epochs over mini-batches."""
     cfg = run.config
     critic = cfg.critic
+    if run.critic is None:
+        return
     with run.offload_schedule.phase(state.timer, "update_critic"):
         minis = mini_batches(
             cfg.data.train_batch_size,
@@ -148,7 +184,8 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
             critic.shuffle,
             (cfg.trainer.seed, state.step),
         )
-        objective = lambda mini: critic_objective(mini, critic)  # noqa: E731
+        scale = critic.loss_scale_factor or cfg.data.max_response_length
+        objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
         limit = run.limits["update_critic"]
         metrics = update(run.critic, batch, minis, objective, limit, run.skipped, state.step, state.packing)
         state.metrics.update(metrics)
@@ -169,8 +206,14 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
             actor.shuffle,
             (cfg.trainer.seed, state.step),
         )
+        terms = ActorTerms(
+            policy_loss=run.policy_loss,
+            entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
+            loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
+            draws=step_generator(cfg.trainer.seed, state.step),
+        )
         vocab_size = run.actor.shape.vocab_size
-        objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature)  # noqa: E731
+        objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
         limit = run.limits["update_actor"]
         metrics = update(run.actor, batch, minis, objective, limit, run.skipped, state.step, state.packing)
         state.metrics.update(metrics)

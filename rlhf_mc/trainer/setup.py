@@ -13,15 +13,19 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc.algorithms.advantages import EstimatorFunction
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.input_fingerprints import Inputs, read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
+from rlhf_mc.config.algorithm_schema import KLCtrlConfig
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
-from rlhf_mc.config.schema import Config, KLCtrlConfig, MegatronConfig, OptimConfig, layouts
+from rlhf_mc.config.roles import uses_critic, uses_reference
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
@@ -43,6 +47,7 @@ from rlhf_mc.runtime.run_lock import check_free
 from rlhf_mc.topology.consensus import my_share, on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
@@ -72,7 +77,8 @@ class Run:
     """Size and content hash of every input file."""
     rewards: RewardManager
     actor: ModelEngine
-    critic: ModelEngine
+    critic: ModelEngine | None
+    """None if the advantage estimator needs none."""
     reference: ModelEngine | None
     reward_model: ModelEngine | None
     """Its scores are the part reward_model of the mixture of `rewards`, in training."""
@@ -81,9 +87,17 @@ class Run:
     """From the actor's parameters to vLLM's."""
     offload_schedule: OffloadSchedule
     """Device placement of the models by phase."""
+    estimator: EstimatorFunction
+    """Of algorithm.adv_estimator."""
+    policy_loss: PolicyLoss
+    """Of actor.policy_loss.loss_mode."""
     kl_controller: KLController
     skipped: SkippedUpdates
     log_prob_check: LogProbCheck
+
+    def trained_models(self) -> list[ModelEngine]:
+        """Return the models that are updated and saved, the actor first."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
 
 def build_run(cfg: Config) -> Run:
@@ -98,7 +112,9 @@ def build_run(cfg: Config) -> Run:
     train_prompts, val_prompts = _prompts(cfg, tokenizer)
     per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
     total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
-    # The user's file may be missing on one node.
+    # The user's files may be missing on one node.
+    estimator = on_every_rank(lambda: estimator_of(cfg.algorithm))
+    policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
     has_reward_model = cfg.reward_model.model_path is not None
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, has_reward_model))
     _check_scoring(rewards, train_prompts, training=True)
@@ -136,12 +152,14 @@ def build_run(cfg: Config) -> Run:
         inputs=inputs,
         rewards=rewards,
         actor=models["actor"],
-        critic=models["critic"],
+        critic=models.get("critic"),
         reference=models.get("ref"),
         reward_model=models.get("reward_model"),
         rollout=rollout,
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,
+        estimator=estimator,
+        policy_loss=policy_loss,
         kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
         log_prob_check=_log_prob_check(cfg, tokenizer),
         skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
@@ -221,8 +239,24 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
     starts = {
         "actor": _Start(shape, reader, mcore, cfg.actor.optim, frozen_tensors("actor.freeze", cfg.actor.freeze, shape))
     }
-    if cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss:
+    if uses_reference(cfg):
         starts["ref"] = _Start(shape, reader, mcore)
+    if uses_critic(cfg):
+        starts["critic"] = _critic_start(cfg, reader, tokenizer)
+    if cfg.reward_model.model_path is not None:
+        scorer = reward_model_checkpoint(cfg, tokenizer)
+        starts["reward_model"] = _Start(scorer.shape, scorer.reader)
+    for role, start in starts.items():
+        if role != "actor":  # checked above
+            _check_layout(cfg, role, start.shape)
+    if "critic" in starts:
+        starts["critic"].reader.check(starts["critic"].shape)
+    return starts
+
+
+def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> _Start:
+    """Return the start of the critic. reader: the actor's checkpoint."""
+    mcore = cfg.model.dist_checkpointing_path
     if cfg.critic.model_path is not None:
         reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader
         mcore = None
@@ -230,15 +264,7 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
         check_value_head("model.path", reader)
     shape = reader.shape(value_head=True)
     frozen = frozen_tensors("critic.freeze", cfg.critic.freeze, shape)
-    starts["critic"] = _Start(shape, reader, mcore, cfg.critic.optim, frozen)
-    if cfg.reward_model.model_path is not None:
-        scorer = reward_model_checkpoint(cfg, tokenizer)
-        starts["reward_model"] = _Start(scorer.shape, scorer.reader)
-    for role, start in starts.items():
-        if role != "actor":  # checked above
-            _check_layout(cfg, role, start.shape)
-    starts["critic"].reader.check(starts["critic"].shape)
-    return starts
+    return _Start(shape, reader, mcore, cfg.critic.optim, frozen)
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:

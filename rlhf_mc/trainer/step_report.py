@@ -22,6 +22,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.setup import Run
+from rlhf_mc.trainer.update import entropy_coeff
 
 
 @dataclass
@@ -34,6 +35,8 @@ class StepState:
     metrics: dict[str, float] = field(default_factory=dict)
     packing: PackingCache = field(default_factory=PackingCache)
     """Packed inputs of this step's batch."""
+    greedy: RaggedBatch | None = None
+    """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
 
 
 def begin_step(step: int, status: RankStatus) -> StepState:
@@ -50,6 +53,9 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
     if run.config.actor.use_kl_loss:
         state.metrics["actor/kl_coef"] = run.config.actor.kl_loss_coef
+    if run.config.actor.entropy_coeff_end is not None:
+        coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
+        state.metrics["actor/entropy_coeff"] = coeff
     seconds = state.timer.result()["timing_s/step"]
     tokens = int(batch.seq_lens.sum())
     state.metrics.update(
@@ -113,7 +119,7 @@ def headlines(run: Run) -> list[str]:
     rollout_tp = run.config.rollout.tensor_model_parallel_size
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
     models: dict[str, list[str]] = {}
-    for engine in (run.actor, run.critic, run.reference, run.reward_model):
+    for engine in (*run.trained_models(), run.reference, run.reward_model):
         if engine is not None:
             megatron = layouts(run.config)[engine.name]
             sequence = ", sequence parallel" if megatron.sequence_parallel else ""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, CriticConfig
@@ -43,31 +44,80 @@ def mini_batches(
             yield [int(p) * n + k for p in order[start : start + mini_batch_size] for k in range(n)]
 
 
-def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float) -> Loss:
+@dataclass(frozen=True)
+class ActorTerms:
+    """Parts of the actor's loss in one step, beside its settings."""
+
+    policy_loss: PolicyLoss
+    """Of actor.policy_loss.loss_mode."""
+    entropy_coeff: float
+    """Coefficient of the entropy bonus in this step."""
+    loss_scale_factor: int
+    """Divisor of loss_agg_mode seq-mean-token-sum-norm."""
+    draws: torch.Generator
+    """Random draws of the step's mini-batches, one after the other: the same on every rank."""
+
+
+def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
+    """Return the coefficient of the entropy bonus in a step, from 1 to total_steps."""
+    if cfg.entropy_coeff_end is None or total_steps == 1:
+        return cfg.entropy_coeff
+    done = (step - 1) / (total_steps - 1)
+    return cfg.entropy_coeff + done * (cfg.entropy_coeff_end - cfg.entropy_coeff)
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """Return the generator of a step's draws, a function of (seed, step) alone."""
+    state = np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> 1))
+
+
+def actor_objective(
+    mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temperature: float, terms: ActorTerms
+) -> Loss:
     """Return the actor's loss of this mini-batch, as a function of a micro-batch that returns its share."""
     assert mini.old_log_probs is not None and mini.advantages is not None
-    per_token = [mini.old_log_probs, mini.advantages, aggregation_weights(mini.response_lens, cfg.loss_agg_mode)]
+    mode = cfg.loss_agg_mode
+    selection = terms.policy_loss.selection
+    per_token = {
+        "old_log_probs": mini.old_log_probs,
+        "advantages": mini.advantages,
+        "weights": aggregation_weights(mini.response_lens, mode, terms.loss_scale_factor),
+        "sequence": torch.repeat_interleave(mini.response_lens),
+    }
+    if selection is not None:
+        per_token["selected"] = selection(mini.old_log_probs, mini.advantages, cfg.policy_loss, terms.draws)
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
-        per_token.append(mini.ref_log_probs)
-    old_log_probs, advantages, weights, *ref = platform.to_device(per_token)
+        per_token["ref_log_probs"] = mini.ref_log_probs
+    on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        inputs = ActorLossInputs(
+        mine = {name: values[micro.response_index] for name, values in on_device.items()}
+        policy = PolicyLossInputs(
             log_probs=log_probs,
-            old_log_probs=old_log_probs[micro.response_index],
-            advantages=advantages[micro.response_index],
-            weights=weights[micro.response_index],
-            entropy=entropy if cfg.entropy_coeff != 0.0 else entropy.detach(),
-            ref_log_probs=ref[0][micro.response_index] if ref else None,
-        )
-        return actor_loss(
-            inputs,
-            num_tokens=len(old_log_probs),
+            old_log_probs=mine["old_log_probs"],
+            advantages=mine["advantages"],
+            weights=mine["weights"],
+            sequence=mine["sequence"],
+            num_tokens=len(per_token["weights"]),
+            num_sequences=mini.num_sequences,
+            selected=mine.get("selected"),
             clip_low=cfg.clip_ratio_low,
             clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
-            entropy_coeff=cfg.entropy_coeff,
+            kl_coef=cfg.policy_loss.ppo_kl_coef,
+        )
+        inputs = ActorLossInputs(
+            policy=policy,
+            weights=mine["weights"],
+            entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
+            ref_log_probs=mine.get("ref_log_probs"),
+        )
+        return actor_loss(
+            inputs,
+            terms.policy_loss.function,
+            entropy_coeff=terms.entropy_coeff,
             kl_loss_coef=cfg.kl_loss_coef if cfg.use_kl_loss else 0.0,
             kl_loss_type=cfg.kl_loss_type,
         )
@@ -75,10 +125,10 @@ def actor_objective(mini: RaggedBatch, cfg: ActorConfig, vocab_size: int, temper
     return loss
 
 
-def critic_objective(mini: RaggedBatch, cfg: CriticConfig) -> Loss:
+def critic_objective(mini: RaggedBatch, cfg: CriticConfig, loss_scale_factor: int) -> Loss:
     """Return the critic's loss of this mini-batch, as a function of a micro-batch that returns its share."""
     assert mini.values is not None and mini.returns is not None
-    weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode)
+    weights = aggregation_weights(mini.response_lens, cfg.loss_agg_mode, loss_scale_factor)
     old_values, returns, weights = platform.to_device([mini.values, mini.returns, weights])
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

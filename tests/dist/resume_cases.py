@@ -31,9 +31,7 @@ Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 
 def blocks(run: Run) -> Blocks:
     """Return all blocks that this rank holds of a checkpoint, whichever rank writes them."""
-    found = [
-        block for engine in (run.actor, run.critic) for block in blocks_of(TrainedModel(engine, layouts_of(engine)))
-    ]
+    found = [block for engine in run.trained_models() for block in blocks_of(TrainedModel(engine, layouts_of(engine)))]
     return [
         (block.key, block.global_shape, block.box, block.data.detach().contiguous().view(torch.uint8).numpy().copy())
         for block in found

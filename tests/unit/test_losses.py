@@ -1,5 +1,5 @@
-"""losses.py: hand-computed numbers, a plain-Python reference, gradients, and invariance to the split into
-micro-batches."""
+"""losses.py and PPO's clipped surrogate: hand-computed numbers, a plain-Python reference, gradients, and invariance to
+the split into micro-batches."""
 
 import math
 from typing import Any
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from rlhf_mc.algorithms.kl import kl_estimate
-from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, policy_loss, value_loss
+from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.algorithms.policy_losses import PolicyLossInputs, Stats, vanilla
 from rlhf_mc.data.batch import ragged_indices
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SCALE = 8
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0}
 LENS = torch.tensor([3, 1, 7, 2, 5])
 NUM_TOKENS = 18
@@ -37,6 +39,19 @@ def random_tokens(seed: int = 0, count: int = NUM_TOKENS) -> dict[str, torch.Ten
     }
 
 
+def policy_inputs(t: dict[str, torch.Tensor], weights: torch.Tensor, **settings: Any) -> PolicyLossInputs:
+    """Return inputs of a loss that does not look at sequences."""
+    named = {name: t[name] for name in ("log_probs", "old_log_probs", "advantages")}
+    sequence = torch.zeros(len(weights), dtype=torch.int64)
+    return PolicyLossInputs(
+        **named, weights=weights, sequence=sequence, num_sequences=1, **{"num_tokens": len(weights), **CLIP, **settings}
+    )
+
+
+def policy_loss(t: dict[str, torch.Tensor], weights: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+    return vanilla(policy_inputs(t, weights))
+
+
 # Aggregation
 
 
@@ -44,6 +59,7 @@ def test_aggregation_weights_by_hand() -> None:
     lens = torch.tensor([3, 1])
     assert aggregation_weights(lens, "token-mean").tolist() == [0.25] * 4
     assert aggregation_weights(lens, "seq-mean-token-sum").tolist() == [0.5] * 4
+    assert aggregation_weights(lens, "seq-mean-token-sum-norm", 8).tolist() == [0.0625] * 4  # 1 / (2 * 8)
     # 1 / (2 * 3) three times, 1 / (2 * 1)
     assert aggregation_weights(lens, "seq-mean-token-mean").tolist() == pytest.approx([1 / 6] * 3 + [0.5])
 
@@ -56,8 +72,9 @@ def test_aggregation_weights_are_the_means_that_the_modes_name(mode: str) -> Non
         "token-mean": sum(map(sum, sequences)) / NUM_TOKENS,
         "seq-mean-token-sum": sum(map(sum, sequences)) / len(sequences),
         "seq-mean-token-mean": sum(sum(s) / len(s) for s in sequences) / len(sequences),
+        "seq-mean-token-sum-norm": sum(sum(s) / SCALE for s in sequences) / len(sequences),
     }[mode]
-    assert (aggregation_weights(LENS, mode) * token_loss).sum().item() == pytest.approx(expected, rel=1e-6)
+    assert (aggregation_weights(LENS, mode, SCALE) * token_loss).sum().item() == pytest.approx(expected, rel=1e-6)
 
 
 # Policy
@@ -75,7 +92,8 @@ def test_policy_loss_by_hand() -> None:
     old = torch.full_like(ratio, -1.0)
     log_probs = (old + ratio.log()).requires_grad_()
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0, 10000.0], dtype=torch.float64)
-    loss, stats = policy_loss(log_probs, old, advantages, weights, num_tokens=5, **CLIP)
+    t = {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages}
+    loss, stats = policy_loss(t, weights)
     assert loss.item() == pytest.approx(-1.3 - 5.0 + 80.0 + 3000.0 + 25000.0)
     assert stats["pg_loss"].item() == loss.item()
     assert stats["pg_clipfrac"].item() == pytest.approx(2 / 5)
@@ -90,7 +108,7 @@ def test_policy_loss_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_policy_loss_matches_plain_python(seed: int) -> None:
     t = random_tokens(seed, count=200)
-    loss, stats = policy_loss(t["log_probs"], t["old_log_probs"], t["advantages"], t["entropy"], num_tokens=200, **CLIP)
+    loss, stats = policy_loss(t, t["entropy"])
     total = 0.0
     clipped = 0
     lower = 0
@@ -118,7 +136,7 @@ def test_first_epoch_gradient_is_the_policy_gradient() -> None:
     t = random_tokens()
     log_probs = t["old_log_probs"].clone().requires_grad_()
     weights = aggregation_weights(LENS, "token-mean").double()
-    loss, stats = policy_loss(log_probs, t["old_log_probs"], t["advantages"], weights, num_tokens=NUM_TOKENS, **CLIP)
+    loss, stats = policy_loss({**t, "log_probs": log_probs}, weights)
     assert stats["pg_clipfrac"].item() == stats["pg_clipfrac_lower"].item() == stats["ppo_kl"].item() == 0.0
     assert loss.item() == pytest.approx(-t["advantages"].mean().item(), rel=1e-6)
     loss.backward()
@@ -129,7 +147,7 @@ def test_policy_loss_stays_finite_at_extreme_log_ratios() -> None:
     log_probs = torch.tensor([0.0, 0.0, -1000.0, -1000.0], requires_grad=True)
     old = torch.tensor([-1000.0, -1000.0, 0.0, 0.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, _ = policy_loss(log_probs, old, advantages, torch.ones(4), num_tokens=4, **CLIP)
+    loss, _ = policy_loss({"log_probs": log_probs, "old_log_probs": old, "advantages": advantages}, torch.ones(4))
     loss.backward()
     assert math.isfinite(loss.item())
     assert torch.isfinite(log_probs.grad).all()
@@ -177,23 +195,22 @@ def test_value_loss_matches_plain_python(seed: int) -> None:
 # Actor loss
 
 
-def actor_inputs(t: dict[str, torch.Tensor], weights: torch.Tensor, *optional: str) -> ActorLossInputs:
-    names = ("log_probs", "old_log_probs", "advantages", *optional)
-    return ActorLossInputs(weights=weights, **{name: t[name] for name in names})
+def actor_inputs(t: dict[str, torch.Tensor], weights: torch.Tensor, *optional: str, **settings: Any) -> ActorLossInputs:
+    policy = policy_inputs(t, weights, **{"num_tokens": NUM_TOKENS, **settings})
+    return ActorLossInputs(policy, weights, **{name: t[name] for name in optional})
 
 
 def test_actor_loss_is_the_sum_of_its_terms() -> None:
     t = random_tokens()
     weights = aggregation_weights(LENS, "seq-mean-token-mean").double()
-    args = {"num_tokens": NUM_TOKENS, **CLIP}
-    policy, _ = policy_loss(t["log_probs"], t["old_log_probs"], t["advantages"], weights, **args)
+    policy, _ = policy_loss(t, weights)
     kl = (weights * kl_estimate(t["log_probs"], t["ref_log_probs"], "k2")).sum()
     loss, stats = actor_loss(
         actor_inputs(t, weights, "entropy", "ref_log_probs"),
+        vanilla,
         entropy_coeff=0.1,
         kl_loss_coef=0.5,
         kl_loss_type="k2",
-        **args,
     )
     expected = policy - 0.1 * (weights * t["entropy"]).sum() + 0.5 * kl
     assert loss.item() == pytest.approx(expected.item())
@@ -206,12 +223,12 @@ def test_actor_loss_is_the_sum_of_its_terms() -> None:
 def test_actor_loss_without_the_optional_terms_is_the_policy_loss() -> None:
     t = random_tokens()
     weights = aggregation_weights(LENS, "token-mean").double()
-    plain, stats = actor_loss(actor_inputs(t, weights), num_tokens=NUM_TOKENS, **CLIP)
+    plain, stats = actor_loss(actor_inputs(t, weights), vanilla)
     assert plain.item() == stats["pg_loss"].item()
     assert "entropy" not in stats and "kl_loss" not in stats
     t["entropy"].requires_grad_()
     t["log_probs"].requires_grad_()
-    logged, stats = actor_loss(actor_inputs(t, weights, "entropy"), num_tokens=NUM_TOKENS, **CLIP)
+    logged, stats = actor_loss(actor_inputs(t, weights, "entropy"), vanilla)
     assert logged.item() == plain.item() and "entropy" in stats
     logged.backward()
     assert t["entropy"].grad is None  # a coefficient of 0 costs no backward pass
@@ -221,7 +238,7 @@ def test_actor_loss_without_the_optional_terms_is_the_policy_loss() -> None:
 def test_coefficient_without_its_input_is_rejected(coefficient: str) -> None:
     inputs = actor_inputs(random_tokens(), torch.ones(NUM_TOKENS))
     with pytest.raises(AssertionError):
-        actor_loss(inputs, num_tokens=NUM_TOKENS, **CLIP, **{coefficient: 0.1})
+        actor_loss(inputs, vanilla, **{coefficient: 0.1})
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
@@ -234,7 +251,7 @@ def test_loss_gradients_against_finite_differences(kind: str) -> None:
     def actor(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         inputs = actor_inputs({**t, "log_probs": log_probs, "entropy": entropy}, weights, "entropy", "ref_log_probs")
         coefs: dict[str, Any] = {"entropy_coeff": 0.3, "kl_loss_coef": 0.7, "kl_loss_type": kind}
-        return actor_loss(inputs, num_tokens=NUM_TOKENS, **CLIP, **coefs)[0]
+        return actor_loss(inputs, vanilla, **coefs)[0]
 
     def critic(values: torch.Tensor) -> torch.Tensor:
         return value_loss(values, t["old_values"], t["returns"], weights, num_tokens=NUM_TOKENS, cliprange=0.4)[0]
@@ -261,7 +278,7 @@ def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.
     t = random_tokens(seed=7)
     features = torch.randn(NUM_TOKENS, 4, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     parameters = torch.full((4, 3), 0.2, dtype=torch.float64, requires_grad=True)
-    weights = aggregation_weights(LENS, mode).double()
+    weights = aggregation_weights(LENS, mode, SCALE).double()
     totals: dict[str, float] = {}
     for micro_batch in split:
         at = ragged_indices(LENS, torch.tensor(micro_batch, dtype=torch.int64))
@@ -269,13 +286,11 @@ def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.
         micro = {name: value[at] for name, value in t.items()}
         micro |= {"log_probs": micro["log_probs"] + shift, "entropy": entropy.square()}
         actor, actor_stats = actor_loss(
-            actor_inputs(micro, weights[at], "entropy", "ref_log_probs"),
-            num_tokens=NUM_TOKENS,
+            # clip_c is low, so that some of the few tokens reach it.
+            actor_inputs(micro, weights[at], "entropy", "ref_log_probs", clip_c=1.2),
+            vanilla,
             entropy_coeff=0.3,
             kl_loss_coef=0.7,
-            clip_low=0.2,
-            clip_high=0.3,
-            clip_c=1.2,  # low, so that some of the few tokens reach it
         )
         critic, critic_stats = value_loss(
             values, micro["old_values"], micro["returns"], weights[at], num_tokens=NUM_TOKENS, cliprange=0.4

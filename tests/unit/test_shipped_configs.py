@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.reshard.layout import check_vllm
@@ -168,9 +169,15 @@ def test_slurm_signals_before_the_grace_period_ends(script: str, config: str) ->
     assert int(found.group(1)) > cfg.trainer.preemption_grace_seconds
 
 
+def test_grpo_config_fits_two_processes() -> None:
+    cfg = load_config(str(REPO / "configs/quickstart_grpo.yaml"))
+    validate(cfg, 2)
+    assert not uses_critic(cfg) and cfg.rollout.n * cfg.data.train_batch_size == 256
+
+
 def test_all_configs_are_tested() -> None:
     shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
-    assert shipped == {"quickstart", "ppo_70b", "ppo_qwen2.5_0.5b"}, "add the new config above"
+    assert shipped == {"quickstart", "quickstart_grpo", "ppo_70b", "ppo_qwen2.5_0.5b"}, "add the new config above"
 
 
 def test_gpu_install_has_the_tested_vllm() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
+from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
@@ -29,9 +30,11 @@ from rlhf_mc.topology.groups import Groups, build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 from rlhf_mc.trainer.setup import layouts_of
-from rlhf_mc.trainer.update import actor_objective, critic_objective
+from rlhf_mc.trainer.update import ActorTerms, actor_objective, critic_objective
 
 TEMPERATURE = 0.7
+LOSS_SCALE_FACTOR = 16
+"""Divisor of loss_agg_mode seq-mean-token-sum-norm."""
 Role = Literal["actor", "critic"]
 
 
@@ -173,8 +176,10 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
 def objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Loss:
     """Return the PPO loss of the engine's role on this mini-batch."""
     if engine.name == "critic":
-        return critic_objective(batch, critic_config(mode))
-    return actor_objective(batch, actor_config(mode), engine.shape.vocab_size, TEMPERATURE)
+        return critic_objective(batch, critic_config(mode), LOSS_SCALE_FACTOR)
+    cfg = actor_config(mode)
+    terms = ActorTerms(POLICY_LOSSES["vanilla"], cfg.entropy_coeff, LOSS_SCALE_FACTOR, torch.Generator())
+    return actor_objective(batch, cfg, engine.shape.vocab_size, TEMPERATURE, terms)
 
 
 def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> list[list[int]]:

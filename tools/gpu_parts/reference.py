@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu_parts.engines import TEMPERATURE, Job, actor_config, critic_config, value_head_weight
+from gpu_parts.engines import LOSS_SCALE_FACTOR, TEMPERATURE, Job, actor_config, critic_config, value_head_weight
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
+from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from rlhf_mc.data.batch import RaggedBatch
 
 
@@ -51,20 +52,22 @@ class Reference:
         assert mini.old_log_probs is not None and mini.advantages is not None
         cfg = actor_config(job.mode)
         log_probs, entropy = self.log_probs(mini)
-        inputs = ActorLossInputs(
+        weights = aggregation_weights(mini.response_lens, job.mode, LOSS_SCALE_FACTOR)
+        policy = PolicyLossInputs(
             log_probs=log_probs,
             old_log_probs=mini.old_log_probs,
             advantages=mini.advantages,
-            weights=aggregation_weights(mini.response_lens, job.mode),
-            entropy=entropy,
-            ref_log_probs=mini.ref_log_probs,
-        )
-        return actor_loss(
-            inputs,
+            weights=weights,
+            sequence=torch.repeat_interleave(mini.response_lens),
             num_tokens=len(log_probs),
+            num_sequences=mini.num_sequences,
             clip_low=cfg.clip_ratio_low,
             clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
+        )
+        return actor_loss(
+            ActorLossInputs(policy, weights, entropy, mini.ref_log_probs),
+            POLICY_LOSSES["vanilla"].function,
             entropy_coeff=cfg.entropy_coeff,
             kl_loss_coef=cfg.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
@@ -74,7 +77,7 @@ class Reference:
         assert mini.values is not None and mini.returns is not None
         states = torch.cat(self._states(mini))
         values = torch.nn.functional.linear(states, self.score)[:, 0].float().cpu()
-        weights = aggregation_weights(mini.response_lens, job.mode)
+        weights = aggregation_weights(mini.response_lens, job.mode, LOSS_SCALE_FACTOR)
         cliprange = critic_config(job.mode).cliprange_value
         return value_loss(values, mini.values, mini.returns, weights, num_tokens=len(values), cliprange=cliprange)
 

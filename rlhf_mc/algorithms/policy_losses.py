@@ -1,0 +1,218 @@
+"""The policy losses, on the ragged response tokens of one micro-batch.
+
+A loss is a function of PolicyLossInputs that returns a scalar and its statistics; POLICY_LOSSES has each by its name.
+It is a sum of a number per token times the token's weight, and a statistic is a sum too: over micro-batches and ranks
+they add up to those of the mini-batch (losses.py). A sequence is never split, so a number per token may depend on the
+other tokens of its sequence. What depends on the whole mini-batch is computed beforehand: a loss may have a selection.
+
+[r] is the number of response tokens of the micro-batch, [R] that of the whole mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_mc.algorithms.kl import LOG_RATIO_BOUND
+from rlhf_mc.config.algorithm_schema import PolicyLossConfig
+
+Stats = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """All that a policy loss may use. Log-probs are at the sampling temperature."""
+
+    log_probs: torch.Tensor
+    """[r]: log-probs of the current policy, with gradient."""
+    old_log_probs: torch.Tensor
+    """[r]: log-probs of the policy before the update."""
+    advantages: torch.Tensor
+    """[r]."""
+    weights: torch.Tensor
+    """[r]: weight of each token's loss in that of the mini-batch (aggregation_weights)."""
+    sequence: torch.Tensor
+    """[r] int64: number of the token's sequence in the mini-batch."""
+    num_tokens: int
+    """Response tokens of the whole mini-batch, the divisor of a statistic that is a mean over tokens."""
+    num_sequences: int
+    """Sequences of the whole mini-batch."""
+    selected: torch.Tensor | None = None
+    """[r] bool: tokens that the loss's selection has chosen; None for a loss without a selection."""
+    clip_low: float = 0.2
+    """actor.clip_ratio_low."""
+    clip_high: float = 0.2
+    """actor.clip_ratio_high."""
+    clip_c: float = 3.0
+    """actor.clip_ratio_c."""
+    kl_coef: float = 0.1
+    """actor.policy_loss.ppo_kl_coef."""
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """[r]: log of the ratio of the current policy to the old one, clamped to +-20."""
+        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    def sequence_means(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean of x [r] over the tokens of each token's sequence: [r]."""
+        sums = x.new_zeros(self.num_sequences).index_add(0, self.sequence, x)
+        counts = x.new_zeros(self.num_sequences).index_add(0, self.sequence, torch.ones_like(x))
+        return (sums / counts.clamp(min=1))[self.sequence]
+
+    def result(self, token_loss: torch.Tensor, **token_stats: torch.Tensor) -> tuple[torch.Tensor, Stats]:
+        """Return the weighted sum of the token losses [r] and, as statistics, pg_loss (the same), ppo_kl (mean over
+        tokens of old - log_prob) and the means over tokens of token_stats [r]."""
+        loss = (self.weights * token_loss).sum()
+        kl = self.old_log_probs - self.log_probs.detach()
+        means = {name: x.sum() / self.num_tokens for name, x in {**token_stats, "ppo_kl": kl}.items()}
+        return loss, {"pg_loss": loss.detach(), **means}
+
+
+PolicyLossFunction = Callable[[PolicyLossInputs], tuple[torch.Tensor, Stats]]
+Selection = Callable[[torch.Tensor, torch.Tensor, PolicyLossConfig, torch.Generator], torch.Tensor]
+"""(old log-probs [R], advantages [R], settings, random draws of the step) -> bool [R]: the selected tokens. All [R]
+tensors are on the host and of the whole mini-batch, so that the choice does not depend on its split."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, with the selection of its tokens if it has one."""
+
+    function: PolicyLossFunction
+    selection: Selection | None = None
+
+
+def vanilla(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return PPO's clipped surrogate loss, with separate clip ranges and dual clip.
+
+    r = exp(log_ratio);  L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high));  where A < 0 also L <= -A clip_c.
+    Sources: arXiv 1707.06347 eq. 7; dual clip: arXiv 1912.09729 eq. 5; separate ranges: arXiv 2503.14476.
+
+    Statistics: pg_clipfrac (share of tokens whose L is raised by the clip range); pg_clipfrac_lower (share whose L is
+    lowered by the dual clip).
+    """
+    unclipped, clipped = _surrogates(inputs, inputs.log_ratio.exp())
+    surrogate = torch.maximum(unclipped, clipped)
+    ceiling = -inputs.advantages * inputs.clip_c
+    negative = inputs.advantages < 0
+    token_loss = torch.where(negative, torch.minimum(surrogate, ceiling), surrogate)
+    return inputs.result(
+        token_loss, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=negative & (surrogate > ceiling)
+    )
+
+
+def gspo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return the clipped surrogate loss with one ratio per sequence: s = exp(mean over its tokens of log_ratio).
+
+    L = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)) on each token, where the gradient of s is s * grad log_prob
+    of the token itself: GSPO-token, equal to GSPO if a sequence's advantages are equal. Source: GSPO (arXiv
+    2507.18071), sections 4.1 and 4.3. For actor.loss_agg_mode seq-mean-token-mean. Statistic: pg_clipfrac.
+    """
+    mean = inputs.sequence_means(inputs.log_ratio.detach())
+    ratio = (mean + inputs.log_probs - inputs.log_probs.detach()).exp()
+    unclipped, clipped = _surrogates(inputs, ratio)
+    return inputs.result(torch.maximum(unclipped, clipped), pg_clipfrac=clipped > unclipped)
+
+
+def geo_mean(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return -A s for each sequence, s = exp(mean over its tokens of the clipped log_ratio), A the mean advantage.
+
+    The log-ratio of a token is clipped to [-clip_low, clip_high] where that lowers the objective: from above for A > 0,
+    from below for A < 0. Source: GMPO (arXiv 2507.20673), eq. 4. For actor.loss_agg_mode seq-mean-token-mean.
+
+    Statistics: pg_clipfrac and pg_clipfrac_lower (shares of tokens clipped from above and from below).
+    """
+    log_ratio = inputs.log_ratio
+    above = (inputs.advantages > 0) & (log_ratio > inputs.clip_high)
+    below = (inputs.advantages < 0) & (log_ratio < -inputs.clip_low)
+    clipped = torch.where(above, inputs.clip_high, torch.where(below, -inputs.clip_low, log_ratio))
+    token_loss = -inputs.sequence_means(inputs.advantages) * inputs.sequence_means(clipped).exp()
+    return inputs.result(token_loss, pg_clipfrac=above, pg_clipfrac_lower=below)
+
+
+def cispo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return -A clip(r, 1 - clip_low, 1 + clip_high) log_prob, without a gradient through r.
+
+    Clipped tokens keep a gradient. Source: CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5. Statistic:
+    pg_clipfrac (share of tokens whose r is clipped).
+    """
+    ratio = inputs.log_ratio.detach().exp()
+    clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high)
+    return inputs.result(-inputs.advantages * clipped * inputs.log_probs, pg_clipfrac=clipped != ratio)
+
+
+def gpg(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return the policy gradient's loss -A log_prob. Source: GPG (arXiv 2504.02546)."""
+    return inputs.result(-inputs.advantages * inputs.log_probs)
+
+
+def clip_cov(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return PPO's clipped surrogate loss, 0 for the selected tokens.
+
+    Source: Clip-Cov, "The Entropy Mechanism of Reinforcement Learning" (arXiv 2505.22617), section 4. Statistic:
+    pg_clipfrac (share of selected tokens).
+    """
+    assert inputs.selected is not None
+    token_loss = torch.maximum(*_surrogates(inputs, inputs.log_ratio.exp()))
+    return inputs.result(torch.where(inputs.selected, 0.0, token_loss), pg_clipfrac=inputs.selected)
+
+
+def kl_cov(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return -A r, plus kl_coef * |log_ratio| for the selected tokens.
+
+    Source: KL-Cov, "The Entropy Mechanism of Reinforcement Learning" (arXiv 2505.22617), section 4. Statistic:
+    pg_clipfrac (share of selected tokens).
+    """
+    assert inputs.selected is not None
+    log_ratio = inputs.log_ratio
+    penalty = torch.where(inputs.selected, inputs.kl_coef * log_ratio.abs(), 0.0)
+    return inputs.result(-inputs.advantages * log_ratio.exp() + penalty, pg_clipfrac=inputs.selected)
+
+
+def covariances(old_log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return (A - mean A) * (log_prob - mean log_prob) of each token: [R] float64. Means are over the mini-batch."""
+    advantages = advantages.double()
+    log_probs = old_log_probs.double()
+    return (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+
+
+def select_in_band(
+    old_log_probs: torch.Tensor, advantages: torch.Tensor, settings: PolicyLossConfig, draws: torch.Generator
+) -> torch.Tensor:
+    """Return a random choice of tokens with a covariance between clip_cov_lb and clip_cov_ub: bool [R].
+
+    Their number is clip_cov_ratio of all tokens, at least 1, or all in the band if these are fewer."""
+    found = covariances(old_log_probs, advantages)
+    inside = ((found > settings.clip_cov_lb) & (found < settings.clip_cov_ub)).nonzero()[:, 0]
+    count = max(1, int(settings.clip_cov_ratio * len(found)))
+    chosen = inside[torch.randperm(len(inside), generator=draws)[:count]]
+    return torch.zeros(len(found), dtype=torch.bool).index_fill_(0, chosen, True)
+
+
+def select_highest(
+    old_log_probs: torch.Tensor, advantages: torch.Tensor, settings: PolicyLossConfig, draws: torch.Generator
+) -> torch.Tensor:
+    """Return the tokens of the highest covariance: kl_cov_ratio of all tokens, at least 1. bool [R]."""
+    found = covariances(old_log_probs, advantages)
+    chosen = found.topk(max(1, int(settings.kl_cov_ratio * len(found)))).indices
+    return torch.zeros(len(found), dtype=torch.bool).index_fill_(0, chosen, True)
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": PolicyLoss(vanilla),
+    "gspo": PolicyLoss(gspo),
+    "geo_mean": PolicyLoss(geo_mean),
+    "cispo": PolicyLoss(cispo),
+    "gpg": PolicyLoss(gpg),
+    "clip_cov": PolicyLoss(clip_cov, select_in_band),
+    "kl_cov": PolicyLoss(kl_cov, select_highest),
+}
+"""By actor.policy_loss.loss_mode."""
+
+
+def _surrogates(inputs: PolicyLossInputs, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PPO's two losses of each token, with the ratio and with the clipped ratio: each [r]."""
+    clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high)
+    return -inputs.advantages * ratio, -inputs.advantages * clipped

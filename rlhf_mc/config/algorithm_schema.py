@@ -1,0 +1,144 @@
+"""Settings of the algorithm: advantage estimator, KL term in the reward, and the names that several sections share. The
+rest is in schema.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse"]
+KLLossType = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"]
+LossMode = Literal["vanilla", "gspo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
+SEQUENCE_LOSSES = ("gspo", "geo_mean")
+"""Policy losses with one ratio per sequence, which weigh all sequences alike."""
+AdvEstimator = Literal[
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "custom",
+]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Requirements of an advantage estimator, beside token rewards."""
+
+    critic: bool = False
+    """Values of a critic: the run has one, and trains it."""
+    group: bool = False
+    """Several responses to each prompt: rollout.n of at least 2."""
+    greedy_baseline: bool = False
+    """The score of one more response to each prompt, generated at temperature 0."""
+
+
+ESTIMATOR_NEEDS: dict[str, Needs] = {
+    "gae": Needs(critic=True),
+    "grpo": Needs(group=True),
+    "grpo_passk": Needs(group=True),
+    "rloo": Needs(group=True),
+    "reinforce_plus_plus": Needs(),
+    "reinforce_plus_plus_baseline": Needs(group=True),
+    "remax": Needs(greedy_baseline=True),
+    "opo": Needs(group=True),
+    "gpg": Needs(group=True),
+}
+"""Needs of each estimator of algorithms/advantages.py. They are here, as settings are checked without torch."""
+
+
+@dataclass
+class KLCtrlConfig:
+    """The coefficient of the KL term in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed: kl_coef is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019, arXiv
+    1909.08593)."""
+    kl_coef: float = 0.001
+    """The coefficient; with adaptive, its initial value."""
+    target_kl: float = 0.1
+    """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
+    horizon: int = 10000
+    """adaptive: number of sequences over which the coefficient adapts."""
+
+
+@dataclass
+class CustomEstimatorConfig:
+    """A user-defined advantage estimator, for adv_estimator: custom."""
+
+    path: str | None = None
+    """Python file that defines the function; null: none."""
+    name: str = "estimate"
+    """Name of the function: estimate(inputs) takes EstimatorInputs and returns Estimate, both of
+    rlhf_mc.algorithms.advantages (docs/extending.md)."""
+    needs_critic: bool = False
+    """The function reads inputs.values: the run has a critic, which learns Estimate.returns."""
+    needs_group: bool = False
+    """The function compares the responses of a prompt (inputs.group): rollout.n must be at least 2."""
+    needs_greedy_baseline: bool = False
+    """The function reads inputs.greedy_scores: the run generates one more response per prompt, at temperature 0."""
+
+
+@dataclass
+class CustomLossConfig:
+    """A user-defined policy loss, for loss_mode: custom."""
+
+    path: str | None = None
+    """Python file that defines the function; null: none."""
+    name: str = "policy_loss"
+    """Name of the function: policy_loss(inputs) takes PolicyLossInputs of rlhf_mc.algorithms.policy_losses and returns
+    a scalar and its statistics (docs/extending.md)."""
+
+
+@dataclass
+class PolicyLossConfig:
+    """The policy loss: the term of the actor's loss that contains the advantages."""
+
+    loss_mode: LossMode = "vanilla"
+    """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for actor.loss_agg_mode
+    seq-mean-token-mean. cispo: clipped weights of the policy gradient. gpg: the policy gradient. clip_cov, kl_cov: a
+    few tokens of high covariance between log-prob and advantage are left out, or get a KL penalty. custom: that of
+    custom_loss. All but gpg and kl_cov use actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of the tokens of a mini-batch that are left out."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: tokens are drawn from those of a covariance above this one ..."""
+    clip_cov_ub: float = 5.0
+    """... and below this one."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of the tokens of a mini-batch, those of the highest covariance, that get a KL penalty."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: coefficient of the penalty |log-prob - old log-prob|."""
+    custom_loss: CustomLossConfig = field(default_factory=CustomLossConfig)
+    """A user-defined policy loss."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """Rewards to advantages."""
+
+    adv_estimator: AdvEstimator = "gae"
+    """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo, grpo_passk, rloo,
+    reinforce_plus_plus_baseline, opo and gpg compare the rollout.n responses of a prompt. remax compares each with one
+    more response, generated at temperature 0. custom: that of custom_estimator."""
+    custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
+    """A user-defined advantage estimator."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo, grpo_passk: divide a prompt's advantages by the standard deviation of its scores. false, with
+    actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
+    gamma: float = 1.0
+    """Discount per token; of gae and reinforce_plus_plus."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_coef * KL(actor, reference) from each token's reward."""
+    kl_penalty: KLEstimator = "k1"
+    """KL estimator of use_kl_in_reward, as actor.kl_loss_type."""
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    """Coefficient of use_kl_in_reward."""

@@ -1,0 +1,34 @@
+"""The models that a run has besides the actor, as its settings say. No torch here."""
+
+from __future__ import annotations
+
+from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
+from rlhf_mc.config.schema import Config
+
+
+def needs_of(algorithm: AlgorithmConfig) -> Needs:
+    """Return the needs of the run's advantage estimator."""
+    custom = algorithm.custom_estimator
+    if algorithm.adv_estimator == "custom":
+        return Needs(custom.needs_critic, custom.needs_group, custom.needs_greedy_baseline)
+    return ESTIMATOR_NEEDS[algorithm.adv_estimator]
+
+
+def uses_critic(cfg: Config) -> bool:
+    """Return whether the run has a critic."""
+    return needs_of(cfg.algorithm).critic
+
+
+def uses_reference(cfg: Config) -> bool:
+    """Return whether the run has a reference policy."""
+    return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
+
+
+def absent_roles(cfg: Config) -> list[str]:
+    """Return the sections of models that the run does not have."""
+    is_present = {
+        "critic": uses_critic(cfg),
+        "ref": uses_reference(cfg),
+        "reward_model": cfg.reward_model.model_path is not None,
+    }
+    return [role for role, present in is_present.items() if not present]

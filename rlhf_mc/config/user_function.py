@@ -1,0 +1,62 @@
+"""Loading of a user's own function from a Python file that a section of the settings names: a reward function, an
+advantage estimator, a policy loss.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+
+
+def load_attribute(section: str, path: str, name: str) -> Any:
+    """Return what the Python file `path` defines as `name`, the settings {section}.path and {section}.name. Raise
+    UserError if the file is missing, if importing it raises, or if it does not define the name."""
+    where = f"{section}.path {path}"
+    if not os.path.isfile(path):
+        raise UserError(f"{where}: no such file")
+    module_name = f"rlhf_mc_{section.replace('.', '_')}_{os.path.splitext(os.path.basename(path))[0]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{where}: not a Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # the user's code may raise anything, SystemExit included
+        raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        raise UserError(f"{where}: has no function {name!r} ({section}.name)")
+    return found
+
+
+def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
+    """Return a function of one argument, as load_attribute does. Raise UserError also if it cannot be called so."""
+    where = f"{section}.path {path}"
+    function: Callable[[Any], Any] = load_attribute(section, path, name)
+    if not callable(function):
+        raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have no signature; the first call shows whether it works
+        return function
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise UserError(f"{where}: {name}{signature} cannot be called as {name}(inputs): {error}") from error
+    return function
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception as one line, with the file and line where it was raised."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    line = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame is not None else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"

@@ -1,0 +1,120 @@
+"""The advantage estimator and the policy loss of a run: built-in ones (algorithms/), or the user's own functions, which
+are called with a small example before the run starts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rlhf_mc.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    Estimate,
+    EstimatorFunction,
+    EstimatorInputs,
+    token_rewards,
+)
+from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyLossInputs
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.schema import ActorConfig, AlgorithmConfig
+from rlhf_mc.config.user_function import describe_error, load_function
+
+
+def estimator_of(algorithm: AlgorithmConfig) -> EstimatorFunction:
+    """Return the run's advantage estimator. Raise UserError if the user's cannot be loaded, or if it does not return
+    what it should for a small example."""
+    if algorithm.adv_estimator != "custom":
+        return ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+    section = "algorithm.custom_estimator"
+    custom = algorithm.custom_estimator
+    assert custom.path is not None, "validate.py ensures it"
+    function: EstimatorFunction = load_function(section, custom.path, custom.name)
+    inputs = _example_inputs(algorithm)
+    where = f"{section}.path {custom.path}: {custom.name}, called with an example of 4 responses,"
+    try:
+        estimate = function(inputs)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"{where} raised {describe_error(error)}") from error
+    if problem := _fault(estimate, inputs, needs_of(algorithm).critic):
+        raise UserError(f"{where} {problem}")
+    return function
+
+
+def policy_loss_of(actor: ActorConfig) -> PolicyLoss:
+    """Return the run's policy loss. Raise UserError as estimator_of does."""
+    if actor.policy_loss.loss_mode != "custom":
+        return POLICY_LOSSES[actor.policy_loss.loss_mode]
+    section = "actor.policy_loss.custom_loss"
+    custom = actor.policy_loss.custom_loss
+    assert custom.path is not None, "validate.py ensures it"
+    function: PolicyLossFunction = load_function(section, custom.path, custom.name)
+    log_probs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    inputs = PolicyLossInputs(
+        log_probs=log_probs,
+        old_log_probs=torch.tensor([-1.1, -0.4, -2.0]),
+        advantages=torch.tensor([1.0, 1.0, -0.5]),
+        weights=torch.full((3,), 1 / 3),
+        sequence=torch.tensor([0, 0, 1]),
+        num_tokens=3,
+        num_sequences=2,
+        clip_low=actor.clip_ratio_low,
+        clip_high=actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        kl_coef=actor.policy_loss.ppo_kl_coef,
+    )
+    where = f"{section}.path {custom.path}: {custom.name}, called with an example of 3 tokens,"
+    try:
+        result = function(inputs)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"{where} raised {describe_error(error)}") from error
+    if problem := _loss_fault(result):
+        raise UserError(f"{where} {problem}")
+    return PolicyLoss(function)
+
+
+def _loss_fault(result: object) -> str | None:
+    """Return in words what is wrong with the result of a policy loss, or None."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+        return "returned no pair of a scalar loss and a dict of statistics"
+    loss, stats = result
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.requires_grad:
+        return "returned a loss that is not a scalar tensor with a gradient: a sum over inputs.weights * token losses"
+    for name, value in stats.items():
+        if not isinstance(value, torch.Tensor) or value.shape != () or value.requires_grad:
+            return f"returned the statistic {name!r}, which is not a scalar tensor without a gradient"
+    return None
+
+
+def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
+    """Return the inputs of two prompts with two responses each, of 3, 1, 2 and 4 tokens."""
+    needs = needs_of(algorithm)
+    mask = torch.arange(4)[None, :] < torch.tensor([3, 1, 2, 4])[:, None]
+    scores = torch.tensor([1.0, 0.0, 0.5, 0.5])
+    return EstimatorInputs(
+        rewards=token_rewards(scores, None, 0.0, mask),
+        mask=mask,
+        scores=scores,
+        group=torch.tensor([0, 0, 1, 1]),
+        values=torch.where(mask, 0.25, 0.0) if needs.critic else None,
+        greedy_scores=torch.tensor([1.0, 1.0, 0.0, 0.0]) if needs.greedy_baseline else None,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+    )
+
+
+def _fault(estimate: object, inputs: EstimatorInputs, needs_returns: bool) -> str | None:
+    """Return in words what is wrong with the result of an estimator, or None."""
+    if not isinstance(estimate, Estimate):
+        return f"returned {type(estimate).__name__}; it must return rlhf_mc.algorithms.advantages.Estimate"
+    if needs_returns and estimate.returns is None:
+        return "returned no returns; with needs_critic it must, as the critic learns them"
+    for name, found in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+        if found is None and name == "returns":
+            continue
+        if not isinstance(found, torch.Tensor) or found.shape != inputs.mask.shape:
+            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            return f"returned {name} of shape {shape}; it must be that of the rewards, {tuple(inputs.mask.shape)}"
+        if found.dtype != inputs.rewards.dtype:
+            return f"returned {name} of {found.dtype}; it must be that of the rewards, {inputs.rewards.dtype}"
+    return None

@@ -1,0 +1,195 @@
+"""Settings of the advantage estimator, the critic and the losses: what must go together, and a user's own functions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from config_files import load, validated
+from documents import ROOT
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import absent_roles, uses_critic
+from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
+from rlhf_mc.trainer.update import entropy_coeff, step_generator
+
+GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "absent"),
+    [
+        ((), ["ref", "reward_model"]),
+        (("critic.enable=true",), ["ref", "reward_model"]),
+        (GROUPS, ["critic", "ref", "reward_model"]),
+        ((*GROUPS, "critic.enable=false", "actor.use_kl_loss=true"), ["critic", "reward_model"]),
+        (("algorithm.adv_estimator=remax",), ["critic", "ref", "reward_model"]),
+        (
+            (*GROUPS, "critic.ppo_mini_batch_size=1", "critic.ppo_max_token_len_per_gpu=1"),
+            ["critic", "ref", "reward_model"],
+        ),
+        (
+            ("algorithm.adv_estimator=custom", "algorithm.custom_estimator.path=a.py"),
+            ["critic", "ref", "reward_model"],
+        ),
+        (
+            (
+                "algorithm.adv_estimator=custom",
+                "algorithm.custom_estimator.path=a.py",
+                "algorithm.custom_estimator.needs_critic=true",
+            ),
+            ["ref", "reward_model"],
+        ),
+    ],
+)
+def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: list[str]) -> None:
+    cfg = validated(config_file, *overrides)
+    assert absent_roles(cfg) == absent
+    assert uses_critic(cfg) == ("critic" not in absent)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("algorithm.adv_estimator=rloo",),
+            "algorithm.adv_estimator is rloo, which compares the responses of a prompt; rollout.n is 1; it must be at"
+            " least 2",
+        ),
+        (
+            (*GROUPS, "critic.enable=true"),
+            "critic.enable is true and algorithm.adv_estimator is grpo, which needs no critic",
+        ),
+        (("critic.enable=false",), "critic.enable is false and algorithm.adv_estimator is gae, which needs a critic"),
+        ((*GROUPS, "critic.model_path=x"), "critic.model_path is x and algorithm.adv_estimator is grpo"),
+        ((*GROUPS, "trainer.critic_warmup=2"), "trainer.critic_warmup is 2 and algorithm.adv_estimator is grpo"),
+        (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is None; set both"),
+        (("algorithm.custom_estimator.path=a.py",), "algorithm.adv_estimator is gae and"),
+        (
+            ("algorithm.custom_estimator.needs_group=true",),
+            "algorithm.custom_estimator.needs_group is true and algorithm.adv_estimator is gae",
+        ),
+        (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is None; set both"),
+        (("actor.policy_loss.loss_mode=gspo",), "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean"),
+        (
+            ("actor.loss_scale_factor=3",),
+            "actor.loss_scale_factor is 3; that needs actor.loss_agg_mode seq-mean-token-sum-norm",
+        ),
+        (("actor.policy_loss.clip_cov_lb=6",), "actor.policy_loss.clip_cov_lb is 6.0; it must be below clip_cov_ub"),
+    ],
+)
+def test_contradictions_are_refused(config_file: Path, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        validated(config_file, *overrides)
+
+
+def test_entropy_coefficient_is_annealed_to_its_end(config_file: Path) -> None:
+    actor = load(config_file, "actor.entropy_coeff=0.4", "actor.entropy_coeff_end=0.1").actor
+    assert [entropy_coeff(actor, step, 4) for step in (1, 2, 3, 4)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert entropy_coeff(actor, 1, 1) == 0.4
+    constant = load(config_file, "actor.entropy_coeff=0.4").actor
+    assert entropy_coeff(constant, 4, 4) == 0.4
+
+
+def test_draws_are_a_function_of_seed_and_step() -> None:
+    def first(seed: int, step: int) -> int:
+        return int(torch.randint(1 << 40, (1,), generator=step_generator(seed, step)))
+
+    assert first(1, 2) == first(1, 2)
+    assert len({first(1, 2), first(1, 3), first(2, 2), first(2, 1)}) == 4
+
+
+# A user's own functions
+
+
+def example(function: str) -> str:
+    """Return the Python block of docs/extending.md that defines the function."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "extending.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return next(block for block in blocks if f"def {function}(" in block)
+
+
+def estimator_settings(path: Path, *more: str) -> list[str]:
+    return ["algorithm.adv_estimator=custom", f"algorithm.custom_estimator.path={path}", *more]
+
+
+def loss_settings(path: Path) -> list[str]:
+    return ["actor.policy_loss.loss_mode=custom", f"actor.policy_loss.custom_loss.path={path}"]
+
+
+def test_functions_of_the_page_are_accepted(config_file: Path, tmp_path: Path) -> None:
+    for name in ("estimate", "policy_loss"):
+        (tmp_path / f"{name}.py").write_text(example(name))
+    algorithm = load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm
+    assert estimator_of(algorithm).__name__ == "estimate"
+    actor = load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor
+    found = policy_loss_of(actor)
+    assert found.function.__name__ == "policy_loss" and found.selection is None
+
+
+ESTIMATE = "from rlhf_mc.algorithms.advantages import Estimate\ndef estimate(inputs):\n    "
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return inputs.rewards", "returned Tensor; it must return rlhf_mc.algorithms.advantages.Estimate"),
+        ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be that of the rewards, (4, 4)"),
+        ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
+        ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),
+        ("return Estimate(inputs.rewards + inputs.values)", "raised TypeError: "),
+        ("return 1 / 0", "raised ZeroDivisionError: division by zero (mine.py:3)"),
+    ],
+)
+def test_estimators_that_return_something_else_are_refused(
+    config_file: Path, tmp_path: Path, body: str, words: str
+) -> None:
+    (tmp_path / "mine.py").write_text(ESTIMATE + body)
+    algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm
+    with pytest.raises(
+        UserError, match=r"^algorithm\.custom_estimator\.path .*mine\.py: estimate, called with"
+    ) as caught:
+        estimator_of(algorithm)
+    assert words in str(caught.value)
+
+
+def test_estimator_with_a_critic_must_return_returns(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ESTIMATE + "return Estimate(inputs.rewards - inputs.values)")
+    needs = "algorithm.custom_estimator.needs_critic=true"
+    algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py", needs)).algorithm
+    with pytest.raises(UserError, match="returned no returns; with needs_critic it must"):
+        estimator_of(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return inputs.log_probs.sum()", "returned no pair of a scalar loss and a dict of statistics"),
+        ("return inputs.advantages.sum(), {}", "returned a loss that is not a scalar tensor with a gradient"),
+        ("return inputs.log_probs, {}", "returned a loss that is not a scalar tensor with a gradient"),
+        ("return inputs.result(-inputs.log_probs)[0], {'a': 1.0}", "returned the statistic 'a'"),
+        ("return inputs.result(-inputs.log_probs)[0], {'a': inputs.log_probs.sum()}", "without a gradient"),
+        ("raise KeyError('x')", "raised KeyError: 'x' (mine.py:2)"),
+    ],
+)
+def test_losses_that_return_something_else_are_refused(
+    config_file: Path, tmp_path: Path, body: str, words: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def policy_loss(inputs):\n    {body}")
+    actor = load(config_file, *loss_settings(tmp_path / "mine.py")).actor
+    with pytest.raises(
+        UserError, match=r"^actor\.policy_loss\.custom_loss\.path .*mine\.py: policy_loss, called"
+    ) as caught:
+        policy_loss_of(actor)
+    assert words in str(caught.value)
+
+
+def test_functions_that_cannot_be_called_are_refused(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def estimate(rewards, values): ...\npolicy_loss = 3")
+    with pytest.raises(UserError, match=r"estimate\(rewards, values\) cannot be called as estimate\(inputs\)"):
+        estimator_of(load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm)
+    with pytest.raises(UserError, match="'policy_loss' is not a function but int"):
+        policy_loss_of(load(config_file, *loss_settings(tmp_path / "mine.py")).actor)

@@ -1,0 +1,237 @@
+"""The policy losses of policy_losses.py: hand-worked sequences, slow plain-Python versions with their gradients, and no
+dependence on the split into micro-batches. PPO's clipped surrogate is in test_losses.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from rlhf_mc.algorithms.losses import aggregation_weights
+from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, covariances
+from rlhf_mc.config.algorithm_schema import LossMode, PolicyLossConfig
+from rlhf_mc.data.batch import ragged_indices
+
+LENS = torch.tensor([3, 1, 7, 2, 5])
+SETTINGS = PolicyLossConfig(clip_cov_ratio=0.2, clip_cov_lb=-0.5, clip_cov_ub=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.3)
+LOW = 0.2
+HIGH = 0.3
+CLIP_C = 1.5
+
+
+def test_every_loss_can_be_set() -> None:
+    assert {*POLICY_LOSSES, "custom"} == set(get_args(LossMode))
+
+
+def mini_batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return the per-token fields of a mini-batch, float64. Ratios are on both sides of every clip."""
+    g = torch.Generator().manual_seed(seed)
+    count = int(LENS.sum())
+    old = -torch.randn(count, generator=g, dtype=torch.float64).abs()
+    advantages = torch.randn(count, generator=g, dtype=torch.float64)
+    selection = POLICY_LOSSES[name].selection
+    fields = {
+        "log_probs": old + 0.5 * torch.randn(count, generator=g, dtype=torch.float64),
+        "old_log_probs": old,
+        "advantages": advantages,
+        "weights": aggregation_weights(LENS, "seq-mean-token-mean").double(),
+        "sequence": torch.repeat_interleave(LENS),
+    }
+    if selection is not None:
+        fields["selected"] = selection(old, advantages, SETTINGS, torch.Generator().manual_seed(seed))
+    return fields
+
+
+def inputs_of(fields: dict[str, torch.Tensor], **changed: Any) -> PolicyLossInputs:
+    sizes = {"num_tokens": int(LENS.sum()), "num_sequences": len(LENS)}
+    clips = {"clip_low": LOW, "clip_high": HIGH, "clip_c": CLIP_C, "kl_coef": 0.3}
+    return PolicyLossInputs(**{**fields, **sizes, **clips, **changed})
+
+
+def number(x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def slow(name: str, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return loss and shares of clipped tokens, token by token. The loss is differentiable in log_probs."""
+    old, advantages, weights = (fields[key].tolist() for key in ("old_log_probs", "advantages", "weights"))
+    log_probs = list(fields["log_probs"])
+    selected = fields["selected"].tolist() if "selected" in fields else []
+    where = fields["sequence"].tolist()
+    terms = []
+    upper = 0
+    lower = 0
+    for t, log_prob in enumerate(log_probs):
+        a = advantages[t]
+        log_ratio = log_prob - old[t]
+        mine = [u for u in range(len(where)) if where[u] == where[t]]
+        ratio = log_ratio.exp()
+        if name == "gspo":
+            mean = sum(float(log_probs[u].detach()) - old[u] for u in mine) / len(mine)
+            ratio = math.exp(mean) * (log_prob - log_prob.detach()).exp()
+        clipped = min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH)
+        if name in ("vanilla", "gspo", "clip_cov"):
+            loss = -a * ratio if -a * float(ratio.detach()) >= -a * clipped else number(-a * clipped)
+            upper += -a * clipped > -a * float(ratio.detach())
+            if name == "vanilla" and a < 0 and float(loss.detach()) > -a * CLIP_C:
+                loss = number(-a * CLIP_C)
+                lower += 1
+            if name == "clip_cov" and selected[t]:
+                loss = number(0.0)
+        elif name == "kl_cov":
+            loss = -a * ratio + (0.3 * log_ratio.abs() if selected[t] else 0.0)
+        elif name == "cispo":
+            loss = -a * clipped * log_prob
+            upper += clipped != float(ratio.detach())
+        elif name == "gpg":
+            loss = -a * log_prob
+        else:
+            kept = []
+            for u in mine:
+                x = log_probs[u] - old[u]
+                if advantages[u] > 0 and float(x.detach()) > HIGH:
+                    x = number(HIGH)
+                elif advantages[u] < 0 and float(x.detach()) < -LOW:
+                    x = number(-LOW)
+                kept.append(x)
+            upper += a > 0 and float(log_ratio.detach()) > HIGH
+            lower += a < 0 and float(log_ratio.detach()) < -LOW
+            loss = -sum(advantages[u] for u in mine) / len(mine) * (sum(kept) / len(kept)).exp()
+        terms.append(weights[t] * loss)
+    counts = {"pg_clipfrac": upper / len(where), "pg_clipfrac_lower": lower / len(where)}
+    if selected:
+        counts["pg_clipfrac"] = sum(selected) / len(where)
+    return sum(terms), counts
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_loss_and_gradient_match_plain_python(name: str, seed: int) -> None:
+    fields = mini_batch(name, seed)
+    gradients = []
+    for compute in (lambda f: POLICY_LOSSES[name].function(inputs_of(f)), lambda f: slow(name, f)):
+        log_probs = fields["log_probs"].clone().requires_grad_()
+        loss, stats = compute({**fields, "log_probs": log_probs})
+        loss.backward()
+        gradients.append((loss.item(), log_probs.grad.tolist(), stats))
+    (loss, gradient, stats), (expected_loss, expected_gradient, counts) = gradients
+    assert loss == pytest.approx(expected_loss, abs=1e-12)
+    assert gradient == pytest.approx(expected_gradient, abs=1e-12)
+    for key, expected in counts.items():
+        assert float(stats.get(key, 0.0)) == pytest.approx(expected), key
+    assert float(stats["pg_loss"]) == loss
+    assert not any(value.requires_grad for value in stats.values())
+
+
+def test_gspo_and_geo_mean_by_hand() -> None:
+    # Sequence 0: log-ratios 0.4 and -0.2, mean 0.1, A 1. Sequence 1: log-ratio -0.5, A -2.
+    fields = {
+        "log_probs": torch.tensor([-0.6, -1.2, -1.5], dtype=torch.float64, requires_grad=True),
+        "old_log_probs": torch.full((3,), -1.0, dtype=torch.float64),
+        "advantages": torch.tensor([1.0, 1.0, -2.0], dtype=torch.float64),
+        "weights": torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64),
+        "sequence": torch.tensor([0, 0, 1]),
+    }
+    sizes = {"num_tokens": 3, "num_sequences": 2}
+    loss, stats = POLICY_LOSSES["gspo"].function(inputs_of(fields, **sizes))
+    # s is e^0.1 = 1.105, inside the range; e^-0.5 = 0.607, clipped to 0.8: the loss 2 * 0.8 is the larger one.
+    assert loss.item() == pytest.approx(0.5 * -math.exp(0.1) + 0.5 * 1.6)
+    assert float(stats["pg_clipfrac"]) == pytest.approx(1 / 3)
+    loss, stats = POLICY_LOSSES["geo_mean"].function(inputs_of(fields, **sizes))
+    # 0.4 is clipped to 0.3: the mean is 0.05. -0.5 is clipped to -0.2.
+    assert loss.item() == pytest.approx(0.5 * -math.exp(0.05) + 0.5 * 2 * math.exp(-0.2))
+    assert (float(stats["pg_clipfrac"]), float(stats["pg_clipfrac_lower"])) == pytest.approx((1 / 3, 1 / 3))
+
+
+def test_gradient_of_gspo_is_that_of_its_sequence_ratio() -> None:
+    """Compare with the gradient of -A s through s itself; equal as a sequence's advantages are equal."""
+    fields = mini_batch("gspo")
+    fields["advantages"] = torch.tensor([1.0, -0.5, 0.3, -2.0, 0.7], dtype=torch.float64)[fields["sequence"]]
+    log_probs = fields["log_probs"].requires_grad_()
+    inputs = inputs_of(fields, clip_low=1.0, clip_high=100.0)
+    POLICY_LOSSES["gspo"].function(inputs)[0].backward()
+    found = log_probs.grad.clone()
+    log_probs.grad = None
+    ratio = inputs.sequence_means(inputs.log_ratio).exp()
+    (inputs.weights * -inputs.advantages * ratio).sum().backward()
+    torch.testing.assert_close(found, log_probs.grad)
+
+
+SPLITS = [[[0], [1], [2], [3], [4]], [[4, 1], [2, 0, 3]], [[2], [], [3, 4, 0, 1]]]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=["singles", "uneven", "with_empty"])
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_gradient_and_statistics_do_not_depend_on_the_split(name: str, split: list[list[int]]) -> None:
+    fields = mini_batch(name)
+
+    def summed(micro_batches: list[list[int]]) -> tuple[torch.Tensor, dict[str, float]]:
+        log_probs = fields["log_probs"].clone().requires_grad_()
+        totals: dict[str, float] = {}
+        for micro_batch in micro_batches:
+            at = ragged_indices(LENS, torch.tensor(micro_batch, dtype=torch.int64))
+            micro = {key: value[at] for key, value in {**fields, "log_probs": log_probs}.items()}
+            loss, stats = POLICY_LOSSES[name].function(inputs_of(micro))
+            loss.backward()
+            for key, value in stats.items():
+                totals[key] = totals.get(key, 0.0) + float(value)
+        return log_probs.grad, totals
+
+    gradient, totals = summed([[0, 1, 2, 3, 4]])
+    split_gradient, split_totals = summed(split)
+    assert gradient.abs().sum() > 0
+    torch.testing.assert_close(split_gradient, gradient, rtol=1e-12, atol=1e-15)
+    assert split_totals == pytest.approx(totals)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_losses_stay_finite_at_extreme_log_ratios(name: str) -> None:
+    fields = mini_batch(name)
+    count = int(LENS.sum())
+    fields["old_log_probs"] = torch.where(torch.arange(count) % 2 == 0, 0.0, -1000.0).double()
+    fields["log_probs"] = (-1000.0 - fields["old_log_probs"]).requires_grad_()
+    loss, _ = POLICY_LOSSES[name].function(inputs_of(fields))
+    loss.backward()
+    assert loss.isfinite() and fields["log_probs"].grad.isfinite().all()
+
+
+# Selections
+
+
+def test_covariances_by_hand() -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -3.0])  # mean -2
+    found = covariances(log_probs, torch.tensor([3.0, 0.0, 0.0]))  # mean 1
+    assert found.tolist() == [2.0, 0.0, 1.0]
+
+
+def test_kl_cov_selects_the_highest_covariances() -> None:
+    g = torch.Generator().manual_seed(0)
+    old = torch.randn(40, generator=g)
+    advantages = torch.randn(40, generator=g)
+    selection = POLICY_LOSSES["kl_cov"].selection
+    assert selection is not None
+    chosen = selection(old, advantages, PolicyLossConfig(kl_cov_ratio=0.1), g)
+    ranked = covariances(old, advantages).argsort(descending=True)[:4]
+    assert sorted(chosen.nonzero()[:, 0].tolist()) == sorted(ranked.tolist())
+    assert selection(old, advantages, PolicyLossConfig(kl_cov_ratio=1e-4), g).sum() == 1  # at least one
+
+
+def test_clip_cov_draws_from_the_band_by_the_generator_alone() -> None:
+    g = torch.Generator().manual_seed(0)
+    old = torch.randn(400, generator=g)
+    advantages = torch.randn(400, generator=g)
+    settings = PolicyLossConfig(clip_cov_ratio=0.02, clip_cov_lb=0.1, clip_cov_ub=0.9)
+    selection = POLICY_LOSSES["clip_cov"].selection
+    assert selection is not None
+
+    def draw(seed: int) -> torch.Tensor:
+        return selection(old, advantages, settings, torch.Generator().manual_seed(seed))
+
+    chosen = draw(1)
+    found = covariances(old, advantages)
+    assert chosen.sum() == 8 and ((found[chosen] > 0.1) & (found[chosen] < 0.9)).all()
+    assert torch.equal(chosen, draw(1)) and not torch.equal(chosen, draw(2))
+    none_inside = PolicyLossConfig(clip_cov_lb=1000.0, clip_cov_ub=2000.0)
+    assert selection(old, advantages, none_inside, g).sum() == 0
