@@ -12,6 +12,9 @@ from typing import Any
 
 import forked
 import pytest
+from gpu_parts import catalog, processes
+
+from rlhf_mc.topology import rendezvous
 
 COMMAND = str(Path(__file__).parents[2] / "tools" / "gpu_check.py")
 
@@ -47,6 +50,16 @@ def test_a_part_that_does_not_end_is_stopped_and_the_next_runs(tmp_path: Path) -
     assert found["parts"]["machine"]["reason"] == "not done after 0.2 s"
     assert found["parts"]["timeouts"]["verdict"] == "skipped"
     assert "machine failed: not done after 0.2 s" in text and "0 passed, 1 failed, 1 skipped" in text
+
+
+def test_a_part_of_rank_0_alone_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[float] = []
+    ran: list[str] = []
+    monkeypatch.setattr(rendezvous, "init_process_group", joined.append)
+    monkeypatch.setattr(catalog.Part, "function", lambda part: lambda report, sizes: ran.append(part.name))
+    for name in ("quickstart", "machine"):
+        processes._run_connected(catalog.find(name), None, None)
+    assert ran == ["quickstart", "machine"] and joined == [catalog.find("machine").seconds]
 
 
 def test_a_part_that_is_stopped_shows_where_it_was() -> None:

@@ -225,5 +225,6 @@ def _run_connected(part: Part, report: Any, sizes: Any) -> None:
 
     if part.deterministic:
         use_deterministic_algorithms()
-    init_process_group(part.seconds)
+    if not part.rank_0_only:  # the other ranks run no process
+        init_process_group(part.seconds)
     part.function()(report, sizes)
