@@ -18,6 +18,7 @@ setup(
         "pyarrow",
         "PyYAML",
         "math-verify[antlr4-13-2]==0.9.0",  # scores MATH; other versions have other verdicts
+        "httpx",  # asks a remote reward endpoint
         "tensorboard",
         "matplotlib",
     ],

@@ -249,6 +249,32 @@ class OverlongBufferConfig:
 
 
 @dataclass
+class RemoteRewardConfig:
+    """An HTTP endpoint that scores responses: the part `remote` of the score. It must be the same for all ranks."""
+
+    url: str | None = None
+    """Address of the endpoint. With api openai the base, such as http://host:8000/v1; null: none."""
+    api: Literal["http", "openai"] = "http"
+    """http: each request is the JSON of a reward function's arguments and `prompt`; the answer is a number or
+    {"score": number, ...}. openai: a chat completion of `model`; the last number of its reply is the score."""
+    model: str | None = None
+    """openai: name of the model."""
+    template: str = (
+        "Question: {prompt}\n\nReference answer: {ground_truth}\n\nAnswer: {response}\n\n"
+        "Rate the answer from 0 (wrong) to 1 (right). Reply with the number alone."
+    )
+    """openai: the user's message. {prompt}, {ground_truth} and {response} are replaced."""
+    api_key_env: str | None = None
+    """Environment variable with the key that is sent as Authorization: Bearer; null: no key."""
+    timeout_seconds: float = 60.0
+    """Time limit of each request. reward.timeout_seconds limits a response's requests together."""
+    max_retries: int = 3
+    """Repetitions of a request that gets no answer, or an HTTP status for overload (429, 503, ...)."""
+    max_concurrency: int = 32
+    """Requests of one worker at a time."""
+
+
+@dataclass
 class RewardConfig:
     """The parts of a response's score, and the processes that run the reward functions."""
 
@@ -257,11 +283,11 @@ class RewardConfig:
     imports the user's file. At least 1, so that a function that exits or blocks does not exit or block a rank."""
     timeout_seconds: float = 300.0
     """Time limit of the score of each response (of the whole call, for a function that takes all rows in one), and of
-    the import of the user's file."""
+    the import of the user's file, which has at least 60 s."""
     mixture: dict[str, Any] = field(default_factory=dict)
     """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*" stands for all others.
-    A part is the name of a rule (docs/rewards.md), custom, or reward_model. {}: one part of weight 1, which is the
-    reward model, else the user's function, else the rule of the data source."""
+    A part is the name of a rule (docs/rewards.md), custom, remote, or reward_model. {}: one part of weight 1, which is
+    the reward model, else the user's function or the endpoint, else the rule of the data source."""
     on_error: Literal["error", "default_score"] = "error"
     """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
     returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.
@@ -270,6 +296,8 @@ class RewardConfig:
     """Score of a response that cannot be scored, with on_error: default_score."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Penalty on long responses, the part `overlong` of the score."""
+    remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+    """An HTTP endpoint that scores responses."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.ranges import check_range
+from rlhf_mc.config.reward_checks import check_rewards
 from rlhf_mc.config.roles import absent_roles, needs_of, uses_critic
 from rlhf_mc.config.schema import (
     FROZEN_ROLES,
@@ -31,7 +32,7 @@ from rlhf_mc.config.schema import (
 def validate(cfg: Config, world_size: int) -> None:
     """Raise UserError if the settings do not allow a run on `world_size` processes. The message is one line with the
     key, its value and the values that are allowed."""
-    _check_paths(cfg)
+    check_written(cfg)
     _check_ranges(cfg)
     _check_optim("actor.optim", cfg.actor.optim, cfg.trainer.total_training_steps)
     _check_optim("critic.optim", cfg.critic.optim, cfg.trainer.total_training_steps)
@@ -42,7 +43,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_batches(cfg, world_size)
     _check_micro_batches(cfg)
     _check_algorithm(cfg)
-    _check_overlong_buffer(cfg)
+    check_rewards(cfg)
     _check_validation(cfg)
     _check_checkpoints(cfg.trainer)
 
@@ -67,19 +68,6 @@ def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value
-
-
-def _check_paths(cfg: Config) -> None:
-    check_written(cfg)
-    _require(
-        cfg.custom_reward_function.path is None
-        or cfg.reward_model.model_path is None
-        or bool(cfg.data.val_files)
-        or bool(cfg.reward.mixture),
-        "custom_reward_function.path and reward_model.model_path are both set, and data.val_files and reward.mixture"
-        " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
-        " the two to null, or weigh both in reward.mixture",
-    )
 
 
 def _check_optim(key: str, optim: OptimConfig, total_steps: int | None) -> None:
@@ -264,15 +252,6 @@ def _check_algorithm(cfg: Config) -> None:
             cfg.algorithm.use_kl_in_reward,
             "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward: true",
         )
-
-
-def _check_overlong_buffer(cfg: Config) -> None:
-    buffer = cfg.reward.overlong_buffer.len
-    longest = cfg.data.max_response_length
-    _require(
-        buffer <= longest,
-        f"reward.overlong_buffer.len is {buffer}; it must be at most data.max_response_length, {longest}",
-    )
 
 
 def _check_estimator(cfg: Config) -> None:

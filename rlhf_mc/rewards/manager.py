@@ -65,8 +65,8 @@ class RewardManager:
         self._failures = 0
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(reward.num_workers)
-        if custom.path is not None:
-            # An error in the user's file is reported before training starts.
+        if custom.path is not None or reward.remote.url is not None:
+            # An error in the user's file, or a missing key, is reported before training starts.
             try:
                 self._start_workers(1)[0].load()
             except UserError:
@@ -88,12 +88,27 @@ class RewardManager:
         if unscored:
             say(f"warning: {unscored} prompts score reward.default_score {self._reward.default_score:g}; {first}")
 
-    def submit(self, prompts: Sequence[Prompt], responses: Sequence[str], training: bool = True) -> PendingScores:
+    @property
+    def needs_prompts(self) -> bool:
+        """A part of the score reads the prompt as text."""
+        return self._reward.remote.url is not None
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        training: bool = True,
+        texts: Sequence[str] | None = None,
+    ) -> PendingScores:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
         responses. Errors are raised by PendingScores.result.
 
-        training: by the weights of training, else by those of validation. A reward model's part is not added here."""
-        rows = [self._row(p, response, training) for p, response in zip(prompts, responses, strict=True)]
+        training: by the weights of training, else by those of validation. A reward model's part is not added here.
+        texts: the prompts as text, with `needs_prompts`."""
+        texts = [""] * len(prompts) if texts is None else texts
+        rows = [
+            self._row(p, response, training, text) for p, response, text in zip(prompts, responses, texts, strict=True)
+        ]
         has_functions = any(set(row.parts) != {REWARD_MODEL} for row in rows)
         workers = self._start_workers(min(self._reward.num_workers, len(rows))) if has_functions else []
         parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
@@ -105,10 +120,10 @@ class RewardManager:
             worker.close()
         self._workers.clear()
 
-    def _row(self, prompt: Prompt, response: str, training: bool) -> Row:
+    def _row(self, prompt: Prompt, response: str, training: bool, text: str = "") -> Row:
         weights = (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
         where = f"{prompt.file}, row {prompt.row}" if prompt.file else f"row {prompt.index}"
-        return Row(where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights)
+        return Row(where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text)
 
     def _start_workers(self, count: int) -> list[Worker]:
         """Return `count` workers, after starting those that are missing."""
@@ -128,7 +143,7 @@ class RewardManager:
     def _failed(self, row: Row, failure: Failure) -> Score:
         """Return the default score of a row that could not be scored, with a warning. Raise UserError instead if
         reward.on_error is error."""
-        message = f"{name_of(self._custom)}: {row.name}: {failure.problem}"
+        message = f"{failure.origin or name_of(self._custom)}: {row.name}: {failure.problem}"
         if self._reward.on_error == "error":
             raise UserError(message)
         self._failures += 1

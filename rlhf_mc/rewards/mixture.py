@@ -15,6 +15,8 @@ from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES
 
 CUSTOM = "custom"
 """The part that custom_reward_function computes."""
+REMOTE = "remote"
+"""The part that the endpoint of reward.remote computes."""
 REWARD_MODEL = "reward_model"
 """The part that the model of reward_model.model_path computes."""
 OTHERS = "*"
@@ -28,19 +30,26 @@ class Mixture:
         """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used."""
         self._weights = {source: _weights_of(source, parts) for source, parts in reward.mixture.items()}
         self._has_custom = custom.path is not None
+        self._has_remote = reward.remote.url is not None
         self._has_reward_model = has_reward_model
         available = {
             CUSTOM: ("custom_reward_function.path", self._has_custom),
+            REMOTE: ("reward.remote.url", self._has_remote),
             REWARD_MODEL: ("reward_model.model_path", has_reward_model),
         }
+        if self._has_custom and self._has_remote and not self._weights:
+            raise UserError(
+                "custom_reward_function.path and reward.remote.url are both set and reward.mixture is empty; weigh both"
+                " in reward.mixture"
+            )
         used = {part for parts in self._weights.values() for part in parts}
         for part, (key, is_set) in available.items():
             if part in used and not is_set:
                 raise UserError(
                     f"reward.mixture has the part {part!r} and {key} is null; set it, or leave the part out"
                 )
-            # Where the reward model is the only part, the user's function scores validation.
-            validates = part == CUSTOM and any(set(parts) == {REWARD_MODEL} for parts in self._weights.values())
+            # Where the reward model is the only part, validation is by the default.
+            validates = part != REWARD_MODEL and any(set(parts) == {REWARD_MODEL} for parts in self._weights.values())
             if self._weights and is_set and part not in used and not validates:
                 raise UserError(
                     f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
@@ -66,6 +75,8 @@ class Mixture:
     def _default(self, data_source: str) -> Mapping[str, float]:
         if self._has_custom:
             return {CUSTOM: 1.0}
+        if self._has_remote:
+            return {REMOTE: 1.0}
         rule = RULE_OF_SOURCE.get(data_source)
         return {} if rule is None else {rule: 1.0}
 
@@ -74,7 +85,7 @@ def _weights_of(source: str, parts: Any) -> Mapping[str, float]:
     where = f"reward.mixture: {source!r}"
     if not isinstance(parts, dict) or not parts:
         raise UserError(f"{where} is {parts!r}; it must be a mapping {{part: weight}}")
-    known = (*RULES, CUSTOM, REWARD_MODEL)
+    known = (*RULES, CUSTOM, REMOTE, REWARD_MODEL)
     for part, weight in parts.items():
         if part not in known:
             raise UserError(f"{where} has the unknown part {part!r}; known: {', '.join(known)}")
@@ -88,7 +99,7 @@ def problem_of(row: Row) -> str | None:
     if not row.parts:
         return (
             f"no reward rule for this data source; known: {', '.join(RULE_OF_SOURCE)}; for others set"
-            " custom_reward_function.path or reward.mixture"
+            " custom_reward_function.path, reward.remote.url or reward.mixture"
         )
     for part in row.parts:
         rule = RULES.get(part)

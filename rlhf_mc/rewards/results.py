@@ -23,6 +23,8 @@ class Row:
     extra_info: dict[str, Any]
     parts: Mapping[str, float]
     """Weights of the parts of the score by name (mixture.py). The reward model's is added by the trainer."""
+    prompt: str = ""
+    """The prompt as text, for the remote endpoint alone."""
 
     @property
     def name(self) -> str:
@@ -74,11 +76,13 @@ class Failure:
     kind: FailureKind
     problem: str
     """One line, without the row."""
+    origin: str | None = None
+    """The setting that failed; None: the user's function or the rule."""
 
 
 class RowFailure(Exception):
     """Raised while one row is scored; becomes a Failure."""
 
-    def __init__(self, kind: FailureKind, problem: str) -> None:
+    def __init__(self, kind: FailureKind, problem: str, origin: str | None = None) -> None:
         super().__init__(problem)
-        self.failure = Failure(kind, problem)
+        self.failure = Failure(kind, problem, origin)

@@ -16,7 +16,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
-from rlhf_mc.rewards.mixture import CUSTOM, REWARD_MODEL, problem_of
+from rlhf_mc.rewards.mixture import CUSTOM, REMOTE, REWARD_MODEL, problem_of
+from rlhf_mc.rewards.remote import RemoteReward
 from rlhf_mc.rewards.results import Failure, Row, RowFailure, Score
 from rlhf_mc.rewards.rules import RULES
 
@@ -37,6 +38,7 @@ class Scorer:
 
     def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
         self._custom = None if custom.path is None else load_reward_function(custom)
+        self._remote = None if reward.remote.url is None else RemoteReward(reward.remote, reward.timeout_seconds)
         self._limit = reward.timeout_seconds
 
     @property
@@ -44,23 +46,28 @@ class Scorer:
         """Rows are scored concurrently or in one call, not one after the other."""
         return self._custom is not None and (self._custom.is_async or self._custom.is_batched)
 
-    def score(self, rows: Sequence[Row], done: Done) -> None:
-        """Call `done` for each row."""
-        scoring = self._score_all(rows, done)
+    def score(self, rows: Sequence[Row], done: Done, progress: Callable[[], None]) -> None:
+        """Call `done` for each row. Before, call `progress` for each answer of the remote endpoint."""
+        from_remote = {}
+        if self._remote is not None:
+            mine = [i for i, row in enumerate(rows) if REMOTE in row.parts]
+            answers = asyncio.run(self._remote.score([rows[i] for i in mine], progress))
+            from_remote = dict(zip(mine, answers, strict=True))
+        scoring = self._score_all(rows, from_remote, done)
         if self._custom is not None and self._custom.is_async:
             asyncio.run(scoring)
         else:
             _run_at_once(scoring)
 
-    async def _score_all(self, rows: Sequence[Row], done: Done) -> None:
-        batch: dict[int, Any] = {}
-        """Results of the call for all rows, by row."""
+    async def _score_all(self, rows: Sequence[Row], from_remote: dict[int, Any], done: Done) -> None:
+        """Score the rows. from_remote: the endpoint's answers by row."""
+        from_batch: dict[int, Any] = {}
         if self._custom is not None and self._custom.is_batched:
-            batch = await self._call_batched(self._custom, rows)
+            from_batch = await self._call_batched(self._custom, rows)
 
         async def score_one(i: int, row: Row) -> None:
             try:
-                outcome: Score | Failure = await self._score_one(row, batch.get(i))
+                outcome: Score | Failure = await self._score_one(row, from_batch.get(i), from_remote.get(i))
             except RowFailure as failure:
                 outcome = failure.failure
             except UserError:
@@ -75,8 +82,9 @@ class Scorer:
             for i, row in enumerate(rows):
                 await score_one(i, row)
 
-    async def _score_one(self, row: Row, from_batch: Any) -> Score:
-        """Return the weighted sum of the row's parts. from_batch: the batched function's result for the row."""
+    async def _score_one(self, row: Row, from_batch: Any, from_remote: Any) -> Score:
+        """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the batched function and
+        of the remote endpoint for the row, or a RowFailure."""
         if problem := problem_of(row):
             raise RowFailure("no_rule", problem)
         parts: dict[str, float] = {}
@@ -89,6 +97,9 @@ class Scorer:
                 returned = await self._call_custom(row, from_batch)
                 result = checked(returned)
                 named = returned.get("pred") if isinstance(returned, dict) else None
+            elif part == REMOTE:
+                result = self._checked_remote(from_remote)
+                named = None
             else:
                 result = _apply_rule(part, row)
                 answer = RULES[part].answer
@@ -106,14 +117,20 @@ class Scorer:
         custom = self._custom
         assert custom is not None
         if custom.is_batched:
-            if isinstance(from_batch, RowFailure):
-                raise from_batch
-            return from_batch
+            return _raised(from_batch)
         try:
             result = custom.function(**row.arguments(), **custom.kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise RowFailure("raised", f"raised {describe_error(error)}") from error
         return await self._await(result) if custom.is_async else result
+
+    def _checked_remote(self, answer: Any) -> dict[str, float]:
+        """Return the endpoint's answer as numbers."""
+        assert self._remote is not None
+        try:
+            return checked(_raised(answer))
+        except RowFailure as error:
+            raise RowFailure(error.failure.kind, error.failure.problem, self._remote.name) from error
 
     async def _call_batched(self, custom: CustomFunction, rows: Sequence[Row]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
@@ -155,6 +172,13 @@ def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
     except StopIteration:
         return
     raise AssertionError("the coroutine has waited")
+
+
+def _raised(result: Any) -> Any:
+    """Return a result that was computed before, or raise it if it is a RowFailure."""
+    if isinstance(result, RowFailure):
+        raise result
+    return result
 
 
 def _apply_rule(part: str, row: Row) -> dict[str, float]:

@@ -25,6 +25,10 @@ _READY = -1
 """Message that the user's function is loaded, in place of a row's index."""
 _ERROR = -2
 """Message of a UserError, in place of a row's index."""
+_PROGRESS = -3
+"""Message that the remote endpoint has answered, in place of a row's index."""
+IMPORT_SECONDS = 60.0
+"""Least time that a worker has to import the user's file: the limit of a response may be shorter."""
 _EXTRA_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -57,7 +61,7 @@ class Worker:
         if not self._loading:
             return
         name = name_of(self._custom)
-        limit = self._reward.timeout_seconds
+        limit = max(self._reward.timeout_seconds, IMPORT_SECONDS)
         try:
             if not self._wait_for_message(limit):
                 raise UserError(f"{name}: not imported after {limit:g} s (reward.timeout_seconds)")
@@ -90,14 +94,19 @@ class Worker:
         """Let the process score rows[i] for each i of `left`, into scores[i]. Return None, or why the process gives no
         further score."""
         limit = self._reward.timeout_seconds
-        # In a process that scores rows together, each row has the limit itself.
-        patience = limit + _EXTRA_SECONDS + 0.1 * limit if self._scores_together else limit
+        # A process that scores rows together, or asks an endpoint, keeps the limit of each row itself.
+        keeps_limit = self._scores_together or self._reward.remote.url is not None
+        patience = limit + _EXTRA_SECONDS + 0.1 * limit if keeps_limit else limit
         try:
             self._connection.send([rows[i] for i in left])
-            for _ in left:
+            missing = len(left)
+            while missing > 0:
                 if not self._wait_for_message(patience):
                     return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds)")
                 place, outcome = self._receive()
+                if place == _PROGRESS:
+                    continue
+                missing -= 1
                 i = left[place]
                 scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
         except (EOFError, OSError):
@@ -124,8 +133,8 @@ class Worker:
         return self._connection.poll()
 
     def _receive(self) -> tuple[int, Any]:
-        """Return a row's index with its Score or Failure, or _READY with Scorer.scores_together. Raise UserError if the
-        worker has sent one."""
+        """Return a row's index with its Score or Failure, _PROGRESS, or _READY with Scorer.scores_together. Raise
+        UserError if the worker has sent one."""
         kind, content = self._connection.recv()
         if kind == _ERROR:
             raise UserError(content)
@@ -165,7 +174,7 @@ def main(descriptor: int, parent: int) -> None:
         scorer = Scorer(custom, reward)
         send(_READY, scorer.scores_together)
         while True:
-            scorer.score(connection.recv(), send)
+            scorer.score(connection.recv(), send, lambda: send(_PROGRESS, None))
     except EOFError:  # the rank has ended
         return
     except UserError as error:

@@ -30,8 +30,12 @@ def submit_responses(
     training: see RewardManager.submit."""
     rank = dist.get_rank()
     world = dist.get_world_size()
+    mine = prompts[rank::world]
     texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
-    return rewards.submit(prompts[rank::world], texts, training)
+    asked = None
+    if rewards.needs_prompts:
+        asked = tokenizer.batch_decode([prompt.token_ids for prompt in mine], skip_special_tokens=True)
+    return rewards.submit(mine, texts, training, asked)
 
 
 def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:

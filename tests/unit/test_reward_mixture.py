@@ -74,6 +74,7 @@ def test_score_is_the_weighted_sum_of_its_parts(build: Build) -> None:
         ({"a": {"math": float("nan")}}, ("the weight of 'math' is nan",)),
         ({"a": {}}, ("'a' is {}", "{part: weight}")),
         ({"a": "math"}, ("'a' is 'math'", "{part: weight}")),
+        ({"a": {"custom": 1, "remote": 1}}, ("part 'remote'", "reward.remote.url is null")),
         ({"a": {"reward_model": 1}}, ("part 'reward_model'", "reward_model.model_path is null")),
         ({"a": {"math": 1}}, ("custom_reward_function.path is set", "never be used")),
     ],
@@ -206,7 +207,7 @@ def test_default_score_is_counted_and_logged(
 ) -> None:
     manager = build(
         BAD.format(kind=kind, statement=statement),
-        timeout_seconds=1.0 if failure == "timeout" else 60.0,
+        timeout_seconds=1.5 if failure == "timeout" else 60.0,
         on_error="default_score",
         default_score=-2.0,
     )

@@ -17,6 +17,7 @@ import pytest
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
+from rlhf_mc.rewards import worker
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.rules import RULE_OF_SOURCE
 
@@ -345,7 +346,8 @@ def test_row_that_a_worker_cannot_score_is_a_one_line_error(
     assert score(manager, [make_prompt()], ["fine"]) == [{"score": 0.5}], "by a new worker"
 
 
-def test_endless_import_times_out(tmp_path: Path) -> None:
+def test_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "IMPORT_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"reward\.py: not imported after 0\.3 s \(reward\.timeout_seconds\)"):
         custom(tmp_path, "import time\ntime.sleep(1000)\n", reward=RewardConfig(1, 0.3))
 

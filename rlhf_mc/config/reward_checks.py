@@ -1,0 +1,48 @@
+"""Checks of the reward settings, several together. Ranges are in ranges.py; reward.mixture is checked where the rules
+are known, in rewards/mixture.py.
+"""
+
+from __future__ import annotations
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config
+
+
+def check_rewards(cfg: Config) -> None:
+    """Raise UserError if the reward settings contradict each other."""
+    for problem in (_unused_function(cfg), _overlong_buffer(cfg), _remote(cfg)):
+        if problem is not None:
+            raise UserError(problem)
+
+
+def _unused_function(cfg: Config) -> str | None:
+    both = cfg.custom_reward_function.path is not None and cfg.reward_model.model_path is not None
+    if not both or cfg.data.val_files or cfg.reward.mixture:
+        return None
+    return (
+        "custom_reward_function.path and reward_model.model_path are both set, and data.val_files and reward.mixture"
+        " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
+        " the two to null, or weigh both in reward.mixture"
+    )
+
+
+def _overlong_buffer(cfg: Config) -> str | None:
+    buffer = cfg.reward.overlong_buffer.len
+    longest = cfg.data.max_response_length
+    if buffer <= longest:
+        return None
+    return f"reward.overlong_buffer.len is {buffer}; it must be at most data.max_response_length, {longest}"
+
+
+def _remote(cfg: Config) -> str | None:
+    remote = cfg.reward.remote
+    if remote.url is None:
+        for key in ("model", "api_key_env"):
+            if (value := getattr(remote, key)) is not None:
+                return f"reward.remote.{key} is {value!r}; that needs reward.remote.url, which is null"
+        return None
+    if not remote.url.startswith(("http://", "https://")):
+        return f"reward.remote.url is {remote.url!r}; it must begin with http:// or https://"
+    if remote.api == "openai" and remote.model is None:
+        return "reward.remote.api is openai; that needs reward.remote.model, which is null"
+    return None
