@@ -22,6 +22,13 @@ from rlhf_mc.rewards.results import Row, RowFailure
 Answer = Callable[[str, dict[str, Any], Any], tuple[int, str]]
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: a client that does not wait for its answer closes the connection."""
+
+
 class Endpoint:
     """A server whose answers a test chooses: answer(path, request, headers) returns the status and the body."""
 
@@ -43,8 +50,7 @@ class Endpoint:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -139,7 +145,7 @@ def test_answer_without_a_score(
 
 
 def test_slow_endpoint_is_limited_by_request_and_by_response(endpoint: Endpoint) -> None:
-    endpoint.answer = lambda path, request, headers: (time.sleep(0.5), (200, "1"))[1]  # type: ignore[func-returns-value]
+    endpoint.answer = lambda path, request, headers: (time.sleep(0.3), (200, "1"))[1]  # type: ignore[func-returns-value]
     [failure] = ask(url=endpoint.url, timeout_seconds=0.05, max_retries=1)
     assert "ReadTimeout" in str(failure) and "(2 attempts)" in str(failure)
     [failure] = ask(url=endpoint.url, limit=0.1)
