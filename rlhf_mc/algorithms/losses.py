@@ -24,14 +24,24 @@ from rlhf_mc.config.algorithm_schema import KLLossType, LossAggMode
 
 
 def aggregation_weights(
-    response_lens: torch.Tensor, mode: LossAggMode, scale_factor: int | None = None
+    response_lens: torch.Tensor, mode: LossAggMode, scale_factor: int | None = None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the weight of each response token of the WHOLE mini-batch, such that loss = sum_t weight_t * loss_t.
 
     response_lens: [S] integers, each at least 1, of the mini-batch over all ranks. The result is [R] float32, sequence
     after sequence: 1 / R for token-mean, 1 / S for seq-mean-token-sum, 1 / (S * len_s) for seq-mean-token-mean, and
     1 / (S * scale_factor) for seq-mean-token-sum-norm: Dr. GRPO (arXiv 2503.20783), which divides by a constant.
+    kept: [R] bool. Other tokens have weight 0, and only kept ones, and sequences with such, are counted in R, len_s and
+    S. Without a kept token all weights are 0.
     """
+    if kept is not None:
+        sequence = torch.repeat_interleave(response_lens)
+        counts = torch.zeros_like(response_lens).index_add(0, sequence, kept.to(response_lens.dtype))
+        present = counts > 0
+        weights = torch.zeros(len(kept))
+        if present.any():
+            weights[kept] = aggregation_weights(counts[present], mode, scale_factor)
+        return weights
     num_sequences = len(response_lens)
     match mode:
         case "token-mean":

@@ -11,6 +11,19 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse"]
 KLLossType = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"]
 LossMode = Literal["vanilla", "gspo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
+RejectionStatistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
 SEQUENCE_LOSSES = ("gspo", "geo_mean")
 """Policy losses with one ratio per sequence, which weigh all sequences alike."""
 AdvEstimator = Literal[
@@ -120,6 +133,30 @@ class PolicyLossConfig:
 
 
 @dataclass
+class RolloutCorrectionConfig:
+    """The correction of the difference between vLLM's policy, which samples, and the trainer's. rho is the ratio of
+    their probabilities of a token, trainer / vLLM. It acts on the actor's loss."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weigh each token's policy loss by rho of the token, or by the product of rho over its sequence; null: no
+    weights."""
+    rollout_is_threshold: float = 2.0
+    """Upper bound of a weight (truncated importance sampling)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: list[RejectionStatistic] = field(default_factory=list)
+    """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a statistic of rho exceeds
+    its threshold (docs/algorithms.md)."""
+    rollout_rs_threshold: list[float] = field(default_factory=list)
+    """The threshold of each statistic of rollout_rs. Of ..._k1 it is a bound x of rho: 1 / x to x."""
+    rollout_token_veto_threshold: float | None = None
+    """Leave out each sequence with a token of rho below this; null: none."""
+    bypass_mode: bool = False
+    """Use vLLM's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in the first
+    step after a start, which checks them (trainer.max_rollout_logprob_diff)."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Rewards to advantages."""
 
@@ -142,3 +179,5 @@ class AlgorithmConfig:
     """KL estimator of use_kl_in_reward, as actor.kl_loss_type."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Coefficient of use_kl_in_reward."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """Correction of the difference between vLLM's policy and the trainer's."""

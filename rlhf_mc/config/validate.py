@@ -245,6 +245,7 @@ def _check_micro_batches(cfg: Config) -> None:
 def _check_algorithm(cfg: Config) -> None:
     _check_estimator(cfg)
     _check_losses(cfg)
+    _check_rollout_correction(cfg)
     kl_ctrl = cfg.algorithm.kl_ctrl
     if kl_ctrl.type == "adaptive":
         _range(cfg, "algorithm.kl_ctrl.target_kl", lambda value: value > 0, "above 0 where kl_ctrl.type is adaptive")
@@ -285,6 +286,27 @@ def _check_estimator(cfg: Config) -> None:
     _require(
         needs.critic or cfg.trainer.critic_warmup == 0,
         f"trainer.critic_warmup is {cfg.trainer.critic_warmup} and {key}, which needs no critic; set it to 0",
+    )
+
+
+def _check_rollout_correction(cfg: Config) -> None:
+    section = "algorithm.rollout_correction"
+    found = cfg.algorithm.rollout_correction
+    _require(
+        len(found.rollout_rs) == len(found.rollout_rs_threshold),
+        f"{section}.rollout_rs has {len(found.rollout_rs)} statistics and {section}.rollout_rs_threshold has"
+        f" {len(found.rollout_rs_threshold)}; each statistic needs one threshold",
+    )
+    for name, threshold in zip(found.rollout_rs, found.rollout_rs_threshold, strict=True):
+        _require(
+            threshold > 1 or not name.endswith("k1"),
+            f"{section}.rollout_rs_threshold of {name} is {threshold}; it bounds a ratio and must be above 1",
+        )
+    given = [name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold") if getattr(found, name)]
+    _require(
+        not (found.bypass_mode and given),
+        f"{section}.bypass_mode is true and {section}.{' and '.join(given)} set; with vLLM's log-probs as the old ones"
+        " there is no difference to correct: set one or the other",
     )
 
 

@@ -71,6 +71,10 @@ class RaggedBatch:
     """[S] float32: scores of the responses to the same prompts at temperature 0."""
     old_log_probs: torch.Tensor | None = None
     """[R] float32: the actor's log-probs before the update."""
+    is_weights: torch.Tensor | None = None
+    """[R] float32: importance weights of the policy loss; None: 1."""
+    kept: torch.Tensor | None = None
+    """[R] bool: tokens of the actor's loss; None: all."""
     ref_log_probs: torch.Tensor | None = None
     """[R] float32: the reference's log-probs."""
     values: torch.Tensor | None = None
@@ -110,7 +114,16 @@ class RaggedBatch:
         idx = torch.as_tensor(indices, dtype=torch.int64)
         token_idx = ragged_indices(self.seq_lens, idx)
         response_idx = ragged_indices(self.response_lens, idx)
-        per_token = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+        per_token = (
+            "rollout_log_probs",
+            "old_log_probs",
+            "is_weights",
+            "kept",
+            "ref_log_probs",
+            "values",
+            "advantages",
+            "returns",
+        )
         out: dict[str, torch.Tensor | None] = {}
         for name in per_token:
             value = getattr(self, name)

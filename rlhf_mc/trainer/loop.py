@@ -99,7 +99,6 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         stop.check()
         pending = submit_rewards(run, state, prompts, batch)
         batch = score(run, state, batch)
-        run.log_prob_check.check(batch, state.step)
         batch = collect_rewards(run, state, prompts, batch, pending)
         stop.check()
         batch = compute_advantages(run, state, batch)

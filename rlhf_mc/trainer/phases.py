@@ -26,6 +26,7 @@ from rlhf_mc.rewards.shaping import penalize_overlong
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.rollout_correction import corrected
 from rlhf_mc.trainer.samples import write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
 from rlhf_mc.trainer.step_report import StepState
@@ -86,11 +87,18 @@ def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: Rag
 
 
 def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Compute old log-probs (actor) and, if the run has these models, reference log-probs and values (critic)."""
+    """Compute old log-probs (actor), compared with vLLM's, and, if the run has these models, reference log-probs and
+    values (critic)."""
     log_probs = scoring.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
-    with run.offload_schedule.phase(state.timer, "old_log_prob"):
-        found = scoring.score_tokens(run.actor, batch, log_probs, run.limits["old_log_prob"], state.packing)
-        batch = batch.with_fields(old_log_probs=found)
+    bypass = run.config.algorithm.rollout_correction.bypass_mode
+    if bypass and not run.log_prob_check.is_first:
+        batch = batch.with_fields(old_log_probs=batch.rollout_log_probs)
+    else:
+        with run.offload_schedule.phase(state.timer, "old_log_prob"):
+            found = scoring.score_tokens(run.actor, batch, log_probs, run.limits["old_log_prob"], state.packing)
+        run.log_prob_check.check(batch.with_fields(old_log_probs=found), state.step)
+        # In the first step too, so that a resumed run computes the same.
+        batch = batch.with_fields(old_log_probs=batch.rollout_log_probs if bypass else found)
     if run.reference is not None:
         with run.offload_schedule.phase(state.timer, "ref"):
             found = scoring.score_tokens(run.reference, batch, log_probs, run.limits["ref"], state.packing)
@@ -154,7 +162,7 @@ def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> tor
 
 
 def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Compute token rewards, advantages and returns, then update the KL controller."""
+    """Compute token rewards, advantages and returns, update the KL controller, and correct for the rollout's policy."""
     algorithm = run.config.algorithm
     n = run.config.rollout.n
     with run.offload_schedule.phase(state.timer, "adv"):
@@ -165,6 +173,8 @@ def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> Ragged
             if algorithm.kl_ctrl.type == "adaptive":
                 advantages.check_kl(kl, batch, state.step)
             run.kl_controller.update(kl, batch.num_sequences)
+        state.metrics.update(metrics)
+        batch, metrics = corrected(batch, algorithm.rollout_correction)
         state.metrics.update(metrics)
     return batch
 

@@ -48,7 +48,9 @@ def begin_step(step: int, status: RankStatus) -> StepState:
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     """Add the metrics of the step as a whole: lengths, balance, throughput, memory."""
     data = run.config.data
-    state.metrics.update(rollout_metrics(batch, data.max_prompt_length, data.max_response_length))
+    state.metrics.update(length_metrics(batch, data.max_prompt_length, data.max_response_length))
+    if not run.config.algorithm.rollout_correction.bypass_mode:
+        state.metrics.update(difference_metrics(batch))
     seq_lens = batch.seq_lens.tolist()
     state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
     if run.config.actor.use_kl_loss:
@@ -72,14 +74,20 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     )
 
 
-def rollout_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """Return the lengths, and the differences between vLLM's and the trainer's log-probs of the sampled tokens."""
+def length_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """Return the lengths of prompts and responses."""
+    return {
+        **summarize_lengths("response_length", batch.response_lens, max_response_length),
+        **summarize_lengths("prompt_length", batch.prompt_lens, max_prompt_length),
+    }
+
+
+def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Return the differences between vLLM's and the trainer's log-probs of the sampled tokens."""
     assert batch.old_log_probs is not None
     probs_diff = (batch.old_log_probs.exp() - batch.rollout_log_probs.exp()).abs().double()
     difference = Difference.of(batch)
     return {
-        **summarize_lengths("response_length", batch.response_lens, max_response_length),
-        **summarize_lengths("prompt_length", batch.prompt_lens, max_prompt_length),
         "training/rollout_probs_diff_max": float(probs_diff.max()),
         "training/rollout_probs_diff_mean": float(probs_diff.mean()),
         "training/rollout_probs_diff_std": float(probs_diff.std(correction=0)),

@@ -82,11 +82,13 @@ def actor_objective(
     per_token = {
         "old_log_probs": mini.old_log_probs,
         "advantages": mini.advantages,
-        "weights": aggregation_weights(mini.response_lens, mode, terms.loss_scale_factor),
+        "weights": aggregation_weights(mini.response_lens, mode, terms.loss_scale_factor, mini.kept),
         "sequence": torch.repeat_interleave(mini.response_lens),
     }
     if selection is not None:
         per_token["selected"] = selection(mini.old_log_probs, mini.advantages, cfg.policy_loss, terms.draws)
+    if mini.is_weights is not None:
+        per_token["is_weights"] = mini.is_weights
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
         per_token["ref_log_probs"] = mini.ref_log_probs
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))
@@ -98,7 +100,7 @@ def actor_objective(
             log_probs=log_probs,
             old_log_probs=mine["old_log_probs"],
             advantages=mine["advantages"],
-            weights=mine["weights"],
+            weights=mine["weights"] * mine["is_weights"] if "is_weights" in mine else mine["weights"],
             sequence=mine["sequence"],
             num_tokens=len(per_token["weights"]),
             num_sequences=mini.num_sequences,

@@ -60,3 +60,34 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
     frozen = [name for name in start if torch.equal(start[name], out[name])]
     assert frozen == [n for n in start if n == "model.embed_tokens.weight" or n.startswith("model.layers.0.")]
     assert result["different"] == []
+
+
+def test_rollout_correction_and_bypass(pool: Any, tmp_path: Path) -> None:
+    """Weigh and reject tokens in one run. Skip the pass of the old log-probs in another, after the first step."""
+    config = write_config(make_workspace(tmp_path))
+    section = "algorithm.rollout_correction"
+    settings = [
+        f"{section}.rollout_is=sequence",
+        f"{section}.rollout_rs=[token_k3]",
+        f"{section}.rollout_rs_threshold=[1e-13]",  # float32 engines agree to about 1e-6: some tokens are above
+    ]
+    corrected = cases.run_two_steps(pool(1), config, (1, 1, 1), tmp_path / "corrected", settings)[0]["steps"]
+    for step in corrected:
+        assert 0 < step["rollout_corr/rejected_tokens"] < 1
+        assert step["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert step["rollout_corr/pearson"] > 0.999 and step["actor/grad_norm"] > 0
+    plain, bypassed = (
+        cases.run_two_steps(pool(1), config, (1, 1, 1), tmp_path / name, [f"{section}.bypass_mode={name}"])[0]
+        for name in ("false", "true")
+    )
+    assert plain["digests"][0] == bypassed["digests"][0]
+    for step, other in zip(plain["steps"], bypassed["steps"], strict=True):
+        assert "training/rollout_logprobs_diff_mean" in step and "rollout_corr/k3_kl" in step
+        assert not any(key.startswith(("training/rollout_", "rollout_corr/")) for key in other)
+    # vLLM's log-probs are the old ones: the numbers differ by rounding, and they do differ.
+    first = plain["steps"][0]
+    other = bypassed["steps"][0]
+    assert (
+        other["actor/loss"] == pytest.approx(first["actor/loss"], abs=1e-4)
+        and other["actor/loss"] != first["actor/loss"]
+    )

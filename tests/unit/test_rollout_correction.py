@@ -1,0 +1,148 @@
+"""rollout_correction.py by hand and against plain Python, the weights of kept tokens, and the settings."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from config_files import validated
+
+from rlhf_mc.algorithms.losses import aggregation_weights
+from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics, weight_metrics
+from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
+from rlhf_mc.config.errors import UserError
+
+LENS = torch.tensor([2, 1, 3])
+RHO = [2.0, 0.5, 3.0, 1.0, 0.5, 0.25]
+LOG_RATIO = torch.tensor(RHO).log()
+
+
+def test_importance_weights_by_hand() -> None:
+    cfg = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.5)
+    assert importance_weights(LOG_RATIO, LENS, cfg).tolist() == pytest.approx([2.0, 0.5, 2.5, 1.0, 0.5, 0.25])
+    cfg = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=2.5)  # products: 1, 3, 1/8
+    assert importance_weights(LOG_RATIO, LENS, cfg).tolist() == pytest.approx([1.0, 1.0, 2.5, 0.125, 0.125, 0.125])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalized_weights_have_a_mean_of_1(level: str) -> None:
+    cfg = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=2.5, rollout_is_batch_normalize=True)
+    weights = importance_weights(LOG_RATIO, LENS, cfg)
+    if level == "sequence":
+        weights = weights[LENS.cumsum(0) - 1]
+    assert weights.mean().item() == pytest.approx(1.0)
+
+
+def test_weights_stay_finite_at_extreme_ratios() -> None:
+    cfg = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1e5)
+    weights = importance_weights(torch.tensor([500.0, 500.0, -500.0]), torch.tensor([2, 1]), cfg)
+    assert weights.tolist() == pytest.approx([1e5, 1e5, math.exp(-20)])
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "kept"),
+    [
+        ("token_k1", 2.1, [1, 1, 0, 1, 1, 0]),  # 1/2.1 to 2.1
+        ("token_k2", 0.3, [1, 1, 0, 1, 1, 0]),  # ln(2)^2 / 2 = 0.24
+        ("token_k3", 0.25, [0, 1, 0, 1, 1, 0]),  # 2: 0.307, 1/2: 0.193, 3: 0.90, 1/4: 0.64
+        ("seq_sum_k1", 2.0, [1, 1, 0, 0, 0, 0]),  # products 1, 3, 1/8
+        ("seq_sum_k2", 0.6, [1, 1, 0, 0, 0, 0]),  # 0.48, 0.60, 1.20
+        ("seq_sum_k3", 0.6, [1, 1, 0, 0, 0, 0]),  # 0.5, 0.90, 0.83
+        ("seq_mean_k1", 2.5, [1, 1, 0, 1, 1, 1]),  # geometric means 1, 3, 1/2
+        ("seq_mean_k2", 0.3, [1, 1, 0, 0, 0, 0]),  # 0.24, 0.60, 0.40
+        ("seq_mean_k3", 0.3, [1, 1, 0, 1, 1, 1]),  # 0.25, 0.90, 0.28
+        ("seq_max_k2", 0.8, [1, 1, 1, 0, 0, 0]),  # 0.24, 0.60, 0.96
+        ("seq_max_k3", 0.7, [1, 1, 0, 1, 1, 1]),  # 0.31, 0.90, 0.64
+    ],
+)
+def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None:
+    cfg = RolloutCorrectionConfig(rollout_rs=[name], rollout_rs_threshold=[threshold])
+    assert kept_tokens(LOG_RATIO.double(), LENS, cfg).int().tolist() == kept
+
+
+def test_every_criterion_must_keep_a_token() -> None:
+    cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0])
+    assert kept_tokens(LOG_RATIO, LENS, cfg).int().tolist() == [1, 1, 0, 0, 0, 0]
+    veto = RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
+    assert kept_tokens(LOG_RATIO, LENS, veto).int().tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_mismatch_metrics_match_plain_python() -> None:
+    g = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(6, generator=g)
+    trainer = rollout + 0.3 * torch.randn(6, generator=g)
+    found = mismatch_metrics(trainer, rollout, LENS)
+    a = trainer.tolist()
+    b = rollout.tolist()
+    ratio = [x - y for x, y in zip(a, b, strict=True)]
+    sequences = [(0, 2), (2, 3), (3, 6)]
+    log_ppl = [[-statistics.mean(x[i:j]) for i, j in sequences] for x in (a, b)]
+    gaps = [x - y for x, y in zip(*log_ppl, strict=True)]
+    expected = {
+        "kl": -statistics.mean(ratio),
+        "k3_kl": statistics.mean(math.exp(x) - 1 - x for x in ratio),
+        "training_ppl": statistics.mean(map(math.exp, log_ppl[0])),
+        "rollout_ppl": statistics.mean(map(math.exp, log_ppl[1])),
+        "log_ppl_diff": statistics.mean(gaps),
+        "log_ppl_abs_diff": statistics.mean(map(abs, gaps)),
+        "chi2_token": statistics.mean(math.exp(2 * x) for x in ratio) - 1,
+        "chi2_seq": statistics.mean(math.exp(2 * sum(ratio[i:j])) for i, j in sequences) - 1,
+        "pearson": statistics.correlation([math.exp(x) for x in a], [math.exp(x) for x in b]),
+    }
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_equal_log_probs_differ_in_nothing() -> None:
+    same = torch.full((6,), -0.7)
+    found = mismatch_metrics(same, same, LENS)
+    ppl = math.exp(0.7)
+    zeros = dict.fromkeys(("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "chi2_token", "chi2_seq"), 0.0)
+    assert found == pytest.approx({**zeros, "training_ppl": ppl, "rollout_ppl": ppl, "pearson": 1.0})
+
+
+def test_effective_sample_size_by_hand() -> None:
+    found = weight_metrics(torch.tensor([1.0, 3.0]))
+    assert found == {
+        "rollout_is_mean": 2.0,
+        "rollout_is_max": 3.0,
+        "rollout_is_min": 1.0,
+        "rollout_is_eff_sample_size": 0.8,  # 2^2 / 5
+    }
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_weights_of_kept_tokens_are_those_of_a_batch_without_the_others(mode: str) -> None:
+    kept = torch.tensor([True, False, False, True, False, True])  # sequences of 1, 0 and 2 kept tokens
+    weights = aggregation_weights(LENS, mode, 8, kept)
+    assert torch.equal(weights[~kept], torch.zeros(3))
+    assert torch.equal(weights[kept], aggregation_weights(torch.tensor([1, 2]), mode, 8))
+    assert torch.equal(aggregation_weights(LENS, mode, 8, torch.zeros(6, dtype=torch.bool)), torch.zeros(6))
+    everything = torch.ones(6, dtype=torch.bool)
+    assert torch.equal(aggregation_weights(LENS, mode, 8, everything), aggregation_weights(LENS, mode, 8))
+
+
+SECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"{SECTION}.rollout_rs=[token_k1]",), "rollout_rs has 1 statistics and"),
+        (
+            (f"{SECTION}.rollout_rs=[token_k1]", f"{SECTION}.rollout_rs_threshold=[0.5]"),
+            "rollout_rs_threshold of token_k1 is 0.5; it bounds a ratio and must be above 1",
+        ),
+        (
+            (f"{SECTION}.bypass_mode=true", f"{SECTION}.rollout_is=token"),
+            "bypass_mode is true and algorithm.rollout_correction.rollout_is set",
+        ),
+        ((f"{SECTION}.rollout_is_threshold=0",), "rollout_is_threshold is 0.0; it must be above 0"),
+    ],
+)
+def test_contradictions_are_refused(config_file: Path, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        validated(config_file, *overrides)
