@@ -77,6 +77,7 @@ _LAST_NAMES = {
 
 _SECTIONS = {
     "fsdp_config": "models are trained by Megatron-Core, not FSDP: see the megatron section",
+    "filter_groups": "dynamic sampling is not supported: leave it out",
     "ray_init": "there is no Ray: leave it out",
     "ray_kwargs": "there is no Ray: leave it out",
     "reward_manager": "a function of custom_reward_function.path is called by its form: leave it out",

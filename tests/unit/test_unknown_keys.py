@@ -75,6 +75,7 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         ("actor_rollout_ref.actor.fsdp_config.param_offload",
          "models are trained by Megatron-Core, not FSDP: see the megatron section"),
         ("ray_init.num_cpus", "there is no Ray: leave it out"),
+        ("algorithm.filter_groups.enable", "dynamic sampling is not supported: leave it out"),
         ("+actor.ppo_epochs", "write it without '+': actor.ppo_epochs"),
     ],
 )  # fmt: skip
