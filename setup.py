@@ -20,6 +20,7 @@ setup(
         "math-verify[antlr4-13-2]==0.9.0",  # scores MATH; other versions have other verdicts
         "httpx",  # asks a remote reward endpoint
         "tensorboard",
+        "tqdm",
         "matplotlib",
     ],
     extras_require={

@@ -38,7 +38,7 @@ tell comments from code."""
 
 Inputs = dict[str, dict[str, dict[str, Any]]]
 """{setting: {file: {"bytes": size, "sha256" or "sampled_sha256": hash}}}. A data file is named by its index in the
-setting, other files by their names without the directory, which may be moved."""
+setting, and has a "path" too; other files by their names without the directory, which may be moved."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,16 @@ def differences(before: Inputs, now: Inputs) -> dict[str, list[str]]:
         old = before.get(setting, {})
         new = now.get(setting, {})
         for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                out.setdefault(setting, []).append(f"{name}: {_phrase(old.get(name))} -> {_phrase(new.get(name))}")
+            if _content(old.get(name)) != _content(new.get(name)):
+                path = (new.get(name) or {}).get("path")
+                named = name if path is None else f"{name} ({path})"
+                out.setdefault(setting, []).append(f"{named}: {_phrase(old.get(name))} -> {_phrase(new.get(name))}")
     return out
+
+
+def _content(entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a fingerprint without the path, which is for messages: a file that was moved has not changed."""
+    return None if entry is None else {name: value for name, value in entry.items() if name != "path"}
 
 
 def _phrase(entry: dict[str, Any] | None) -> str:
@@ -94,6 +101,8 @@ def _files(cfg: Config) -> Iterator[_File]:
     for setting, given in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         for number, file in enumerate(given, start=1):
             yield _File(setting, f"file {number}", Path(file))
+    if cfg.data.chat_template_path is not None:
+        yield _File("data.chat_template_path", "file", Path(cfg.data.chat_template_path))
     yield from _model_files("model.path", model.path, with_weights=model.dist_checkpointing_path is None)
     yield from _existing("model.tokenizer_path", Path(model.tokenizer_path or model.path), _TOKENIZER)
     if model.dist_checkpointing_path is not None:
@@ -147,7 +156,8 @@ def _hashed(file: _File) -> dict[str, Any]:
         if file.is_weights and size > WHOLE_BYTES:
             return {"bytes": size, "sampled_sha256": _sampled(file.path, size)}
         whole = digest_file(file.path)
-        return {"bytes": whole.num_bytes, "sha256": whole.sha256}
+        path = {"path": str(file.path)} if file.setting.startswith("data.") else {}
+        return {"bytes": whole.num_bytes, "sha256": whole.sha256, **path}
     except (OSError, ValueError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
         raise UserError(f"{file.setting}: {file.path} cannot be read ({reason})") from error

@@ -23,7 +23,13 @@ INPUT_DIRECTORIES = (
     "trainer.resume_from_path",
 )
 CUSTOM_FUNCTIONS = ("algorithm.custom_estimator.path", "actor.policy_loss.custom_loss.path")
-INPUT_FILES = ("data.train_files", "data.val_files", "custom_reward_function.path", *CUSTOM_FUNCTIONS)
+INPUT_FILES = (
+    "data.train_files",
+    "data.val_files",
+    "data.chat_template_path",
+    "custom_reward_function.path",
+    *CUSTOM_FUNCTIONS,
+)
 OUTPUT = "trainer.default_local_dir"
 _REPLACED = ("hf", "export")
 """Directories inside OUTPUT that a run replaces. None of its inputs may be in them."""
@@ -33,7 +39,8 @@ _REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
 def check_written(cfg: Config) -> None:
     """Raise UserError for a path that is empty, has an unreplaced reference, or mixes inputs and outputs. No file is
     accessed."""
-    for key, path in _paths(cfg):
+    cache = [] if cfg.data.cache_dir is None else [("data.cache_dir", cfg.data.cache_dir)]
+    for key, path in [*_paths(cfg), *cache]:
         if not path.strip():
             raise UserError(f"{key} is empty; give a path" + (", or leave it out" if _may_be_absent(key) else ""))
         if path != path.strip() or not path.isprintable():

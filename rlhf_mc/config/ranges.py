@@ -75,6 +75,7 @@ _OF_EACH_MODEL = {
 RANGES = {
     "data.train_max_samples": _FREQUENCY,
     "data.val_max_samples": _FREQUENCY,
+    "data.train_file_weights": _POSITIVE,
     "data.max_prompt_length": Range(1, 10_000_000),
     "data.max_response_length": Range(1, 10_000_000),
     "data.train_batch_size": _SEQUENCES,

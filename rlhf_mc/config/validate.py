@@ -22,6 +22,7 @@ from rlhf_mc.config.schema import (
     ActorConfig,
     Config,
     CriticConfig,
+    DataConfig,
     MegatronConfig,
     OptimConfig,
     TrainerConfig,
@@ -336,8 +337,23 @@ def _check_losses(cfg: Config) -> None:
         )
 
 
+def _check_data(data: DataConfig) -> None:
+    _require(len(data.train_files) > 0, "data.train_files is empty; it must name at least one file")
+    weights = data.train_file_weights
+    _require(
+        len(weights) in (0, len(data.train_files)),
+        f"data.train_file_weights has {len(weights)} weights; data.train_files has {len(data.train_files)} files, and"
+        " each needs one",
+    )
+    _require(
+        data.truncation == "error" or not data.filter_overlong_prompts,
+        f"data.truncation is {data.truncation} and data.filter_overlong_prompts is true, so that nothing is left to"
+        " truncate: set truncation to error, or filter_overlong_prompts to false",
+    )
+
+
 def _check_validation(cfg: Config) -> None:
-    _require(len(cfg.data.train_files) > 0, "data.train_files is empty; it must name at least one parquet file")
+    _check_data(cfg.data)
     val = cfg.rollout.val_kwargs
     _require(
         val.n == 1 or val.temperature > 0,

@@ -1,16 +1,19 @@
-"""The prompts of a dataset, kept compactly on every rank. prompts.py makes them of parquet rows."""
+"""The prompts of a dataset, kept compactly on every rank. prompts.py makes them of rows."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
-import pyarrow as pa
 
 from rlhf_mc.data.batch import Prompt
+from rlhf_mc.data.source import EXTRA, REFERENCE, Rows
+
+NO_SOURCE = "unknown"
+"""The data source of rows that have none, in metrics. Only a function of the user's own scores them."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,22 @@ class FilePrompts:
     lens: np.ndarray
     """[P] int32: tokens of each."""
     rows: np.ndarray
-    """[P] int32: the row of each in the table."""
-    table: pa.Table
-    """The file's rows: data source, `reward_model`, and `extra_info` where the file has it."""
+    """[P] int32: the row of each in the file."""
+    source: Rows
+    """The file's rows: data source, `reward_model` and `extra_info`, where the file has them."""
     source_key: str
     """Column of the data source."""
     texts: Sequence[str]
     """Texts of the first prompts."""
     name: str
     """The setting and the file, for messages."""
+
+    def without(self, places: Collection[int]) -> FilePrompts:
+        """Return the prompts but those at these places."""
+        kept = np.setdiff1d(np.arange(len(self.lens)), list(places))
+        is_kept = np.repeat(np.isin(np.arange(len(self.lens)), kept), self.lens)
+        texts = [text for place, text in enumerate(self.texts) if place not in places]
+        return replace(self, tokens=self.tokens[is_kept], lens=self.lens[kept], rows=self.rows[kept], texts=texts)
 
 
 class Prompts(Sequence[Prompt]):
@@ -44,6 +54,16 @@ class Prompts(Sequence[Prompt]):
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Number of prompts of each file."""
+        return [len(file.lens) for file in self._files]
+
+    def without(self, indices: Collection[int]) -> Prompts:
+        """Return the prompts but these; the others are numbered anew."""
+        ends = zip(self._files, self._firsts, self._firsts[1:], strict=False)
+        return Prompts([file.without({i - first for i in indices if first <= i < end}) for file, first, end in ends])
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -61,14 +81,14 @@ class Prompts(Sequence[Prompt]):
         file = self._files[number]
         place = index - self._firsts[number]
         start = self._starts[number][place]
-        (row,) = file.table.slice(file.rows[place], 1).to_pylist()
+        row = file.source.row(int(file.rows[place]))
         return Prompt(
             index=index,
             token_ids=file.tokens[start : start + file.lens[place]].tolist(),
             text=file.texts[place] if place < len(file.texts) else "",
-            data_source=row[file.source_key],
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info=row.get("extra_info") or {},
+            data_source=row.get(file.source_key, NO_SOURCE),
+            ground_truth=row.get(REFERENCE, {}).get("ground_truth"),
+            extra_info=row.get(EXTRA) or {},
             file=file.name,
             row=int(file.rows[place]),
         )

@@ -1,6 +1,4 @@
-"""Parquet files of prompts in verl's schema, written and read as rows: one dict per prompt. prompts.py makes prompts of
-them.
-"""
+"""Parquet files of prompts in verl's schema. source.py makes rows of them."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_mc.config.errors import NodeError
-from rlhf_mc.config.schema import DataConfig
 
 
 def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -> None:
@@ -31,30 +28,15 @@ def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) 
     pq.write_table(pa.Table.from_pylist(list(rows)), path)
 
 
-def columns_of(cfg: DataConfig) -> tuple[str, ...]:
-    """Return the required columns of a file of prompts."""
-    return cfg.prompt_key, cfg.reward_fn_key, "reward_model"
-
-
 def check_columns(path: str, required: Sequence[str]) -> None:
     """Raise NodeError unless the file is parquet and has the columns. Only its footer is read."""
     with _opened(path) as file:
         _require(file, required)
 
 
-def read_rows(path: str, required: Sequence[str], optional: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the rows of one parquet file, with the required columns and the optional ones that exist.
-
-    Raise NodeError if the file is missing, not readable as parquet, or lacks a required column.
-    """
-    table = read_table(path, required, optional)
-    columns = [column_values(table, name) for name in table.column_names]
-    return [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
 def read_table(path: str, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
-    """Return one parquet file's required columns and the optional ones that exist. Raise NodeError as `read_rows`
-    does."""
+    """Return one parquet file's required columns and the optional ones that exist. Raise NodeError if the file is
+    missing, not readable as parquet, or lacks a required column."""
     with _opened(path) as file:
         _require(file, required)
         return file.read(columns=[*required, *(name for name in optional if name in file.schema_arrow.names)])

@@ -15,7 +15,7 @@ from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import needs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
-from rlhf_mc.data.prompts import prompt_indices
+from rlhf_mc.data.order import indices_of_step
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import PendingScores
@@ -58,9 +58,7 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     """Generate rollout.n responses to each prompt of this step with the current weights, and a greedy one if the
     advantage estimator needs it. Return the prompt of each response, and the batch."""
     cfg = run.config
-    indices = prompt_indices(
-        len(run.train_prompts), cfg.data.train_batch_size, state.step - 1, cfg.trainer.seed, cfg.data.shuffle
-    )
+    indices = indices_of_step(cfg.data, run.train_prompts.file_sizes, state.step - 1, cfg.trainer.seed)
     drawn = [run.train_prompts[i] for i in indices]
     sync_weights(run, state.timer)
     with run.offload_schedule.phase(state.timer, "gen"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,12 +17,17 @@ VALIDATION = 1
 
 def sampling_seeds(seed: int, stream: int, step: int, prompts: Sequence[Prompt], n: int) -> list[int]:
     """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of (seed, stream, step,
-    prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it."""
-    return [
-        int(np.random.SeedSequence((seed, stream, step, prompt.index, k)).generate_state(1, np.uint64)[0] >> 1)
-        for prompt in prompts
-        for k in range(n)
-    ]
+    prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it. The responses of a prompt
+    that the step draws again (data.train_file_weights) count on from n."""
+    drawn: Counter[int] = Counter()
+    seeds = []
+    for prompt in prompts:
+        first = n * drawn[prompt.index]
+        drawn[prompt.index] += 1
+        for k in range(first, first + n):
+            state = np.random.SeedSequence((seed, stream, step, prompt.index, k)).generate_state(1, np.uint64)
+            seeds.append(int(state[0] >> 1))
+    return seeds
 
 
 def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:

@@ -27,8 +27,11 @@ from rlhf_mc.config.load import validate
 from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.balance import Limit
-from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.prompts import load_prompts, load_tokenizer, steps_per_epoch
+from rlhf_mc.data.dataset import Prompts
+from rlhf_mc.data.order import check_weights, steps_per_epoch
+from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.source import scored_by_rule
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.engine import ModelEngine
@@ -44,13 +47,14 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
-from rlhf_mc.topology.consensus import my_share, on_every_rank, ranks_per_node
+from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
+from rlhf_mc.trainer.scorable import scorable
 from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
@@ -66,8 +70,8 @@ class Run:
     """The actor's process groups; each model has those of its own layout."""
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    train_prompts: Sequence[Prompt]
-    val_prompts: Sequence[Prompt]
+    train_prompts: Prompts
+    val_prompts: Prompts
     """Those of the samples that are written have a text."""
     schedule: StepSchedule
     """The steps after which validation, export and checkpoint are due."""
@@ -110,15 +114,16 @@ def build_run(cfg: Config) -> Run:
     check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     train_prompts, val_prompts = _prompts(cfg, tokenizer)
-    per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
-    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: estimator_of(cfg.algorithm))
     policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
     has_reward_model = cfg.reward_model.model_path is not None
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, has_reward_model))
-    _check_scoring(rewards, train_prompts, training=True)
-    _check_scoring(rewards, val_prompts, training=False)
+    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, training=True)
+    val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, training=False)
+    check_weights(cfg.data, train_prompts.file_sizes)
+    per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
+    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer))
     inputs = read_inputs(cfg)
@@ -175,26 +180,25 @@ def _import_vllm() -> None:
 
 
 def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
+    template = cfg.data.chat_template_path
     if cfg.model.tokenizer_path is None:
-        return load_tokenizer(cfg.model.path, "model.path")
-    return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path")
+        return load_tokenizer(cfg.model.path, "model.path", template)
+    return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path", template)
 
 
-def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, Prompts]:
     """Return the training prompts and the validation prompts. Every rank must call it."""
     data = cfg.data
-    train = load_prompts(data.train_files, tokenizer, data, data.train_max_samples, num_texts=0)
+
+    def load(key: str, files: Sequence[str], most_rows: int, num_texts: int) -> Prompts:
+        return load_prompts(files, tokenizer, data, most_rows, key, num_texts, scored_by_rule(cfg, key))
+
+    train = load("data.train_files", data.train_files, data.train_max_samples, 0)
     if not data.val_files:
-        return train, []
+        return train, Prompts([])
     # A prompt has n samples.
     num_texts = math.ceil(cfg.trainer.log_val_generations / cfg.rollout.val_kwargs.n)
-    return train, load_prompts(data.val_files, tokenizer, data, data.val_max_samples, "data.val_files", num_texts)
-
-
-def _check_scoring(rewards: RewardManager, prompts: Sequence[Prompt], training: bool) -> None:
-    """Raise UserError on every rank if a prompt cannot be scored. Each rank checks a part of them."""
-    mine = my_share(len(prompts))
-    on_every_rank(lambda: rewards.check(prompts[mine.start : mine.stop], training))
+    return train, load("data.val_files", data.val_files, data.val_max_samples, num_texts)
 
 
 def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:

@@ -12,7 +12,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.balance import Cost, assign_to_replicas
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.data.prompts import steps_per_epoch
+from rlhf_mc.data.order import steps_per_epoch
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths

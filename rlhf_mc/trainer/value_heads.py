@@ -12,7 +12,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import Config, DataConfig
-from rlhf_mc.data.prompts import load_tokenizer
+from rlhf_mc.data.tokenizer import load_tokenizer
 
 HEAD = "score.weight"
 BIAS = "score.bias"

@@ -10,7 +10,8 @@ from cases import built_run
 
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.prompts import load_prompts, load_tokenizer
+from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import phases, step_report
 

@@ -20,8 +20,9 @@ from tiny import make_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data.parquet import check_columns, columns_of
-from rlhf_mc.data.prompts import load_prompts, load_tokenizer
+from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.source import check_columns, columns_of
+from rlhf_mc.data.tokenizer import load_tokenizer
 
 texts = st.text(max_size=20)
 messages = st.fixed_dictionaries(

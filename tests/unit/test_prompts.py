@@ -19,8 +19,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import template
+from rlhf_mc.data.order import prompt_indices, steps_per_epoch
 from rlhf_mc.data.parquet import write_prompts
-from rlhf_mc.data.prompts import load_prompts, load_tokenizer, prompt_indices, steps_per_epoch
+from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.runtime.preemption import SIGNALS
 
 TEMPLATE = (

@@ -1,0 +1,125 @@
+"""One row to the tokens of its prompt: chat messages, the chat template, the limit on length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import DataConfig
+from rlhf_mc.data.source import EXTRA, REFERENCE
+from rlhf_mc.data.template import render
+
+_RESERVED = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
+"""Arguments of apply_chat_template that the program sets."""
+
+
+class TooLongError(UserError):
+    """A prompt of more than data.max_prompt_length tokens, which data.truncation does not allow."""
+
+
+class RowTokenizer:
+    """Makes tokens of rows, by the settings. Raises UserError for settings that cannot work."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, by_rule: bool) -> None:
+        """by_rule: as `scored_by_rule` returns."""
+        for name in cfg.apply_chat_template_kwargs:
+            if name in _RESERVED:
+                raise UserError(f"data.apply_chat_template_kwargs: {name!r} is set by the program; remove it")
+        self._tokenizer = tokenizer
+        self._cfg = cfg
+        self._by_rule = by_rule
+        self._most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
+
+    def tokens(self, row: dict[str, Any], where: str) -> tuple[str, list[int], bool]:
+        """Return the text and the tokens of the row's prompt, and whether they were truncated. Raise TooLongError if it
+        has too many, and UserError if a column is not as expected. `where` begins the message: file and row."""
+        self._check_columns(row, where)
+        text, add_special_tokens = self._text(row.get(self._cfg.prompt_key), where)
+        cfg = self._cfg
+        limit = cfg.max_prompt_length
+        cuts = cfg.truncation != "error"
+        hint = f"data.max_prompt_length {limit}; raise that, or set data.filter_overlong_prompts: true"
+        if len(text) > self._most_characters and not cuts:
+            raise TooLongError(f"{where}: the prompt has {len(text)} characters, too many for {hint}")
+        token_ids = self._encode(text, add_special_tokens, where)
+        if not token_ids:
+            raise UserError(f"{where}: the prompt has no tokens")
+        if len(token_ids) <= limit:
+            return text, token_ids, False
+        if not cuts:
+            raise TooLongError(f"{where}: the prompt has {len(token_ids)} tokens, more than {hint}")
+        token_ids = truncated(token_ids, limit, cfg.truncation)
+        return str(self._tokenizer.decode(token_ids)), token_ids, True
+
+    def _check_columns(self, row: dict[str, Any], where: str) -> None:
+        key = self._cfg.reward_fn_key
+        for name in (self._cfg.prompt_key, *((key, REFERENCE) if self._by_rule else ())):
+            if name not in row:  # of a JSONL file: a parquet file has all columns in all rows
+                raise UserError(f"{where}: no column {name!r}; its columns are {', '.join(row)[:300] or 'none'}")
+        data_source = row.get(key, "")
+        if not isinstance(data_source, str):
+            raise UserError(f"{where}: column {key!r} is {repr(data_source)[:60]}, expected a string")
+        reference = row.get(REFERENCE, {"ground_truth": None})
+        if not isinstance(reference, dict) or "ground_truth" not in reference:
+            raise UserError(f"{where}: column {REFERENCE!r} has no field 'ground_truth'")
+        extra_info = row.get(EXTRA) or {}
+        if not isinstance(extra_info, dict):
+            raise UserError(f"{where}: column {EXTRA!r} is not a struct but {type(extra_info).__name__}")
+
+    def _text(self, prompt: Any, where: str) -> tuple[str, bool]:
+        """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them."""
+        if isinstance(prompt, str) and prompt.strip() and self._tokenizer.chat_template is None:
+            return prompt, True
+        messages = _messages(prompt, where, self._cfg.prompt_key)
+        if self._tokenizer.chat_template is None:
+            raise UserError(
+                f"{where}: the prompt is chat messages, but the tokenizer of {self._tokenizer.name_or_path} has no chat"
+                " template; give plain strings, a tokenizer with a template, or data.chat_template_path"
+            )
+        return render(self._tokenizer, messages, self._cfg.apply_chat_template_kwargs, where), False
+
+    def _encode(self, text: str, add_special_tokens: bool, where: str) -> list[int]:
+        try:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except Exception as error:  # as in load_tokenizer
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"{where}: the prompt cannot be tokenised ({type(error).__name__}: {reason})") from error
+
+
+def truncated(token_ids: list[int], limit: int, side: str) -> list[int]:
+    """Return `limit` of the tokens. side: left drops the first, right the last, middle those between the first
+    limit // 2 and the last limit - limit // 2 (as verl's data.truncation)."""
+    if side == "left":
+        return token_ids[-limit:]
+    if side == "right":
+        return token_ids[:limit]
+    first = limit // 2
+    return token_ids[:first] + token_ids[first - limit :]
+
+
+def _most_characters_of_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return an upper bound of a prompt's average characters per token: four times the longest vocabulary entry.
+
+    Tokenizers of the supported families fall back to bytes, so a token has at most the characters of its entry. The
+    factor of four allows for normalisation that composes accents and for special tokens that absorb spaces."""
+    return 4 * max(16, max(map(len, tokenizer.get_vocab())))
+
+
+def _messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
+    """Return the chat messages of a prompt, without the fields that parquet filled with null."""
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        found = "null" if prompt is None else repr(prompt)[:60]
+        raise UserError(f"{where}: column {column!r} is {found}, expected chat messages or a non-empty string")
+    for message in prompt:
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise UserError(
+                f"{where}: column {column!r} has the message {repr(message)[:60]}, expected a role and a text content"
+            )
+    if not any(message["content"].strip() for message in prompt):
+        raise UserError(f"{where}: column {column!r} is {repr(prompt)[:60]}, whose messages are all empty")
+    return [{name: value for name, value in message.items() if value is not None} for message in prompt]

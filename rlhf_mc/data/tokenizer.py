@@ -1,0 +1,58 @@
+"""Loading of a tokenizer, and of a chat template from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_mc.config.errors import NodeError, UserError, reason_of
+
+
+def load_tokenizer(path: str, key: str = "tokenizer", chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a Hugging Face directory. Only local files are read and no code of the checkpoint is run.
+    chat_template_path: file of the chat template (data.chat_template_path); None: the tokenizer's own.
+
+    Raise UserError, beginning with `key` (the setting that names the directory), if the directory is missing, contains
+    no tokenizer, or one without an end-of-sequence token; or if the template cannot be read.
+    """
+    if not os.path.isdir(path):
+        raise UserError(f"{key} {path}: no such directory")
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any(os.path.isfile(os.path.join(path, name)) for name in names):
+        raise UserError(f"{key} {path}: holds no tokenizer (none of {', '.join(names)})")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        _check_json(key, os.path.join(path, name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library has no narrower type for a corrupt file
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{key} {path}: cannot be loaded ({type(error).__name__}: {reason})") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{key} {path}: the tokenizer has no end-of-sequence token (eos_token)")
+    if chat_template_path is not None:
+        tokenizer.chat_template = _read_template(chat_template_path)
+    return tokenizer
+
+
+def _read_template(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise NodeError(f"data.chat_template_path {path}: cannot be read ({reason_of(error)})") from error
+    except UnicodeDecodeError as error:
+        raise NodeError(f"data.chat_template_path {path}: not a text in UTF-8 ({error})") from error
+    if not text.strip():
+        raise UserError(f"data.chat_template_path {path}: is empty; expected a Jinja template of chat messages")
+    return text
+
+
+def _check_json(key: str, path: str) -> None:
+    if os.path.isfile(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                json.load(file)
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{key}: tokenizer file {path}: not valid JSON ({error})") from error

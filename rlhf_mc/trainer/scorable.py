@@ -1,0 +1,55 @@
+"""The check, before training starts, that each prompt can be scored: its data source has a rule, and the rule a
+reference answer to compare with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.dataset import Prompts
+from rlhf_mc.data.prompts import NAMED
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.runtime.console import global_rank
+from rlhf_mc.topology.consensus import gather_objects, my_share
+
+logger = logging.getLogger(__name__)
+
+
+def scorable(rewards: RewardManager, prompts: Prompts, on_bad_row: str, training: bool) -> Prompts:
+    """Return the prompts that can be scored. With on_bad_row "error" raise UserError, with file and row, for the first
+    that cannot; with "skip" leave them out, with a warning. Each rank checks a part: every rank must call it."""
+    found: dict[int, str] = {}
+    mine = my_share(len(prompts))
+    for other in gather_objects(_problems(rewards, prompts, mine, training, on_bad_row == "error")):
+        found |= other
+    if not found:
+        return prompts
+    first = next(iter(found.values()))
+    if on_bad_row == "error":
+        raise UserError(first)
+    if len(found) == len(prompts):
+        raise UserError(f"all {len(prompts)} prompts are skipped (data.on_bad_row): {first}")
+    if global_rank() == 0:
+        named = "; ".join(list(found.values())[:NAMED]) + ("; ..." if len(found) > NAMED else "")
+        logger.warning("%d of %d prompts skipped (data.on_bad_row): %s", len(found), len(prompts), named)
+    return prompts.without(found)
+
+
+def _problems(
+    rewards: RewardManager, prompts: Prompts, mine: range, training: bool, only_first: bool
+) -> dict[int, str]:
+    """Return by index the problems of these prompts, in order."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(UserError):
+        rewards.check(prompts[mine.start : mine.stop], training)
+        return found
+    for index in mine:
+        try:
+            rewards.check([prompts[index]], training)
+        except UserError as error:
+            found[index] = str(error)
+            if only_first:
+                break
+    return found
