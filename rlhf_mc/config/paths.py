@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_mc.config.errors import NodeError, UserError, reason_of
@@ -31,6 +31,8 @@ INPUT_FILES = (
     *CUSTOM_FUNCTIONS,
 )
 OUTPUT = "trainer.default_local_dir"
+OTHER_OUTPUTS = ("data.cache_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+"""Directories that are created when something is written to them."""
 _REPLACED = ("hf", "export")
 """Directories inside OUTPUT that a run replaces. None of its inputs may be in them."""
 _REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
@@ -39,8 +41,7 @@ _REFERENCE = re.compile(r"\$\{[^}]*\}?|\$[A-Za-z_]\w*")
 def check_written(cfg: Config) -> None:
     """Raise UserError for a path that is empty, has an unreplaced reference, or mixes inputs and outputs. No file is
     accessed."""
-    cache = [] if cfg.data.cache_dir is None else [("data.cache_dir", cfg.data.cache_dir)]
-    for key, path in [*_paths(cfg), *cache]:
+    for key, path in _paths(cfg, (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT, *OTHER_OUTPUTS)):
         if not path.strip():
             raise UserError(f"{key} is empty; give a path" + (", or leave it out" if _may_be_absent(key) else ""))
         if path != path.strip() or not path.isprintable():
@@ -71,9 +72,9 @@ def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
             yield key, path
 
 
-def _paths(cfg: Config) -> Iterator[tuple[str, str]]:
+def _paths(cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT)) -> Iterator[tuple[str, str]]:
     """Yield each path that is not null, with its key."""
-    for key in (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT):
+    for key in keys:
         value: Any = cfg
         for name in key.split("."):
             value = getattr(value, name)

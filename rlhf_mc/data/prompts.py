@@ -218,9 +218,9 @@ def _add_row(
         if isinstance(row, UserError):
             raise UserError(f"{where}: {row}")
         text, token_ids, is_truncated = rows_to_tokens.tokens(row, where)
-    except TooLongError:
+    except TooLongError as error:
         if not cfg.filter_overlong_prompts:
-            raise
+            raise UserError(str(error)) from None
         share.counts.num_overlong += 1
         return
     except UserError as error:

@@ -20,7 +20,7 @@ from rlhf_mc.checkpoint import hf_format
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.prompts import load_tokenizer
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score

@@ -19,9 +19,11 @@ from rlhf_mc.trainer import phases, step_report
 def load(
     files: list[str], model: str, max_samples: int = -1, num_texts: int | None = None, **settings: Any
 ) -> list[Prompt]:
-    """Return the prompts as this rank has them. `{rank}` in a file's name is this rank's number."""
+    """Return the prompts as this rank has them. `{rank}` in a file's or the cache's name is this rank's number."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     names = [file.replace("{rank}", str(rank)) for file in files]
+    if "cache_dir" in settings:
+        settings["cache_dir"] = settings["cache_dir"].replace("{rank}", str(rank))
     cfg = DataConfig(train_files=[], **settings)
     return list(load_prompts(names, load_tokenizer(model), cfg, max_samples, num_texts=num_texts))
 

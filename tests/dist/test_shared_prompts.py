@@ -3,6 +3,7 @@ are written."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,17 @@ def test_prompts_do_not_depend_on_the_number_of_ranks(pool: Any, tmp_path: Path,
         write(tmp_path / "one.parquet", [row(100)]),
         write(tmp_path / "none.parquet", [row(i, 50) for i in range(5)]),
         write(tmp_path / "few.parquet", [row(200 + i) for i in range(3)]),
+        str(tmp_path / "lines.jsonl"),
     ]
+    (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps(row(300 + i))}\n" for i in range(7)))
     for settings in (
         {"max_prompt_length": 10, "filter_overlong_prompts": True},
         {"max_prompt_length": 10, "filter_overlong_prompts": True, "max_samples": 20},
         {"max_prompt_length": 10, "filter_overlong_prompts": True, "num_texts": 30},
         {"max_prompt_length": 60, "num_texts": 0},
+        {"max_prompt_length": 10, "truncation": "left", "on_bad_row": "skip"},
+        {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache")},  # which the process alone has filled
+        {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache{rank}")},  # which no rank has filled
     ):
         alone = prompt_cases.load(files, model, **settings)
         assert [prompt.index for prompt in alone] == list(range(len(alone)))

@@ -79,7 +79,7 @@ def test_valid_config_passes(directory: Path) -> None:
 
 def test_every_path_setting_is_classified() -> None:
     named = {key for key in dotted_keys() if key.endswith(("path", "_files", "_dir"))}
-    assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT}
+    assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT, *paths.OTHER_OUTPUTS}
 
 
 EXTRA = {

@@ -1,10 +1,11 @@
-"""Arbitrary and corrupt parquet files, through the reader, a real tokenizer and its chat template: each gives prompts
-or a UserError of one line."""
+"""Arbitrary and corrupt files of prompts, parquet and JSONL, through the reader, a real tokenizer and its chat
+template: each gives prompts or a UserError of one line."""
 
 from __future__ import annotations
 
 import datetime
 import decimal
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,8 +103,12 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(str(directory))
 
 
-def check(path: Path, tokenizer: PreTrainedTokenizerBase, filter_overlong: bool = True) -> None:
-    cfg = DataConfig(train_files=[], max_prompt_length=30, filter_overlong_prompts=filter_overlong)
+def check(
+    path: Path, tokenizer: PreTrainedTokenizerBase, filter_overlong: bool = True, on_bad_row: Any = "error"
+) -> None:
+    cfg = DataConfig(
+        train_files=[], max_prompt_length=30, filter_overlong_prompts=filter_overlong, on_bad_row=on_bad_row
+    )
 
     def read() -> Any:
         check_columns(str(path), columns_of(cfg))
@@ -147,3 +152,34 @@ def test_corrupt_files(
     path = directory / "corrupt.parquet"
     path.write_bytes(corrupt(write_intact(directory, compression)))
     check(path, tokenizer)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=4,
+)
+ROW = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+
+
+@examples(150)
+@given(
+    changes=st.lists(st.dictionaries(st.sampled_from([*ROW, "extra_info"]), values, max_size=2), max_size=3),
+    corrupt=st.none() | corruptions(),
+    on_bad_row=st.sampled_from(["error", "skip"]),
+)
+def test_arbitrary_lines(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    changes: list[dict[str, Any]],
+    corrupt: Callable[[bytes], bytes] | None,
+    on_bad_row: str,
+) -> None:
+    """With on_bad_row "skip" the first row, which is good, is read whatever the others are."""
+    path = directory / "lines.jsonl"
+    data = "".join(f"{json.dumps({**ROW, **change})}\n" for change in [{}, *changes]).encode()
+    path.write_bytes(corrupt(data) if corrupt else data)
+    check(path, tokenizer, on_bad_row=on_bad_row)
+    if corrupt is None:
+        cfg = DataConfig(train_files=[], on_bad_row="skip", filter_overlong_prompts=True)
+        assert load_prompts([str(path)], tokenizer, cfg, -1)[0].row == 0

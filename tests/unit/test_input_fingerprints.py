@@ -112,6 +112,9 @@ def test_changed_input_is_rejected_or_warned_about(
     assert "\n" not in str(error.value)
     (line,) = input_fingerprints.check_unchanged(before, now, True, "a checkpoint")
     assert line.startswith(f"{setting} has changed since the checkpoint")
+    if setting.startswith("data."):
+        name = setting.removeprefix("data.").removesuffix("_files")
+        assert f": file 1 ({tmp_path}/{name}.parquet): " in line
 
 
 def test_changed_reward_function_is_warned_about(tmp_path: Path) -> None:

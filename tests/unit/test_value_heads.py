@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, RewardModelConfig, TrainerConfig
-from rlhf_mc.data.prompts import load_tokenizer
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.trainer.value_heads import reward_model_checkpoint, value_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1]))
