@@ -17,8 +17,8 @@ VALIDATION = 1
 
 def sampling_seeds(seed: int, stream: int, step: int, prompts: Sequence[Prompt], n: int) -> list[int]:
     """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of (seed, stream, step,
-    prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it. The responses of a prompt
-    that the step draws again (data.train_file_weights) count on from n."""
+    prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it. A prompt that
+    the step draws again (data.train_file_weights) has responses n to 2n - 1."""
     drawn: Counter[int] = Counter()
     seeds = []
     for prompt in prompts:

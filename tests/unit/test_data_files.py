@@ -315,8 +315,8 @@ def test_draws_follow_the_weights(weights: list[float]) -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_weighted_order(shuffle: bool) -> None:
-    """Each file is passed over completely before one of its prompts comes again, at its own pace, and a step's prompts
-    are a function of the step alone."""
+    """Check that each file is passed over completely before one of its prompts comes again, at its own pace, and that a
+    step's prompts are a function of the step alone."""
     sizes = [5, 40]
     steps = [weighted_indices(sizes, [1.0, 3.0], 8, step, 7, shuffle) for step in range(30)]
     assert [weighted_indices(sizes, [1.0, 3.0], 8, step, 7, shuffle) for step in reversed(range(30))] == steps[::-1]

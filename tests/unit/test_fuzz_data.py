@@ -175,7 +175,7 @@ def test_arbitrary_lines(
     corrupt: Callable[[bytes], bytes] | None,
     on_bad_row: str,
 ) -> None:
-    """With on_bad_row "skip" the first row, which is good, is read whatever the others are."""
+    """Check, with on_bad_row "skip", that the first row, which is good, is read whatever the others are."""
     path = directory / "lines.jsonl"
     data = "".join(f"{json.dumps({**ROW, **change})}\n" for change in [{}, *changes]).encode()
     path.write_bytes(corrupt(data) if corrupt else data)
