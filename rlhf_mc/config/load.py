@@ -6,6 +6,7 @@ The settings are documented in schema.py. Checks of values are in validate.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -21,6 +22,9 @@ from rlhf_mc.config.unknown import explain
 from rlhf_mc.config.validate import validate as validate
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
+VERL_WRAPPER = "actor_rollout_ref"
+WRAPPED_SECTIONS = ("model", "actor", "ref", "rollout")
+"""Sections that may be inside VERL_WRAPPER."""
 _DEEPEST_BASE = 20
 _DEEPEST_KEY = 16
 
@@ -59,6 +63,11 @@ def dotted_keys() -> list[str]:
     return list(_leaf_hints())
 
 
+def mapping_keys() -> list[str]:
+    """Return the settings that are free-form mappings."""
+    return [key for key, hint in _leaf_hints().items() if typing.get_origin(hint) is dict]
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -89,7 +98,7 @@ class _Reading:
             settings: dict[str, _Setting] = {}
             for base in bases:
                 _merge(settings, self.file(path.parent / base, (*parents, path)))
-            _merge(settings, self._flatten(tree, Config, "", str(path)))
+            _merge(settings, self._sections(tree, str(path)))
             self._files[real] = settings
         return dict(self._files[real])
 
@@ -105,21 +114,40 @@ class _Reading:
         value = parse_yaml(text, origin)
         for part in reversed(parts):
             value = {part: value}
-        return self._flatten(value, Config, "", origin)
+        return self._sections(value, origin)
 
-    def _flatten(self, tree: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> dict[str, _Setting]:
-        """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have."""
+    def _sections(self, tree: Mapping[Any, Any], origin: str) -> dict[str, _Setting]:
+        """Return the top level of a file or override as {dotted key: setting}. Some sections may be inside
+        actor_rollout_ref, as verl has them."""
+        wrapped = tree.get(VERL_WRAPPER)
+        if not isinstance(wrapped, dict):
+            return self._flatten(tree, Config, "", origin)
+        settings = self._flatten({name: tree[name] for name in tree if name != VERL_WRAPPER}, Config, "", origin)
+        known = {name: value for name, value in wrapped.items() if name in WRAPPED_SECTIONS}
+        for key, setting in self._flatten(known, Config, "", origin, f"{VERL_WRAPPER}.").items():
+            if key in settings:
+                raise UserError(f"{origin}: {key} is given twice, with and without {VERL_WRAPPER}")
+            settings[key] = setting
+        others = {name: value for name, value in wrapped.items() if name not in known}
+        self.unknown += [(origin, leaf) for leaf in _leaves(VERL_WRAPPER, others)] if others else []
+        return settings
+
+    def _flatten(
+        self, tree: Mapping[Any, Any], cls: type, prefix: str, origin: str, wrapper: str = ""
+    ) -> dict[str, _Setting]:
+        """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have, after
+        `wrapper`."""
         hints = typing.get_type_hints(cls)
         settings: dict[str, _Setting] = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
             hint = hints.get(name)
             if hint is None:
-                self.unknown += [(origin, leaf) for leaf in _leaves(key, value)]
+                self.unknown += [(origin, leaf) for leaf in _leaves(f"{wrapper}{key}", value)]
             elif not dataclasses.is_dataclass(hint):
                 settings[key] = _Setting(value, origin)
             elif isinstance(value, dict) or value is None:  # None: an empty section
-                settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin))
+                settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin, wrapper))
             else:
                 raise UserError(f"{origin}: {key}: expected a section of settings, found {_show(value)}")
         return settings
@@ -170,6 +198,7 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
 # ---------------------------------------------------------------- types
 
 
+@functools.cache
 def _leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
     """Return {dotted key: type}."""
     out: dict[str, Any] = {}

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from config_files import MINIMAL, error_of
+from config_files import MINIMAL, error_of, load
 
-from rlhf_mc.config import unknown
+from rlhf_mc.config import unknown, verl_keys
 from rlhf_mc.config.load import dotted_keys
 
 
@@ -18,11 +18,8 @@ from rlhf_mc.config.load import dotted_keys
         ("actor.ppo_epoch", "actor.ppo_epochs"),
         ("actr.ppo_epochs", "actor.ppo_epochs"),
         ("actor.optm.lr", "actor.optim.lr"),
-        ("actor_rollout_ref.actor.ppo_epochs", "actor.ppo_epochs"),
-        ("actor_rollout_ref.rollout.n", "rollout.n"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"),
+        ("actor_rollout_ref.actor.ppo_epoch", "actor.ppo_epochs"),
         ("reward.custom_reward_function.path", "custom_reward_function.path"),
-        ("data.seed", "trainer.seed"),
         ("+trainer.test_frq", "trainer.test_freq"),
     ],
 )
@@ -37,6 +34,7 @@ def test_unknown_key_names_the_nearest(config_file: Path, key: str, nearest: str
     ("key", "words"),
     [
         ("critic.use_dynamic_bsz", "use actor.use_dynamic_bsz (one switch"),
+        ("data.seed", "use trainer.seed"),
         ("reward_model.overlong_buffer.len", "use reward.overlong_buffer.len"),
         ("reward_model.reward_manager", "custom_reward_function.path"),
         ("reward_model.enable", "use reward_model.model_path (null: no reward model)"),
@@ -69,10 +67,9 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         ("actor_rollout_ref.rollout.name", "vLLM generates: leave it out"),
         ("rollout.name", "vLLM generates: leave it out"),
         ("critic.model.path", "use critic.model_path"),
-        ("actor_rollout_ref.model.path", "the nearest known key is 'model.path'"),
         ("trainer.nnodes", "torchrun or srun says how many processes there are: leave it out"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "use optim.lr_warmup_steps, a number of PPO steps"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload",
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype",
          "models are trained by Megatron-Core, not FSDP: see the megatron section"),
         ("ray_init.num_cpus", "there is no Ray: leave it out"),
         ("algorithm.filter_groups.enable", "dynamic sampling is not supported: leave it out"),
@@ -85,13 +82,12 @@ def test_unknown_key_has_this_answer(config_file: Path, key: str, answer: str) -
 
 def test_keys_that_are_named_in_answers_exist() -> None:
     """Check each section.key in the replacements of verl's keys."""
-    answers = [*unknown._INSTEAD.values(), *unknown._LAST_NAMES.values(), *unknown._SECTIONS.values()]
+    rules = [verl_keys.rule_of(rule.pattern.replace("*", "actor")) or rule for rule in verl_keys.RULES]
+    answers = [*unknown._EARLIER.values(), *verl_keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
     known = dotted_keys()
     for answer in answers:
-        for word in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", answer):
+        for word in re.findall(r"\b[a-z_]+(?:\.(?!json)[a-z_]+)+\b", answer):
             assert any(key == word or key.endswith(f".{word}") for key in known), answer
-    for key in [*unknown._INSTEAD, *unknown._LAST_NAMES]:
-        assert key not in known
 
 
 def test_all_unknown_keys_are_listed_at_once(config_file: Path) -> None:
@@ -122,8 +118,21 @@ def test_clip_ratio_names_both_replacements(config_file: Path, prefix: str) -> N
 
 
 def test_unknown_key_in_a_file_names_the_file(config_file: Path) -> None:
-    config_file.write_text(MINIMAL + "actor_rollout_ref: {actor: {ppo_epochs: 1}}\n")
+    config_file.write_text(MINIMAL + "actor_rollout_ref: {actor: {ppo_epoch: 1}}\n")
     message = error_of(config_file)
     assert message.startswith(f"{config_file}: ")
-    assert "'actor_rollout_ref.actor.ppo_epochs'" in message
+    assert "'actor_rollout_ref.actor.ppo_epoch'" in message
     assert message.endswith("'actor.ppo_epochs'")
+
+
+def test_verls_prefix_is_accepted(config_file: Path) -> None:
+    config_file.write_text(
+        MINIMAL.replace("model:", "actor_rollout_ref:\n  actor: {ppo_epochs: 2, optim: {lr: 1.0}}\nmodel:")
+    )
+    cfg = load(config_file, "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.model.path=other")
+    assert (cfg.actor.ppo_epochs, cfg.actor.optim.lr, cfg.rollout.n, cfg.model.path) == (2, 1.0, 3, "other")
+    config_file.write_text(MINIMAL + "actor_rollout_ref: {actor: {ppo_epochs: 1}}\nactor: {ppo_epochs: 2}\n")
+    assert "actor.ppo_epochs is given twice, with and without actor_rollout_ref" in error_of(config_file)
+    config_file.write_text(MINIMAL)
+    assert "'actor_rollout_ref.trainer.seed'" in error_of(config_file, "actor_rollout_ref.trainer.seed=1")
+    assert "expected an integer" in error_of(config_file, "actor_rollout_ref.rollout.n=x")

@@ -1,0 +1,395 @@
+"""verl's settings that schema.py does not have under the same name: our name, or why none is needed, or why the setting
+is not supported. One table for the conversion (verl.py) and for messages on unknown keys (unknown.py).
+
+Names are without `actor_rollout_ref.`; * is any text. The first pattern that matches counts. A setting that is in
+neither schema.py, this table nor the converters of verl_values.py is not supported.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["same", "renamed", "implied", "not needed", "default", "not supported"]
+OFF: tuple[Any, ...] = (None, False, 0, "", "null", {}, [])
+"""Values that switch a feature off."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The place of one of verl's settings in this project."""
+
+    pattern: str
+    kind: Kind
+    text: str
+    """Our key (renamed), or the reason."""
+    values: tuple[Any, ...] = OFF
+    """implied: values of verl's that mean what rlhf_mc does. not supported: values that do not use the feature."""
+
+    def hint(self) -> str:
+        """Return what to do with the key in a config of ours."""
+        if self.kind == "renamed":
+            return f"use {self.text}"
+        return self.text if self.kind == "not supported" else f"{self.text}: leave it out"
+
+
+def _rules(kind: Kind, text: str, patterns: str, values: tuple[Any, ...] = OFF) -> list[Rule]:
+    return [Rule(pattern, kind, text, values) for pattern in patterns.split()]
+
+
+def _renamed(**ours: str) -> list[Rule]:
+    """Return rules of {our key: verl's patterns}; "__" is a dot, and a leading "role" the first part of the pattern."""
+    return [
+        Rule(pattern, "renamed", key.replace("__", "."))
+        for key, patterns in ours.items()
+        for pattern in patterns.split()
+    ]
+
+
+_WANDB = "what a run writes goes to trainer.default_local_dir"
+_LONG = "For long sequences use megatron.tensor_model_parallel_size with sequence_parallel, and recompute_granularity"
+
+RULES: list[Rule] = [
+    # ---- renamed
+    *_renamed(
+        model__tokenizer_path="data.tokenizer",
+        critic__model_path="critic.model.path",
+        reward_model__model_path="reward_model.model.path",
+        reward_model__forward_micro_batch_size_per_gpu="reward_model.micro_batch_size_per_gpu",
+        reward__overlong_buffer__penalty_factor="reward_model.*overlong_buffer*.penalty_factor",
+        reward__overlong_buffer__len="reward_model.*overlong_buffer*.len",
+        role__optim__clip_grad="actor.grad_clip critic.grad_clip",
+        role__megatron__recompute_granularity="*.megatron.override_transformer_config.recompute_granularity",
+        role__megatron__num_layers_in_first_pipeline_stage=(
+            "*.override_transformer_config.num_layers_in_first_pipeline_stage"
+        ),
+        role__megatron__num_layers_in_last_pipeline_stage=(
+            "*.override_transformer_config.num_layers_in_last_pipeline_stage"
+        ),
+        role__megatron__overlap_grad_reduce="*.megatron.override_ddp_config.overlap_grad_reduce",
+        role__optim__lr_decay_style="*.optim.warmup_style *.optim.lr_scheduler_type",
+        trainer__seed="data.seed",
+        trainer__async_save="actor.checkpoint.async_save",
+        reshard__bucket_megabytes=(
+            "rollout.update_weights_bucket_megabytes rollout.checkpoint_engine.update_weights_bucket_megabytes"
+        ),
+    ),
+    # ---- not needed here: what is computed does not depend on it
+    *_rules("not needed", "models are trained by Megatron-Core", "actor.strategy critic.strategy model_engine"),
+    *_rules(
+        "not needed", "models are run by Megatron-Core", "ref.strategy reward_model.strategy reward_model.rollout.*"
+    ),
+    *_rules("not needed", "actor and critic are one checkpoint: trainer.async_save", "critic.checkpoint.async_save"),
+    *_rules("not needed", "vLLM generates", "rollout.name"),
+    *_rules("not needed", "vLLM generates in the training processes", "rollout.mode"),
+    *_rules(
+        "not needed", "vLLM's weights come from the actor", "rollout.load_format rollout.layer_name_map* *.load_weight"
+    ),
+    *_rules(
+        "not needed",
+        "it changes vLLM's speed and memory, and vLLM's own default is used",
+        "rollout.enable_chunked_prefill rollout.enable_prefix_caching rollout.cudagraph_capture_sizes"
+        " rollout.disable_log_stats rollout.multi_stage_wake_up rollout.skip_tokenizer_init rollout.enable_sleep_mode",
+    ),
+    *_rules(
+        "not needed", "the log-probs of vLLM and of the trainer are always compared", "rollout.calculate_log_probs"
+    ),
+    *_rules("not needed", "there are no agent loops, and no server to distribute over", "rollout.agent.num_workers"),
+    *_rules(
+        "not needed",
+        "torchrun or srun says how many processes there are",
+        "trainer.nnodes trainer.n_gpus_per_node reward_model.nnodes reward_model.n_gpus_per_node",
+    ),
+    *_rules("not needed", _WANDB, "trainer.project_name trainer.experiment_name trainer.default_hdfs_dir"),
+    *_rules("not needed", "batches are always balanced, and no number depends on it", "trainer.balance_batch"),
+    *_rules("not needed", "the device is the one that the machine has", "trainer.device"),
+    *_rules(
+        "not needed",
+        "it is about Ray, or the layout of verl's workers",
+        "trainer.use_legacy_worker_impl trainer.del_local_ckpt_after_load trainer.esi_redundant_time hydra.*"
+        " transfer_queue.* hybrid_engine *.enable_resource_pool",
+    ),
+    *_rules("not needed", "there is no Ray", "ray_init* ray_kwargs* *.ray_init* trainer.*ray_*"),
+    *_rules("not needed", "verl does not pass it to NCCL; ours is trainer.dist_timeout_seconds", "*nccl_timeout"),
+    *_rules(
+        "not needed",
+        "it is for measurements alone",
+        "*.profiler.* global_profiler* *profile_steps* rollout.trace.* rollout.prometheus* *profile_continuous_steps",
+    ),
+    *_rules(
+        "not needed",
+        "all validation prompts are generated at once, and their order changes no number",
+        "data.val_batch_size data.validation_shuffle",
+    ),
+    *_rules(
+        "not needed",
+        "it changes how verl reads files, not what it reads",
+        "*.use_shm data.dataloader_num_workers data.filter_overlong_prompts_workers data.return_raw_chat"
+        " data.return_raw_input_ids data.return_full_prompt data.return_multi_modal_inputs",
+    ),
+    *_rules("not needed", "prompts have text alone", "data.image_key data.video_key data.image_patch_size"),
+    *_rules("not needed", "sequences are always packed", "*.use_remove_padding"),
+    *_rules(
+        "not needed",
+        "it saves memory alone, which megatron.recompute_granularity does here",
+        "*.enable_gradient_checkpointing *.gradient_checkpointing_kwargs* *.enable_activation_offload",
+    ),
+    *_rules(
+        "not needed",
+        "code of a checkpoint is never run, and a model that needs it is refused when it is loaded",
+        "*.trust_remote_code",
+    ),
+    *_rules(
+        "not needed",
+        "kernels are chosen for the machine",
+        "*.use_fused_kernels *.use_torch_compile *.attn_implementation *.fused_kernel_options* *.attention_backend",
+    ),
+    *_rules(
+        "not needed", "weights are read by a table per model family", "*.use_mbridge *.vanilla_mbridge *.forward_only"
+    ),
+    *_rules("not needed", "the critic reads the actor's tokens: model.tokenizer_path", "critic.model.tokenizer_path"),
+    *_rules("not needed", "every rank takes part in every pass", "critic.rollout_n *._target_ _target_"),
+    *_rules(
+        "not needed",
+        "every random draw is a function of trainer.seed, and differs from verl's anyway",
+        "*.megatron.seed *.data_loader_seed *.rollout.seed rollout.seed *.engine.seed",
+    ),
+    *_rules(
+        "not needed",
+        "recompute_granularity alone is a setting; the modules are fixed, and full recomputes each layer",
+        "*.recompute_modules *.recompute_method *.recompute_num_layers",
+    ),
+    *_rules(
+        "not needed",
+        "it changes speed or memory alone, and is chosen for the machine",
+        " ".join(
+            f"*.override_transformer_config.{name}"
+            for name in [
+                "apply_rope_fusion",
+                "masked_softmax_fusion",
+                "bias_activation_fusion",
+                "bias_dropout_fusion",
+                "gradient_accumulation_fusion",
+                "deallocate_pipeline_outputs",
+                "persist_layer_norm",
+                "moe_grouped_gemm",
+                "moe_permute_fusion",
+                "moe_token_dispatcher_type",
+                "moe_enable_deepep",
+                "moe_shared_expert_overlap",
+                "variable_seq_lengths",
+                "cross_entropy_loss_fusion",
+            ]
+        ),
+    ),
+    *_rules(
+        "not needed",
+        "the state of Adam is float32; megatron.optimizer_offload keeps it in host memory",
+        "*.override_optimizer_config.optimizer_offload_fraction"
+        " *.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d"
+        " *.override_optimizer_config.optimizer_cpu_offload *.override_optimizer_config.use_precision_aware_optimizer",
+    ),
+    *_rules(
+        "not needed",
+        "models are trained by Megatron-Core, not FSDP, and it changes speed or memory alone",
+        "*fsdp_config.*offload* *fsdp_config.fsdp_size *fsdp_config.wrap_policy* *fsdp_config.reshard_after_forward"
+        " *fsdp_config.forward_prefetch *fsdp_config.use_orig_params *fsdp_config.seed *fsdp_config.use_torch_compile"
+        " *fsdp_config.strategy *.entropy_from_logits_with_chunking *.entropy_checkpointing",
+    ),
+    *_rules("not needed", "the total is that of the run", "*.optim.total_training_steps"),
+    *_rules(
+        "not needed", "the statistics of the reward's parts are always logged", "reward_model.*overlong_buffer*.log"
+    ),
+    *_rules(
+        "not needed",
+        "reward functions run in worker processes while the log-prob passes run",
+        "*.launch_reward_fn_async",
+    ),
+    *_rules("not needed", "it is of lr_decay_style WSD, which is not supported", "*.optim.lr_wsd*"),
+    *_rules("not needed", "the entropy is always computed", "*.calculate_entropy"),
+    *_rules(
+        "not needed",
+        "it changes speed or memory alone",
+        "*.use_prefix_grouper *.use_liger *.checkpoint.mbridge_config* rollout.scheduling_policy"
+        " rollout.checkpoint_engine.* rollout.skip_dump_dir rollout.n_gpus_per_node",
+    ),
+    *_rules("not needed", "rollout.quantization says how weights are quantized", "rollout.use_block_quant_rollout"),
+    # ---- implied by what rlhf_mc does; other values are not supported
+    *_rules("implied", "generation runs on the ranks that train", "rollout.nnodes"),
+    *_rules("implied", "a router chooses in each pass", "*.router_replay.mode", ("disabled", None)),
+    *_rules("implied", "reward functions are found by data source", "*.reward_manager.source", ("register", None)),
+    *_rules(
+        "implied",
+        "in bypass mode the loss is PPO's clipped one",
+        "algorithm.rollout_correction.loss_type",
+        ("ppo_clip", None),
+    ),
+    *_rules("implied", "responses are sampled from the full distribution", "rollout.top_p", (1, 1.0, None)),
+    *_rules("implied", "responses are sampled from the full distribution", "rollout.top_k", (-1, 0, None)),
+    *_rules(
+        "implied",
+        "use rollout.temperature, and rollout.val_kwargs.temperature (0: greedy)",
+        "rollout.do_sample",
+        (True,),
+    ),
+    *_rules(
+        "implied", "log-probs are of the distribution that is sampled", "rollout.logprobs_mode", ("processed_logprobs",)
+    ),
+    *_rules(
+        "implied",
+        "an engine spans rollout.tensor_model_parallel_size ranks",
+        "rollout.data_parallel_size rollout.expert_parallel_size rollout.pipeline_model_parallel_size",
+        (1, None),
+    ),
+    *_rules(
+        "implied",
+        "each prompt has rollout.n responses of one turn",
+        "rollout.agent.default_agent_loop",
+        ("single_turn_agent", None),
+    ),
+    *_rules("implied", "gradients are reduced in float32", "*.grad_reduce_in_fp32", (True,)),
+    *_rules("implied", "the optimizer is AdamW", "*.optim.optimizer", ("adam", "adamw", "AdamW", None)),
+    *_rules("implied", "weight decay is constant", "*.optim.weight_decay_incr_style", ("constant", None)),
+    *_rules("implied", "a router's logits and weights are float32", "*.moe_router_dtype", ("fp32",)),
+    *_rules("implied", "there is no loss beside PPO's", "*.moe_aux_loss_coeff *.moe_z_loss_coeff", OFF),
+    *_rules("implied", "experts are chosen without balancing", "*.moe_router_load_balancing_type", ("none",)),
+    *_rules(
+        "implied",
+        "a function of custom_reward_function.path is called by its form",
+        "reward_model.reward_manager reward_model.reward_manager.name",
+        ("naive", "batch", "prime", "dapo", None),
+    ),
+    # ---- not supported
+    *_rules(
+        "not supported",
+        f"context parallelism is not supported: attention takes whole sequences. {_LONG}",
+        "*context_parallel_size",
+        (None, 1),
+    ),
+    *_rules(
+        "not supported",
+        f"it is not supported: attention takes whole sequences. {_LONG}",
+        "*ulysses_sequence_parallel_size",
+        (None, 1),
+    ),
+    *_rules("not supported", "LoRA is not supported", "*.lora_* *.lora.* *.target_modules *.exclude_modules"),
+    *_rules(
+        "not supported", "models are trained by Megatron-Core, not FSDP: see the megatron section", "*fsdp_config*"
+    ),
+    *_rules(
+        "not supported",
+        "write the template to a file: data.chat_template_path",
+        "*.custom_chat_template",
+    ),
+    *_rules("not supported", "config.json is used as it is: edit it in a copy of model.path", "*.override_config*"),
+    *_rules(
+        "not supported",
+        "rows are read from data.train_files",
+        "data.custom_cls* data.sampler* data.datagen* data.tool_config_path *.external_lib",
+    ),
+    *_rules("not supported", "dynamic sampling is not supported: leave it out", "algorithm.filter_groups*"),
+    *_rules("not supported", "this correction is not known here", "algorithm.rollout_correction*"),
+    *_rules("not supported", "prompts are not reweighted", "algorithm.use_pf_ppo algorithm.pf_ppo*"),
+    *_rules("not supported", "this policy loss is not known here", "actor.policy_loss*"),
+    *_rules("not supported", "arguments of vLLM are settings of rollout", "rollout.engine_kwargs*"),
+    *_rules(
+        "not supported",
+        "there are no turns and no tools: a response is generated at once",
+        "rollout.multi_turn* rollout.agent*",
+    ),
+    *_rules(
+        "not supported",
+        "vLLM generates every response to its end",
+        "rollout.ignore_eos rollout.skip_rollout rollout.over_sample_rate rollout.limit_images rollout.mtp*",
+    ),
+    *_rules(
+        "not supported",
+        "rewards are computed by rules, by custom_reward_function.path or by reward_model.model_path",
+        "reward_model.sandbox_fusion* sandbox_fusion* reward_model.reward_manager* reward_model.reward_kwargs*"
+        " reward_model.reward_loop*",
+    ),
+    *_rules("not supported", "its vocabulary and template are the actor's", "reward_model.model.input_tokenizer"),
+    *_rules(
+        "not supported",
+        "micro-batches are per GPU: use ..._micro_batch_size_per_gpu",
+        "*.ppo_micro_batch_size *.log_prob_micro_batch_size *.micro_batch_size *.forward_micro_batch_size",
+    ),
+    *_rules(
+        "not supported",
+        "Megatron-Core's settings are those of megatron",
+        "*.override_transformer_config* *.override_ddp_config* *.override_mcore_model_config*",
+    ),
+    *_rules(
+        "not supported",
+        "the optimizer is AdamW with the settings of optim",
+        "*.override_optimizer_config*"
+        " *.optim.lr_warmup_init *.optim.lr_wsd* *.optim.lr_decay_steps *.optim.use_checkpoint_opt_param_scheduler"
+        " *.optim.num_cycles *.optim.zero_indexed_step",
+    ),
+    *_rules("not supported", "the model is built as Megatron-Core builds it", "model.tiled_mlp* model.mtp*"),
+    *_rules("not supported", "a vision tower is not supported", "*.freeze_vision_tower"),
+    *_rules("not supported", "use actor.freeze: patterns of the tensors that are not trained", "*.freeze_moe_router"),
+    *_rules(
+        "not supported",
+        "weights are read from model.path or model.dist_checkpointing_path",
+        "*.dist_checkpointing_prefix",
+    ),
+    *_rules("not supported", "use optim.lr_warmup_steps, a number of PPO steps", "*.lr_warmup_steps_ratio"),
+    *_rules("not supported", "use optim.min_lr", "*.min_lr_ratio"),
+    *_rules("not supported", "the run has no other models", "distillation* *.distillation*"),
+]
+
+CONVERTED_HINTS = {
+    "actor.clip_ratio": "use actor.clip_ratio_low and actor.clip_ratio_high",
+    "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz": "use actor.use_dynamic_bsz (one switch for all passes)",
+    "reward_model.enable": "use reward_model.model_path (null: no reward model)",
+    "reward_model.*overlong_buffer*.enable": "use reward.overlong_buffer.len (0: no penalty)",
+    "rollout.val_kwargs.do_sample": "use rollout.val_kwargs.temperature (0: greedy)",
+    "rollout.prompt_length": "use data.max_prompt_length",
+    "rollout.response_length": "use data.max_response_length",
+    "rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length: leave it out",
+    "rollout.dtype": "vLLM's is that of the actor: actor.megatron.dtype",
+    "ref.model.path": "the reference starts from model.path",
+    "data.gen_batch_size": "use data.train_batch_size",
+    "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep (actor and critic"
+    " are one checkpoint)",
+    "*.dist_checkpointing_path *.use_dist_checkpointing": "use model.dist_checkpointing_path",
+    "*.expert_tensor_parallel_size": "experts are sharded over the tensor-parallel ranks too: leave it out",
+    "*.checkpoint.save_contents *.checkpoint.load_contents": "a checkpoint holds all that a resume needs: leave it out",
+}
+"""Hints for settings that verl_values.py converts, by patterns."""
+
+
+@functools.cache
+def _compiled() -> tuple[tuple[re.Pattern[str], Rule], ...]:
+    return tuple((re.compile(fnmatch.translate(rule.pattern)), rule) for rule in RULES)
+
+
+def rule_of(key: str) -> Rule | None:
+    """Return the rule of verl's key, or None. Renamed keys have the role of the key."""
+    rule = next((rule for pattern, rule in _compiled() if pattern.match(key)), None)
+    if rule is None or not rule.text.startswith("role."):
+        return rule
+    return Rule(rule.pattern, rule.kind, key.partition(".")[0] + rule.text.removeprefix("role"))
+
+
+def hint_of(key: str) -> str | None:
+    """Return what to do with verl's key in a config of ours, or None where it is not in the table."""
+    for patterns, hint in CONVERTED_HINTS.items():
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split()):
+            return hint
+    rule = rule_of(key)
+    return rule.hint() if rule is not None else None
+
+
+def plain_key(key: str) -> str:
+    """Return verl's key without Hydra's + and without the sections that contain sections of ours."""
+    name = key.lstrip("+~").removeprefix("actor_rollout_ref.")
+    inner = name.removeprefix("reward.")
+    sections = ("custom_reward_function", "reward_model", "reward_manager", "reward_kwargs", "sandbox_fusion")
+    if inner == name or inner.partition(".")[0] not in sections:
+        return name
+    return inner if inner.startswith(("custom_reward_function", "reward_model")) else f"reward_model.{inner}"

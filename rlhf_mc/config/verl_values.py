@@ -1,0 +1,393 @@
+"""Conversions of the verl settings whose value changes on the way to ours, or whose meaning depends on other settings.
+
+A converter takes verl's key, its value and all of verl's settings, and returns a Line. Settings that are renamed,
+implied or refused by their name alone are in verl_keys.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS
+from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.config.schema import FROZEN_ROLES
+from rlhf_mc.config.verl_keys import OFF, Kind
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report: what becomes of a setting of verl's."""
+
+    kind: Kind
+    text: str = ""
+    """The reason, or what has changed."""
+    ours: str | None = None
+    """Our key; None: there is nothing to set."""
+    value: Any = None
+    """Our value."""
+
+
+Settings = Mapping[str, Any]
+"""verl's settings by key, without actor_rollout_ref."""
+
+
+def same(key: str, value: Any, text: str = "") -> Line:
+    """Return the line of a setting that keeps its name."""
+    return Line("same", text, key, value)
+
+
+def renamed(key: str, value: Any, text: str = "") -> Line:
+    """Return the line of a setting that has another name here."""
+    return Line("renamed", text, key, value)
+
+
+def number(verl: Settings, key: str, default: int = 0) -> int:
+    """Return a number of verl's settings, or the default where it is null, absent or no number."""
+    value = verl.get(key)
+    return value if type(value) is int else default
+
+
+def uses_critic(verl: Settings) -> bool:
+    """Return whether verl's run has a critic: its advantage estimator needs one."""
+    estimator = str(verl.get("algorithm.adv_estimator", "gae"))
+    needs = ESTIMATOR_NEEDS.get(_ESTIMATORS.get(estimator, estimator))
+    return needs is not None and needs.critic
+
+
+def is_dynamic(verl: Settings) -> bool:
+    """Return whether the actor's micro-batches are by token budget."""
+    return bool(verl.get("actor.use_dynamic_bsz", False))
+
+
+# ---------------------------------------------------------------- converters
+
+_KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+": "k1+", "mse+": "k2", "k2+": "k2"}
+"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2's gradient is that of k2+."""
+_ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+"""verl's estimators by another name here: the same numbers, computed in another way."""
+_SINKS = {"console": "console", "tensorboard": "tensorboard"}
+
+
+def _kl(key: str, value: Any, verl: Settings) -> Line:
+    name = value.removesuffix("+") if isinstance(value, str) and key == "algorithm.kl_penalty" else value
+    ours = _KL.get(name, name) if isinstance(name, str) else name
+    return same(key, ours, "" if ours == value else f"verl's {value}")
+
+
+def _estimator(key: str, value: Any, verl: Settings) -> Line:
+    ours = _ESTIMATORS.get(value, value) if isinstance(value, str) else value
+    return same(key, ours, "" if ours == value else f"verl's {value}")
+
+
+def _logger(key: str, value: Any, verl: Settings) -> Line:
+    given = [value] if isinstance(value, str) else list(value or [])
+    left = [name for name in given if name not in _SINKS]
+    sinks = [_SINKS[name] for name in given if name in _SINKS]
+    text = f"jsonl in place of {', '.join(map(str, left))}" if left else "and jsonl"
+    return same(key, [*dict.fromkeys([*sinks, "jsonl"])], text)
+
+
+def _warmup_steps(key: str, value: Any, verl: Settings) -> Line:
+    if value is None or (type(value) is int and value <= 0):
+        return Line("implied", "by lr_warmup_steps_ratio" if verl.get(f"{key}_ratio") else "no warm-up")
+    return same(key, value, "the first step has lr / lr_warmup_steps, in verl 0")
+
+
+def _warmup_ratio(key: str, value: Any, verl: Settings) -> Line:
+    ours = key.removesuffix("_ratio")
+    if value in OFF:
+        return Line("implied", "no warm-up by ratio")
+    if number(verl, ours) > 0:
+        return Line("not needed", f"{ours} comes before it, in verl too")
+    total = number(verl, "trainer.total_training_steps")
+    if total and isinstance(value, (int, float)):
+        return renamed(ours, int(value * total), f"{value} of trainer.total_training_steps, {total}")
+    return Line(
+        "not supported",
+        f"the number of steps depends on the data: give {ours}, or trainer.total_training_steps too",
+    )
+
+
+def _min_lr(key: str, value: Any, verl: Settings) -> Line:
+    return Line("implied", "0") if value is None else same(key, value)
+
+
+def _min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
+    lr = verl.get(key.replace("min_lr_ratio", "lr"), 1e-5 if key.startswith("critic.") else 1e-6)
+    if value in OFF:
+        return Line("implied", "the decay ends at 0")
+    return renamed(key.removesuffix("_ratio"), value * lr, f"{value} of {lr}")
+
+
+def _micro_batch(key: str, value: Any, verl: Settings) -> Line:
+    if is_dynamic(verl):
+        return Line("not needed", "actor.use_dynamic_bsz is true: micro-batches are by token budget")
+    return same(key, value) if value is not None else Line("implied", "as the actor's update")
+
+
+def _dynamic(key: str, value: Any, verl: Settings) -> Line:
+    if bool(value) == is_dynamic(verl):
+        return Line("implied", "by actor.use_dynamic_bsz, one switch for all passes")
+    return Line("not needed", "actor.use_dynamic_bsz is one switch for all passes; no number depends on it")
+
+
+def _virtual(key: str, value: Any, verl: Settings) -> Line:
+    return same(key, None if value == 1 else value)
+
+
+def _sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
+    if number(verl, key.replace("sequence_parallel", "tensor_model_parallel_size"), 1) == 1:
+        return Line("implied", "no effect where the tensor-parallel size is 1")
+    return same(key, value)
+
+
+def _training_only(key: str, value: Any, verl: Settings) -> Line:
+    return Line("not needed", "it does nothing for a model that is never trained")
+
+
+def _frequency(key: str, value: Any, verl: Settings) -> Line:
+    return same(key, -1 if value is None or value in (0, False) else value)
+
+
+def _kept(key: str, value: Any, verl: Settings) -> Line:
+    if value is None or number(verl, "trainer.save_freq", -1) < 1:
+        return Line("implied", "all checkpoints are kept" if value is None else "nothing is saved")
+    if key == "trainer.max_critic_ckpt_to_keep" and uses_critic(verl) and "trainer.max_actor_ckpt_to_keep" in verl:
+        return Line("implied", "by max_actor_ckpt_to_keep: actor and critic are one checkpoint")
+    return renamed("trainer.max_ckpt_to_keep", value, "actor and critic are one checkpoint")
+
+
+def _resume_from(key: str, value: Any, verl: Settings) -> Line:
+    if value in OFF:
+        return Line("implied", "none")
+    if verl.get("trainer.resume_mode", "auto") != "resume_path":
+        return Line("not needed", "trainer.resume_mode is not resume_path")
+    return same(key, value, "a training checkpoint of rlhf_mc: verl's cannot be read")
+
+
+def _model_length(key: str, value: Any, verl: Settings) -> Line:
+    longest = number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+    if value is None or (type(value) is int and value >= longest):
+        return Line("implied", f"data.max_prompt_length + data.max_response_length, {longest}")
+    return Line(
+        "not supported",
+        f"it is below data.max_prompt_length + data.max_response_length, {longest}: use a shorter response",
+    )
+
+
+def _length(key: str, value: Any, verl: Settings) -> Line:
+    data = "data.max_prompt_length" if key == "rollout.prompt_length" else "data.max_response_length"
+    if value is None or value == number(verl, data, 512):
+        return Line("implied", f"by {data}")
+    return Line("not supported", f"use {data}, which is {number(verl, data, 512)}")
+
+
+def _greedy(key: str, value: Any, verl: Settings) -> Line:
+    temperature = verl.get("rollout.val_kwargs.temperature", 0)
+    if value or not temperature:
+        return Line(
+            "implied", f"by rollout.val_kwargs.temperature, {temperature}" + ("" if temperature else ": greedy")
+        )
+    return Line("not supported", f"greedy, and val_kwargs.temperature is {temperature}: give one of the two")
+
+
+def _val_temperature(key: str, value: Any, verl: Settings) -> Line:
+    is_unclear = bool(value) and "rollout.val_kwargs.do_sample" not in verl
+    return same(key, value, "verl's synchronous engine samples only with do_sample" if is_unclear else "")
+
+
+def _val_sampling(key: str, value: Any, verl: Settings) -> Line:
+    if not verl.get("rollout.val_kwargs.temperature", 0):
+        return Line("not needed", "validation is greedy: rollout.val_kwargs.temperature is 0")
+    return same(key, -1 if key.endswith("top_k") and value == 0 else value)
+
+
+def _rollout_dtype(key: str, value: Any, verl: Settings) -> Line:
+    dtype = verl.get("actor.megatron.dtype", "bfloat16")
+    if value is None or value == dtype:
+        return Line("implied", "by actor.megatron.dtype")
+    return Line("not supported", f"vLLM's is that of the actor: actor.megatron.dtype, {dtype}")
+
+
+def _quantization(key: str, value: Any, verl: Settings) -> Line:
+    if value in OFF:
+        return Line("implied", "none")
+    return same(key, value, "one scale per output channel, in verl one per block")
+
+
+def _truncation(key: str, value: Any, verl: Settings) -> Line | None:
+    if value != "error" and verl.get("data.filter_overlong_prompts"):
+        return Line("not needed", "overlong prompts are dropped: data.filter_overlong_prompts")
+    return None
+
+
+def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
+    if value is None or value == number(verl, "data.train_batch_size", 1024):
+        return Line("implied", "by data.train_batch_size")
+    return Line("not supported", "each step generates for data.train_batch_size prompts")
+
+
+def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
+    if value == 0.2 or {"actor.clip_ratio_low", "actor.clip_ratio_high"} <= verl.keys():
+        return Line("not needed", "verl reads clip_ratio_low and clip_ratio_high")
+    return Line(
+        "not supported",
+        "verl itself reads clip_ratio_low and clip_ratio_high (0.2 by default): give these two",
+    )
+
+
+def _save_contents(key: str, value: Any, verl: Settings) -> Line:
+    contents = [value] if isinstance(value, str) else list(value or [])
+    if {"model", "optimizer", "extra"} <= set(contents):
+        hf = "; the actor is exported as a Hugging Face checkpoint by trainer.export_freq, and at the end"
+        return Line("implied", "all that a resume needs" + (hf if "hf_model" in contents else ""))
+    return Line("not supported", "a checkpoint holds model, optimizer and extra: all that a resume needs")
+
+
+def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
+    path = verl.get("actor.megatron.dist_checkpointing_path")
+    uses = key.replace("dist_checkpointing_path", "use_dist_checkpointing")
+    if value in OFF or not verl.get(uses):
+        return Line("implied", "weights are read from the safetensors of model.path")
+    if key == "actor.megatron.dist_checkpointing_path":
+        return renamed("model.dist_checkpointing_path", value, "written by tools/convert_hf_to_mcore.py")
+    if key == "actor.megatron.use_dist_checkpointing" and path:
+        return Line("implied", "by model.dist_checkpointing_path")
+    if key.startswith("ref.") and path and verl.get("ref.megatron.dist_checkpointing_path") == path:
+        return Line("implied", "the reference starts from the actor's weights")
+    return Line("not supported", "only the actor and the reference start from a Megatron checkpoint, the same one")
+
+
+def _expert_tensor(key: str, value: Any, verl: Settings) -> Line:
+    tp = number(verl, key.replace("expert_tensor_parallel_size", "tensor_model_parallel_size"), 1)
+    if value in (None, tp):
+        return Line("implied", "experts are sharded over the tensor-parallel ranks too")
+    return Line("not supported", f"it is the tensor-parallel size, {tp}")
+
+
+def _max_positions(key: str, value: Any, verl: Settings) -> Line:
+    longest = number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+    if type(value) is int and value >= longest:
+        return Line("not needed", "config.json's must hold prompt and response, and is checked at the start")
+    return Line("not supported", f"it is below data.max_prompt_length + data.max_response_length, {longest}")
+
+
+def _reference_model(key: str, value: Any, verl: Settings) -> Line:
+    if value in (None, verl.get("model.path")):
+        return Line("implied", "the reference starts from model.path")
+    return Line("not supported", "the reference starts from model.path")
+
+
+def _critic_enable(key: str, value: Any, verl: Settings) -> Line:
+    needs = uses_critic(verl)
+    if value is None or bool(value) == needs:
+        return Line("implied", "by algorithm.adv_estimator")
+    return Line("not supported", f"algorithm.adv_estimator {'needs a' if needs else 'does not use a'} critic")
+
+
+def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
+    if key.endswith(".max_resp_len"):
+        if value == number(verl, "data.max_response_length", 512):
+            return Line("implied", "by data.max_response_length")
+        return Line("not supported", "it is data.max_response_length")
+    if key.endswith(".enable") and value:
+        return Line("implied", "by reward.overlong_buffer.len; the penalty is part of training scores alone")
+    if not verl.get(f"{key.rpartition('.')[0]}.enable"):
+        return Line("not needed", "there is no overlong buffer: enable is false")
+    return None
+
+
+def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
+    if value == "adaptive" and not verl.get("algorithm.use_kl_in_reward"):
+        return Line("not needed", "algorithm.use_kl_in_reward is false")
+    return None
+
+
+def _rejection(key: str, value: Any, verl: Settings) -> Line:
+    if value in OFF:
+        return Line("implied", "none")
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    names = [item.strip() if isinstance(item, str) else item for item in items]
+    if key.endswith("threshold"):
+        return same(key, [float(name) if _is_number(name) else name for name in names])
+    return same(key, names)
+
+
+def _is_number(text: Any) -> bool:
+    return not isinstance(text, str) or re.fullmatch(r"\d+(\.\d*)?", text) is not None
+
+
+def _reward_workers(key: str, value: Any, verl: Settings) -> Line:
+    return Line("not needed", "it is per rank here, and changes only the speed: reward.num_workers")
+
+
+def _reward_enable(key: str, value: Any, verl: Settings) -> Line:
+    template = "by reward_model.model_path; it reads the actor's tokens, in verl its own chat template's"
+    return Line("implied", template if value else "there is no reward model")
+
+
+def _input_tokenizer(key: str, value: Any, verl: Settings) -> Line | None:
+    return Line("implied", "the same tokenizer") if value == verl.get("reward_model.model.path") else None
+
+
+CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] = (
+    ("actor.kl_loss_type", _kl),
+    ("algorithm.kl_penalty", _kl),
+    ("algorithm.adv_estimator", _estimator),
+    ("algorithm.kl_ctrl.type", _adaptive),
+    ("trainer.logger", _logger),
+    ("*.optim.lr_warmup_steps", _warmup_steps),
+    ("*.optim.lr_warmup_steps_ratio", _warmup_ratio),
+    ("*.optim.min_lr", _min_lr),
+    ("*.optim.min_lr_ratio", _min_lr_ratio),
+    ("*_micro_batch_size_per_gpu", _micro_batch),
+    ("critic.use_dynamic_bsz", _dynamic),
+    ("reward_model.use_dynamic_bsz", _dynamic),
+    ("*.log_prob_use_dynamic_bsz", _dynamic),
+    ("*.megatron.virtual_pipeline_model_parallel_size", _virtual),
+    *((f"{role}.megatron.{name}", _training_only) for role in FROZEN_ROLES for name in TRAINING_ONLY),
+    *((f"{role}.megatron.override*.recompute_granularity", _training_only) for role in FROZEN_ROLES),
+    ("*.megatron.sequence_parallel", _sequence_parallel),
+    ("*.expert_tensor_parallel_size", _expert_tensor),
+    ("*.megatron.*dist_checkpointing*", _dist_checkpoint),
+    ("trainer.save_freq", _frequency),
+    ("trainer.test_freq", _frequency),
+    ("trainer.max_*_ckpt_to_keep", _kept),
+    ("trainer.resume_from_path", _resume_from),
+    ("*.checkpoint.save_contents", _save_contents),
+    ("*.checkpoint.load_contents", _save_contents),
+    ("rollout.max_model_len", _model_length),
+    ("rollout.prompt_length", _length),
+    ("rollout.response_length", _length),
+    ("rollout.val_kwargs.do_sample", _greedy),
+    ("rollout.val_kwargs.temperature", _val_temperature),
+    ("rollout.val_kwargs.top_[pk]", _val_sampling),
+    ("rollout.dtype", _rollout_dtype),
+    ("rollout.quantization", _quantization),
+    ("data.truncation", _truncation),
+    ("data.gen_batch_size", _generation_batch),
+    ("actor.clip_ratio", _clip_ratio),
+    ("ref.model.path", _reference_model),
+    ("critic.enable", _critic_enable),
+    ("model.override_config.*max_position_embeddings", _max_positions),
+    ("reward_model.*overlong_buffer*.*", _overlong),
+    ("reward_model.reward_kwargs.max_resp_len", _overlong),
+    ("algorithm.rollout_correction.rollout_rs", _rejection),
+    ("algorithm.rollout_correction.rollout_rs_threshold", _rejection),
+    ("reward_model.enable", _reward_enable),
+    ("reward_model.model.input_tokenizer", _input_tokenizer),
+    ("reward.num_workers", _reward_workers),
+)
+"""Converters by pattern of verl's key. One that returns None leaves the setting to schema.py and verl_keys.py."""
+
+
+def converted(key: str, value: Any, verl: Settings) -> Line | None:
+    """Return the line of a setting that a converter knows, or None."""
+    for pattern, convert in CONVERTERS:
+        if fnmatch.fnmatchcase(key, pattern):
+            return convert(key, value, verl)
+    return None

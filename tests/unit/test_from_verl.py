@@ -1,0 +1,549 @@
+"""The conversion of verl's settings: its published Megatron examples, each kind of answer, and its scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import from_verl
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import dotted_keys, load_config, validate
+from rlhf_mc.config.schema import Config
+from rlhf_mc.config.verl import DEFAULTS, Conversion, Given, convert, our_default
+from rlhf_mc.config.verl_input import read_verl
+from rlhf_mc.config.verl_keys import plain_key
+
+# ---------------------------------------------------------------- verl's published examples, as keys and values
+
+DATA: dict[str, Any] = {
+    "data.train_files": ["/data/gsm8k/train.parquet", "/data/math/train.parquet"],
+    "data.val_files": ["/data/gsm8k/test.parquet", "/data/math/test.parquet"],
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 1024,
+    "trainer.critic_warmup": 0,
+    "trainer.logger": ["console", "wandb"],
+    "trainer.nnodes": 1,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+}
+"""Settings that all of them have."""
+PPO_7B: dict[str, Any] = {  # examples/ppo_trainer/run_qwen2-7b_megatron.sh
+    **DATA,
+    "data.max_response_length": 512,
+    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16,
+    **{
+        f"{role}.megatron.{name}": value
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        for name, value in (
+            ("pipeline_model_parallel_size", 4),
+            ("virtual_pipeline_model_parallel_size", 2),
+            ("tensor_model_parallel_size", 4),
+        )
+    },
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 32,
+    "critic.optim.lr": 1e-5,
+    "critic.model.path": "Qwen/Qwen2-7B-Instruct",
+    "critic.model.enable_gradient_checkpointing": True,
+    "critic.ppo_micro_batch_size_per_gpu": 32,
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "trainer.project_name": "verl_example",
+    "trainer.experiment_name": "Qwen2-7B-Instruct_function_rm_megatron",
+    "trainer.n_gpus_per_node": 16,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": 10,
+    "trainer.total_epochs": 15,
+}
+PPO_MATH: dict[str, Any] = {  # examples/ppo_trainer/run_qwen2-7b_math_gsm8k_megatron.sh
+    **DATA,
+    "algorithm.adv_estimator": "gae",
+    "data.max_response_length": 512,
+    "data.filter_overlong_prompts": True,
+    "data.truncation": "error",
+    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2,
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
+    "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size": 2,
+    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 2,
+    "critic.optim.lr": 1e-5,
+    "critic.model.path": "Qwen/Qwen2-7B-Instruct",
+    "critic.model.enable_gradient_checkpointing": False,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    "algorithm.use_kl_in_reward": False,
+    "trainer.project_name": "verl_ppo_gsm8k_math_examples",
+    "trainer.experiment_name": "qwen2_7b_megatron",
+    "trainer.n_gpus_per_node": 8,
+    "trainer.save_freq": 20,
+    "trainer.test_freq": 5,
+    "trainer.total_epochs": 100,
+}
+PPO_DEEPSEEK = {  # examples/ppo_trainer/run_deepseek_math_gsm8k_megatron.sh
+    **PPO_MATH,
+    "actor_rollout_ref.model.path": "deepseek-ai/deepseek-llm-7b-chat",
+    "critic.model.path": "deepseek-ai/deepseek-llm-7b-chat",
+    "trainer.experiment_name": "deepseek_llm_7b_megatron",
+}
+GRPO_MATH: dict[str, Any] = {  # examples/grpo_trainer/run_qwen2-7b_math_megatron.sh
+    **{key: value for key, value in PPO_MATH.items() if not key.startswith("critic.")},
+    "algorithm.adv_estimator": "grpo",
+    "data.return_raw_chat": "",
+    "data.max_response_length": 1024,
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.actor.entropy_coeff": 0,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    "actor_rollout_ref.rollout.mode": "sync",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
+    "actor_rollout_ref.rollout.n": 5,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
+    "trainer.project_name": "verl_grpo_example_gsm8k_math",
+    "trainer.total_epochs": 15,
+}
+_MOE = "actor_rollout_ref.actor.megatron.override_transformer_config"
+_ADAM = "actor_rollout_ref.actor.optim.override_optimizer_config"
+_REWARD = "reward_model.reward_kwargs"
+GRPO_MOE: dict[str, Any] = {  # examples/grpo_trainer/run_qwen3moe-30b_megatron_96gb.sh
+    **DATA,
+    "data.train_files": "/data/dapo-math-17k.parquet",
+    "data.val_files": ["/data/aime-2024.parquet"],
+    "data.prompt_key": "prompt",
+    "data.truncation": "left",
+    "data.max_prompt_length": 2048,
+    "data.max_response_length": 8192,
+    "data.train_batch_size": 512,
+    "actor_rollout_ref.rollout.n": 16,
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_ctrl.kl_coef": 0.0,
+    "actor_rollout_ref.model.path": "Qwen/Qwen3-30B-A3B-Base",
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.actor.kl_loss_coef": 0.0,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+    "actor_rollout_ref.actor.clip_ratio_c": 10.0,
+    "actor_rollout_ref.model.override_config.model_config.max_position_embeddings": 10240,
+    "actor_rollout_ref.model.use_fused_kernels": False,
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 10240,
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": 10,
+    "actor_rollout_ref.actor.optim.lr_decay_style": "constant",
+    "actor_rollout_ref.actor.optim.weight_decay": 0.1,
+    f"{_ADAM}.optimizer_offload_fraction": 1.0,
+    f"{_ADAM}.overlap_cpu_optimizer_d2h_h2d": True,
+    f"{_ADAM}.use_precision_aware_optimizer": True,
+    f"{_ADAM}.optimizer_cpu_offload": True,
+    **{
+        f"actor_rollout_ref.{role}.megatron.{name}": value
+        for role in ("actor", "ref")
+        for name, value in {
+            "use_dist_checkpointing": False,
+            "param_offload": True,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+        }.items()
+    },
+    "actor_rollout_ref.actor.megatron.grad_offload": True,
+    "actor_rollout_ref.actor.megatron.optimizer_offload": True,
+    f"{_MOE}.apply_rope_fusion": True,
+    f"{_MOE}.masked_softmax_fusion": True,
+    f"{_MOE}.bias_activation_fusion": True,
+    f"{_MOE}.bias_dropout_fusion": True,
+    f"{_MOE}.gradient_accumulation_fusion": True,
+    f"{_MOE}.deallocate_pipeline_outputs": True,
+    f"{_MOE}.persist_layer_norm": True,
+    f"{_MOE}.moe_grouped_gemm": True,
+    f"{_MOE}.moe_permute_fusion": True,
+    f"{_MOE}.moe_token_dispatcher_type": "flex",
+    f"{_MOE}.moe_router_dtype": "fp32",
+    f"{_MOE}.moe_enable_deepep": True,
+    "actor_rollout_ref.actor.entropy_coeff": 0,
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 10240,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.7,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+    "actor_rollout_ref.rollout.enable_chunked_prefill": True,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": 10240,
+    "actor_rollout_ref.rollout.temperature": 1.0,
+    "actor_rollout_ref.rollout.top_p": 1.0,
+    "actor_rollout_ref.rollout.top_k": -1,
+    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    "actor_rollout_ref.rollout.val_kwargs.top_p": 0.7,
+    "actor_rollout_ref.rollout.val_kwargs.top_k": -1,
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+    "actor_rollout_ref.rollout.val_kwargs.n": 1,
+    "actor_rollout_ref.rollout.enforce_eager": True,
+    "actor_rollout_ref.rollout.free_cache_engine": True,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 10240,
+    "reward_model.reward_manager": "dapo",
+    f"{_REWARD}.overlong_buffer_cfg.enable": True,
+    f"{_REWARD}.overlong_buffer_cfg.len": 4096,
+    f"{_REWARD}.overlong_buffer_cfg.penalty_factor": 1.0,
+    f"{_REWARD}.overlong_buffer_cfg.log": False,
+    f"{_REWARD}.max_resp_len": 8192,
+    "trainer.project_name": "DAPO-Qwen3-30b-MATH",
+    "trainer.experiment_name": "DAPO-Qwen3-30b-MATH-megatron",
+    "trainer.n_gpus_per_node": 8,
+    "trainer.val_before_train": False,
+    "trainer.test_freq": 10,
+    "trainer.save_freq": 100,
+    "trainer.total_epochs": 10,
+    "trainer.resume_mode": "auto",
+    "trainer.log_val_generations": 10,
+}
+
+
+def converted(settings: dict[str, Any]) -> Conversion:
+    return convert({plain_key(key): Given(value, key) for key, value in settings.items()})
+
+
+def line_of(key: str, value: Any, **others: Any) -> tuple[str, str | None, Any]:
+    """Return (kind, our key, our value) of one setting of verl's; others: `section__name` = value."""
+    settings = {name.replace("__", "."): other for name, other in others.items()}
+    (line,) = (line for name, line in converted({**settings, key: value}).report if name == key)
+    return line.kind, line.ours, line.value
+
+
+def loaded(conversion: Conversion, path: Path) -> Config:
+    """Return the config that load_config and validate accept."""
+    path.write_text(conversion.yaml("a test"))
+    cfg = load_config(str(path))
+    validate(cfg, conversion.nodes * conversion.processes)
+    return cfg
+
+
+@pytest.mark.parametrize("example", [PPO_7B, PPO_MATH, PPO_DEEPSEEK, GRPO_MATH, GRPO_MOE])
+def test_published_example_loads(example: dict[str, Any], tmp_path: Path) -> None:
+    conversion = converted(example)
+    assert conversion.refused() == []
+    cfg = loaded(conversion, tmp_path / "ours.yaml")
+    given = [key for key, line in conversion.report if line.kind != "default"]
+    assert given == list(example), "each setting has one line"
+    plain = {plain_key(key): value for key, value in example.items()}
+    assert cfg.model.path == plain["model.path"]
+    assert cfg.actor.megatron.tensor_model_parallel_size == plain["actor.megatron.tensor_model_parallel_size"]
+    assert cfg.trainer.logger == ["console", "jsonl"]
+    assert (
+        cfg.trainer.default_local_dir
+        == f"checkpoints/{plain['trainer.project_name']}/{plain['trainer.experiment_name']}"
+    )
+    assert conversion.processes == plain["trainer.n_gpus_per_node"]
+
+
+def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:
+    """Check the roles whose layout is not given: in verl they do not inherit the actor's."""
+    cfg = loaded(converted(PPO_MATH), tmp_path / "ours.yaml")
+    assert not cfg.actor.use_dynamic_bsz and cfg.rollout.free_cache_engine
+    assert cfg.actor.megatron.sequence_parallel
+    assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.pipeline_model_parallel_size) == (1, 1)
+    kl = converted({"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.use_kl_loss": True}).settings
+    assert (kl["actor.kl_loss_type"], kl["rollout.tensor_model_parallel_size"]) == ("low_var_kl", 2)
+    for key, value, _ in DEFAULTS:
+        assert our_default(key) != value, "a default that does not differ"
+
+
+def test_moe_example() -> None:
+    settings = converted(GRPO_MOE).settings
+    assert settings["reshard.share_weights"] is False, "as the actor is offloaded"
+    assert (settings["reward.overlong_buffer.len"], settings["reward.overlong_buffer.penalty_factor"]) == (4096, 1.0)
+    assert settings["actor.optim.lr_warmup_steps"] == 10
+    assert "actor.ppo_micro_batch_size_per_gpu" not in settings, "micro-batches are by token budget"
+
+
+VERL_DEFAULTS: dict[str, Any] = {
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.train_batch_size": 1024,
+    "data.shuffle": True,
+    "data.filter_overlong_prompts": False,
+    "actor.ppo_mini_batch_size": 256,
+    "actor.ppo_epochs": 1,
+    "actor.shuffle": False,
+    "actor.use_dynamic_bsz": False,
+    "actor.ppo_max_token_len_per_gpu": 16384,
+    "actor.clip_ratio_low": 0.2,
+    "actor.clip_ratio_high": 0.2,
+    "actor.clip_ratio_c": 3.0,
+    "actor.loss_agg_mode": "token-mean",
+    "actor.entropy_coeff": 0,
+    "actor.use_kl_loss": False,
+    "actor.kl_loss_coef": 0.001,
+    "actor.kl_loss_type": "low_var_kl",
+    "actor.optim.lr": 1e-6,
+    "actor.optim.min_lr": 0.0,
+    "actor.optim.lr_decay_style": "constant",
+    "actor.optim.weight_decay": 0.01,
+    "actor.optim.betas": (0.9, 0.999),
+    "actor.optim.clip_grad": 1.0,
+    "actor.megatron.use_distributed_optimizer": True,
+    "actor.megatron.dtype": "bfloat16",
+    "critic.optim.lr": 1e-5,
+    "critic.cliprange_value": 0.5,
+    "critic.ppo_max_token_len_per_gpu": 32768,
+    "rollout.n": 1,
+    "rollout.temperature": 1.0,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.free_cache_engine": True,
+    "rollout.enforce_eager": False,
+    "rollout.tensor_model_parallel_size": 2,
+    "rollout.val_kwargs.temperature": 0,
+    "rollout.val_kwargs.n": 1,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "trainer.total_epochs": 30,
+    "trainer.val_before_train": True,
+    "trainer.critic_warmup": 0,
+}
+"""verl's defaults of settings that keep their name and change what is computed."""
+
+
+def test_every_default_that_differs_is_written_out() -> None:
+    written = {key for key, _, _ in DEFAULTS}
+    for key, value in VERL_DEFAULTS.items():
+        assert our_default(key) == value or key in written, key
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("algorithm.kl_penalty", "kl", ("same", "algorithm.kl_penalty", "k1")),
+        ("algorithm.kl_penalty", "mse", ("same", "algorithm.kl_penalty", "k2")),
+        ("actor_rollout_ref.actor.kl_loss_type", "k3", ("same", "actor.kl_loss_type", "low_var_kl")),
+        ("actor_rollout_ref.actor.clip_ratio", 0.2, ("not needed", None, None)),
+        ("actor_rollout_ref.actor.clip_ratio", 0.1, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.grad_clip", 0.5, ("renamed", "actor.optim.clip_grad", 0.5)),
+        ("critic.grad_clip", 0.5, ("renamed", "critic.optim.clip_grad", 0.5)),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps", -1, ("implied", None, None)),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", 0.1, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio", 0.1, ("renamed", "actor.optim.min_lr", 1e-7)),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config", {}, ("implied", None, None)),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", 1, ("implied", None, None)),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", 2, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.megatron.sequence_parallel", True, ("implied", None, None)),
+        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size", 1,
+         ("same", "actor.megatron.virtual_pipeline_model_parallel_size", None)),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity", "full",
+         ("renamed", "actor.megatron.recompute_granularity", "full")),
+        ("actor_rollout_ref.ref.megatron.optimizer_offload", True, ("not needed", None, None)),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], ("not supported", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, ("not needed", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("not supported", None, None)),
+        ("actor_rollout_ref.model.lora_rank", 0, ("implied", None, None)),
+        ("actor_rollout_ref.model.lora_rank", 32, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.top_p", 0.9, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.top_k", -1, ("implied", None, None)),
+        ("actor_rollout_ref.rollout.do_sample", False, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.max_model_len", 1024, ("implied", None, None)),
+        ("actor_rollout_ref.rollout.max_model_len", 1023, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space", 4, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample", True, ("implied", None, None)),
+        ("actor_rollout_ref.rollout.val_kwargs.top_p", 0.7, ("not needed", None, None)),
+        ("actor_rollout_ref.rollout.multi_turn.enable", True, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.multi_turn.format", "hermes", ("not needed", None, None)),
+        ("critic.enable", None, ("implied", None, None)),
+        ("critic.enable", False, ("not supported", None, None)),
+        ("critic.use_dynamic_bsz", True, ("not needed", None, None)),
+        ("algorithm.filter_groups.enable", True, ("not supported", None, None)),
+        ("algorithm.filter_groups.metric", "acc", ("not needed", None, None)),
+        ("algorithm.rollout_correction.rollout_is", "token",
+         ("same", "algorithm.rollout_correction.rollout_is", "token")),
+        ("algorithm.rollout_correction.rollout_rs", "token_k1,seq_max_k2",
+         ("same", "algorithm.rollout_correction.rollout_rs", ["token_k1", "seq_max_k2"])),
+        ("algorithm.rollout_correction.loss_type", "reinforce", ("not needed", None, None)),
+        ("algorithm.rollout_correction.rollout_is_threshold", 2.0, ("not needed", None, None)),
+        ("data.seed", 7, ("renamed", "trainer.seed", 7)),
+        ("data.seed", None, ("implied", None, None)),
+        ("data.truncation", "left", ("same", "data.truncation", "left")),
+        ("data.custom_cls.path", "x.py", ("not supported", None, None)),
+        ("data.custom_cls.path", None, ("implied", None, None)),
+        ("data.apply_chat_template_kwargs.enable_thinking", False,
+         ("same", "data.apply_chat_template_kwargs.enable_thinking", False)),
+        ("reward.custom_reward_function.path", "r.py", ("same", "custom_reward_function.path", "r.py")),
+        ("reward_model.model.path", "rm", ("not needed", None, None)),
+        ("reward_model.reward_manager", "naive", ("implied", None, None)),
+        ("reward_model.reward_manager", "mine", ("not supported", None, None)),
+        ("reward_model.sandbox_fusion.url", "http://x", ("not supported", None, None)),
+        ("trainer.resume_from_path", False, ("implied", None, None)),
+        ("trainer.max_actor_ckpt_to_keep", 3, ("implied", None, None)),
+        ("trainer.frobnicate", 1, ("not supported", None, None)),
+    ],
+)  # fmt: skip
+def test_a_setting_has_this_answer(key: str, value: Any, expected: tuple[Any, ...]) -> None:
+    kind, ours, result = line_of(key, value)
+    assert (kind, ours) == expected[:2]
+    assert result == (pytest.approx(expected[2]) if isinstance(expected[2], float) else expected[2])
+
+
+def test_settings_that_depend_on_others() -> None:
+    ratio = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
+    assert line_of(ratio, 0.1, trainer__total_training_steps=55) == ("renamed", "actor.optim.lr_warmup_steps", 5)
+    assert line_of("trainer.max_actor_ckpt_to_keep", 3, trainer__save_freq=5) == (
+        "renamed", "trainer.max_ckpt_to_keep", 3)  # fmt: skip
+    assert line_of("reward_model.model.path", "rm", reward_model__enable=True)[:2] == (
+        "renamed", "reward_model.model_path")  # fmt: skip
+    assert line_of("critic.optim.lr", 1.0, algorithm__adv_estimator="grpo")[0] == "not needed"
+    assert line_of("data.truncation", "left", data__filter_overlong_prompts=True)[0] == "not needed"
+    path = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
+    assert line_of(path, "m", actor__megatron__use_dist_checkpointing=True)[1] == "model.dist_checkpointing_path"
+    both = converted({"actor.loss_agg_mode": "seq-mean-token-sum", "actor.ppo_max_token_len_per_gpu": 20000}).settings
+    assert both["critic.loss_agg_mode"] == "seq-mean-token-sum"
+    assert both["rollout.log_prob_max_token_len_per_gpu"] == 20000
+
+
+def test_every_setting_of_ours_that_verl_shares_passes() -> None:
+    """Check that the table hides no setting of schema.py, by settings that verl has under the same name."""
+    for key in VERL_DEFAULTS:
+        assert key in dotted_keys()
+        assert line_of(key, VERL_DEFAULTS[key])[0] in ("same", "implied"), key
+
+
+# ---------------------------------------------------------------- scripts and overrides
+
+SCRIPT = """\
+set -x
+DATA=$HOME/data            # kept as it is written
+train="['$DATA/a.parquet', '$DATA/b.parquet']"
+N=$((1024 * 2))
+TP=${TP:-${OTHER_TP:-4}}
+if [ "$mode" = "async" ]; then
+    export return_raw_chat=True
+fi
+[ -n "$mode" ] && extra=1
+MORE=(
+    trainer.logger=['console','wandb']  # a list
+    +data.apply_chat_template_kwargs.enable_thinking=False
+)
+MORE+=(algorithm.lam=0.95)
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config \\
+    --config-name='ppo_megatron_trainer.yaml'\\
+    data.train_files="$train" \\
+    data.max_prompt_length=${N} \\
+    data.return_raw_chat=$return_raw_chat \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$TP \\
+    "${MORE[@]}" $@ 2>&1 | tee log
+"""
+
+
+def test_script_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    given = {
+        key: item.value for key, item in read_verl(str(script), ["data.return_raw_chat=x", "algorithm.lam=1"]).items()
+    }
+    assert given == {
+        "data.train_files": ["$HOME/data/a.parquet", "$HOME/data/b.parquet"],
+        "data.max_prompt_length": 2048,
+        "data.return_raw_chat": "x",
+        "actor.megatron.tensor_model_parallel_size": 4,
+        "trainer.logger": ["console", "wandb"],
+        "data.apply_chat_template_kwargs.enable_thinking": False,
+        "algorithm.lam": 1,
+    }
+    without_data = read_verl(str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"])
+    names = ["actor.megatron.tensor_model_parallel_size", "trainer.logger", "algorithm.lam", "trainer.seed"]
+    assert list(without_data) == names
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("k.a=$UNSET", "line 2: k.a=...: $UNSET is not assigned before; give the setting as an override: k.a=VALUE"),
+        ("k.a=x_$(date +%s)", "$(date +%s) is not evaluated"),
+        ("k.a=$((1 +))", "$((1 +)) is not evaluated"),
+        ("notakey", "line 2: 'notakey': expected key=value"),
+        ("--config-name=mine", "line 2: --config-name mine is not read"),
+        ("k.a='x", "line 2: ' is not closed"),
+        ("k.a=[1,", "line 2: not valid YAML"),
+    ],
+)
+def test_mistake_in_a_script_names_the_line(tmp_path: Path, line: str, words: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"# a comment\npython3 -m verl.trainer.main_ppo {line}\n")
+    with pytest.raises(UserError) as caught:
+        read_verl(str(script), [])
+    assert words in str(caught.value) and str(script) in str(caught.value)
+
+
+def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    with pytest.raises(UserError, match=r"line 19: .*\$return_raw_chat is assigned under a condition, in line 7"):
+        read_verl(str(script), [])
+    script.write_text("echo nothing\n")
+    with pytest.raises(UserError, match=r"no command with `-m verl.trainer.main_ppo`"):
+        read_verl(str(script), [])
+
+
+def test_yaml_with_references_is_read(tmp_path: Path) -> None:
+    config = tmp_path / "verl.yaml"
+    config.write_text(
+        "defaults: [ppo_megatron_trainer, _self_]\n"
+        "actor_rollout_ref:\n"
+        "  actor: {ppo_epochs: 2, checkpoint: {save_contents: [model], load_contents: '${.save_contents}'}}\n"
+        "  rollout: {n: 3, prompt_length: '${oc.select:data.max_prompt_length,512}', engine_kwargs: {vllm: {}}}\n"
+        "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: '${oc.select:absent.key}'}\n"
+        "trainer: {experiment_name: 'n${actor_rollout_ref.rollout.n}'}\n"
+    )
+    given = {key: item.value for key, item in read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"]).items()}
+    assert given == {
+        "actor.ppo_epochs": 2,
+        "actor.checkpoint.save_contents": ["model"],
+        "actor.checkpoint.load_contents": ["model"],
+        "rollout.n": 4,
+        "rollout.prompt_length": 512,
+        "rollout.engine_kwargs.vllm": {},
+        "critic.ppo_epochs": 2,
+        "trainer.experiment_name": "n4",
+    }
+    config.write_text("defaults: [mine]\n")
+    with pytest.raises(UserError, match="'mine' is not read"):
+        read_verl(str(config), [])
+
+
+def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in PPO_MATH.items()]
+    assert from_verl.main(overrides) == 0
+    out, report = capsys.readouterr()
+    path = tmp_path / "ours.yaml"
+    path.write_text(out)
+    validate(load_config(str(path)), 8)
+    assert "torchrun --nnodes 1 --nproc-per-node 8 -m rlhf_mc" in out
+    assert "renamed        critic.model.path -> critic.model_path: Qwen/Qwen2-7B-Instruct\n" in report
+    assert len(report.splitlines()) >= len(PPO_MATH) and "warning" not in report
+
+    assert from_verl.main([*overrides, "actor_rollout_ref.rollout.top_p=0.9", "trainer.x=1"]) == 2
+    out, report = capsys.readouterr()
+    assert out == ""
+    assert report.splitlines()[-1].startswith(
+        "rlhf_mc: error: 2 settings are not supported, and no config is written: actor_rollout_ref.rollout.top_p, "
+    )
+    assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=$HOME/x"]) == 0
+    assert "to be changed before it runs: data.train_files is '$HOME/x'" in capsys.readouterr().err

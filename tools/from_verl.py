@@ -1,0 +1,71 @@
+"""Convert the settings of a verl run to a config of ours.
+
+    python tools/from_verl.py CONFIG.yaml [key=value ...] > ours.yaml
+    python tools/from_verl.py run_verl.sh [key=value ...] > ours.yaml
+    python tools/from_verl.py key=value ... > ours.yaml
+
+Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` are read, and the variables that the
+script assigns are replaced; nothing is run. Overrides on this command line replace the file's, and '~key' removes one.
+
+The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
+standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'
+to run without it. docs/from_verl.md lists the differences.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.verl import Conversion, convert
+from rlhf_mc.config.verl_input import read_verl
+
+
+def problem_of(text: str, processes: int) -> str | None:
+    """Return the error of load_config or validate for a config, or None."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ours.yaml"
+        path.write_text(text)
+        try:
+            validate(load_config(str(path)), processes)
+        except UserError as error:
+            return str(error).removeprefix(f"{path}: ")
+    return None
+
+
+def convert_arguments(arguments: list[str]) -> tuple[Conversion, str]:
+    """Return the conversion, and the source in words. Raise UserError for a mistake in the input."""
+    is_file = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("~")
+    source = arguments[0] if is_file else None
+    conversion = convert(read_verl(source, arguments[is_file:]))
+    return conversion, source or "verl's overrides"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the config and the report. Return the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0 if arguments else 2
+    try:
+        conversion, source = convert_arguments(arguments)
+    except UserError as error:
+        print(f"rlhf_mc: error: {error}", file=sys.stderr)
+        return 2
+    print(conversion.text(), file=sys.stderr)
+    if refused := conversion.refused():
+        names = ", ".join(key for key, _ in refused)
+        message = f"{len(refused)} settings are not supported, and no config is written: {names}"
+        print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
+        return 2
+    text = conversion.yaml(source)
+    if problem := problem_of(text, conversion.nodes * conversion.processes):
+        print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
