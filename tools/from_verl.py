@@ -20,8 +20,7 @@ from pathlib import Path
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, validate
-from rlhf_mc.config.verl import Conversion, convert
-from rlhf_mc.config.verl_input import read_verl
+from rlhf_mc.config.verl_input import converted_arguments
 
 
 def problem_of(text: str, processes: int) -> str | None:
@@ -36,21 +35,13 @@ def problem_of(text: str, processes: int) -> str | None:
     return None
 
 
-def convert_arguments(arguments: list[str]) -> tuple[Conversion, str]:
-    """Return the conversion, and the source in words. Raise UserError for a mistake in the input."""
-    is_file = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("~")
-    source = arguments[0] if is_file else None
-    conversion = convert(read_verl(source, arguments[is_file:]))
-    return conversion, source or "verl's overrides"
-
-
 def main(arguments: list[str]) -> int:
     """Print the config and the report. Return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if arguments else 2
     try:
-        conversion, source = convert_arguments(arguments)
+        conversion = converted_arguments(arguments)
     except UserError as error:
         print(f"rlhf_mc: error: {error}", file=sys.stderr)
         return 2
@@ -60,7 +51,7 @@ def main(arguments: list[str]) -> int:
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"
         print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
         return 2
-    text = conversion.yaml(source)
+    text = conversion.yaml("verl's overrides" if "=" in arguments[0] else arguments[0])
     if problem := problem_of(text, conversion.nodes * conversion.processes):
         print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)
     print(text, end="")

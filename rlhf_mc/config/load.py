@@ -35,12 +35,13 @@ class _Setting(NamedTuple):
     """The file or override that set it, for messages."""
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file, the files that it inherits through `base:`, and `section.key=value` overrides,
-    whose values are YAML. Later ones take precedence: bases in their order, the file itself, overrides in their order.
-    Raise UserError, with a message of one line, for a mistake in any of them."""
+def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of a YAML file (None: no file), the files that it inherits through `base:`, and
+    `section.key=value` overrides, whose values are YAML. Later ones take precedence: bases in their order, the file
+    itself, overrides in their order. Raise UserError, with a message of one line, for a mistake in any of them."""
     reading = _Reading()
-    settings = reading.file(Path(path), ())
+    settings = reading.file(Path(path), ()) if path is not None else {}
+    path = path if path is not None else "command line"
     for override in overrides:
         _merge(settings, reading.override(override))
     if reading.unknown:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
@@ -19,6 +20,7 @@ from rlhf_mc.config.verl_keys import OFF, Kind, rule_of
 from rlhf_mc.config.verl_values import Line, Settings, converted, number, uses_critic
 from rlhf_mc.config.yaml_reader import yaml_text
 
+_MOST_NAMED = 10
 _INHERITED = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -129,6 +131,14 @@ class Conversion:
                 if line.kind == kind:
                     lines.append(f"{kind:<13}  {key}{_outcome(key, line)}")
         return "\n".join(lines)
+
+    def overrides(self) -> list[str]:
+        """Return the settings as overrides for load_config. Raise UserError if a setting is not supported."""
+        if refused := self.refused():
+            listed = "; ".join(f"{key}: {line.text}" for key, line in refused[:_MOST_NAMED])
+            more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
+            raise UserError(f"{len(refused)} settings of verl's are not supported: {listed}{more}")
+        return [f"{key}={yaml_text(value)}" for key, value in self.settings.items()]
 
     def yaml(self, source: str) -> str:
         """Return a config for load_config, with the command that runs it as a comment."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.shell_script import Word, commands
-from rlhf_mc.config.verl import Given
+from rlhf_mc.config.verl import Conversion, Given, convert
 from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
@@ -40,6 +40,13 @@ def read_verl(source: str | None, overrides: Sequence[str]) -> dict[str, Given]:
             raise UserError(f"{origin}: {word.text}...: {word.problem}; give the setting as an override: {key}=VALUE")
         _apply(given, word.text, origin)
     return _resolved(given)
+
+
+def converted_arguments(arguments: Sequence[str]) -> Conversion:
+    """Return our settings for a file or script of verl's and overrides, or for overrides alone. Raise UserError for a
+    mistake in them."""
+    is_file = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("~")
+    return convert(read_verl(arguments[0] if is_file else None, arguments[is_file:]))
 
 
 def _key_of(word: str) -> str:

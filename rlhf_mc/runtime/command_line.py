@@ -11,12 +11,14 @@ import rlhf_mc
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.config.verl_input import converted_arguments
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR
 
 USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
 HELP = f"""\
 usage: {USAGE}
        python -m rlhf_mc CONFIG.yaml [section.key=value ...] [--print-config]
+       python -m rlhf_mc --verl [SCRIPT_OR_CONFIG] [key=value ...] [--print-config]
        python -m rlhf_mc --check
 
 PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts the ranks; started
@@ -34,6 +36,7 @@ options:
   -h, --help           print this text
   --version            print the version
   --check              print what this machine has, what it lacks and what that costs; code 1 where no run could start
+  --verl               take settings of verl's, as tools/from_verl.py does (docs/from_verl.md)
   --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
 
 exit codes:
@@ -46,6 +49,7 @@ exit codes:
 documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md, docs/reliability.md"""
 
 Option = Literal["--help", "--version", "--check", "--print-config"]
+VERL = "--verl"
 OPTIONS: dict[str, Option] = {
     "-h": "--help",
     "--help": "--help",
@@ -59,7 +63,8 @@ OPTIONS: dict[str, Option] = {
 class CommandLine:
     """The parsed arguments of the program."""
 
-    config: str
+    config: str | None
+    """The file; None: the overrides have all settings."""
     overrides: list[str]
     option: Option | None = None
     """The text to print instead of training."""
@@ -71,13 +76,14 @@ class CommandLine:
         if self.option == "--version":
             return f"rlhf_mc {rlhf_mc.__version__}"
         config = load_config(self.config, self.overrides)
-        command = " ".join(shlex.join([self.config, *self.overrides]).splitlines())
+        files = [self.config] if self.config is not None else []
+        command = " ".join(shlex.join([*files, *self.overrides]).splitlines())
         return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{commented_yaml(config)}".rstrip("\n")
 
 
 def parse(argv: list[str]) -> CommandLine:
     """Parse the arguments after the program's name. Raise UserError for an unknown option or a missing config."""
-    given = [argument for argument in argv if argument.startswith("-")]
+    given = [argument for argument in argv if argument.startswith("-") and argument != VERL]
     for argument in given:
         if argument not in OPTIONS:
             raise UserError(f"unknown option {argument}{_hint(argument)}; --help lists the options")
@@ -86,6 +92,8 @@ def parse(argv: list[str]) -> CommandLine:
     arguments = [argument for argument in argv if not argument.startswith("-")]
     if option in ("--help", "--version", "--check"):
         return CommandLine("", [], option)
+    if VERL in argv and arguments:
+        return CommandLine(None, converted_arguments(arguments).overrides(), option)
     if not arguments or "=" in arguments[0]:
         raise UserError(f"usage: {USAGE}; --help explains it")
     return CommandLine(arguments[0], arguments[1:], option)
@@ -95,5 +103,5 @@ def _hint(argument: str) -> str:
     """Return an explanation of an unknown option, or an empty text."""
     if "=" in argument:
         return f" (a setting has no dashes before it: {argument.lstrip('-')})"
-    nearest = difflib.get_close_matches(argument, OPTIONS, n=1)
+    nearest = difflib.get_close_matches(argument, [*OPTIONS, VERL], n=1)
     return f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -14,6 +14,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.config.verl import DEFAULTS, Conversion, Given, convert, our_default
 from rlhf_mc.config.verl_input import read_verl
 from rlhf_mc.config.verl_keys import plain_key
+from rlhf_mc.runtime import command_line
 
 # ---------------------------------------------------------------- verl's published examples, as keys and values
 
@@ -547,3 +548,17 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=$HOME/x"]) == 0
     assert "to be changed before it runs: data.train_files is '$HOME/x'" in capsys.readouterr().err
+
+
+def test_verl_option_takes_verls_overrides(tmp_path: Path) -> None:
+    """Check `python -m rlhf_mc --verl`: the same settings as those of the converted file."""
+    overrides = [f"{key}={value}" for key, value in PPO_MATH.items()]
+    command = command_line.parse(["--verl", *overrides])
+    assert load_config(command.config, command.overrides) == loaded(converted(PPO_MATH), tmp_path / "ours.yaml")
+    assert "kl_penalty: k1" in command_line.parse(["--verl", *overrides, "--print-config"]).text()
+    with pytest.raises(UserError, match=r"1 settings of verl's are not supported: trainer.x: no setting"):
+        command_line.parse(["--verl", *overrides, "trainer.x=1"])
+    with pytest.raises(UserError, match=r"command line: required key 'data.train_files' is missing"):
+        load_config(None)
+    with pytest.raises(UserError, match="usage: "):
+        command_line.parse(["--verl"])
