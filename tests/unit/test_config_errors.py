@@ -23,7 +23,7 @@ from config_files import MINIMAL, error_of, load
         ("actor.shuffle=1", "1", "true or false"),
         ("model.path=3", "3", "a string"),
         ("model.tokenizer_path=3", "3", "a string or null"),
-        ("actor.kl_loss_type=k4", "the string 'k4'", "one of k1, k2, k3, low_var_kl"),
+        ("trainer.resume_mode=last", "the string 'last'", "one of auto, disable, resume_path"),
         ("trainer.logger=[console,wandb]", "the list ['console', 'wandb']",
          "a list, each entry one of console, jsonl, tensorboard"),
         ("data.val_files=[1]", "the list [1]", "a list, each entry a string"),
