@@ -164,7 +164,7 @@ def test_models_that_cannot_be_split_or_generated_from(
 
 def _drop_column(workspace: Path) -> None:
     path = workspace / "train.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["reward_model"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["prompt"]), path)
 
 
 def _no_rows(workspace: Path) -> None:
@@ -210,7 +210,7 @@ CORRUPT: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no parquet": (lambda w: (w / "train.parquet").unlink(), ["train.parquet", "no such file"]),
     "no val parquet": (lambda w: (w / "val.parquet").unlink(), ["data.val_files ", "val.parquet: no such file"]),
     "corrupt parquet": (lambda w: _truncate(w / "train.parquet"), ["train.parquet", "not a readable parquet file"]),
-    "no column": (_drop_column, ["train.parquet", "no column 'reward_model'", "data_source, prompt"]),
+    "no column": (_drop_column, ["train.parquet", "no column 'prompt'", "data_source, ability"]),
     "no rows": (_no_rows, ["train.parquet", "no rows"]),
     "another architecture": (_gpt2, ["config.json", "model_type is 'gpt2'", "llama, qwen2"]),
     "no config": (lambda w: (w / "model" / "config.json").unlink(), ["model.path: ", "config.json", "cannot be read"]),
