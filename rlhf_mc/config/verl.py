@@ -293,7 +293,7 @@ def _layout_defaults(found: Mapping[str, Any], roles: list[str]) -> Iterator[Lin
                 yield Line("default", "ours: the actor's", key, _VERL_MEGATRON[name])
     for role in ("actor", *roles):
         key = f"{role}.megatron.sequence_parallel"
-        if key not in found and found.get(f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
+        if key not in found and number(found, f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
             yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
 
 

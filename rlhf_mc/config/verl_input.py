@@ -37,7 +37,8 @@ def read_verl(source: str | None, overrides: Sequence[str]) -> dict[str, Given]:
         if word.problem is not None and last[key] != number:
             continue  # a later word replaces it
         if word.problem is not None:
-            raise UserError(f"{origin}: {word.text}...: {word.problem}; give the setting as an override: {key}=VALUE")
+            reason = f"{_shown(word.text)}...: {_shown(word.problem)}"
+            raise UserError(f"{origin}: {reason}; give the setting as an override: {_shown(key)}=VALUE")
         _apply(given, word.text, origin)
     return _resolved(given)
 
@@ -47,6 +48,12 @@ def converted_arguments(arguments: Sequence[str]) -> Conversion:
     mistake in them."""
     is_file = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("~")
     return convert(read_verl(arguments[0] if is_file else None, arguments[is_file:]))
+
+
+def _shown(text: str) -> str:
+    """Return a text for a message: in one line, and not long."""
+    line = " ".join(text.split())
+    return line if len(line) <= 80 else f"{line[:77]}..."
 
 
 def _key_of(word: str) -> str:
@@ -60,7 +67,7 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
     if written.startswith("~"):
         removed = [name for name in given if name == key or name.startswith(f"{key}.")]
         if not removed:
-            raise UserError(f"{origin}: there is no setting {key} to remove")
+            raise UserError(f"{origin}: there is no setting {_shown(key)} to remove")
         for name in removed:
             del given[name]
         return
@@ -129,9 +136,11 @@ def _script_words(path: str) -> list[Word]:
         if not equals:
             value = next((following.text for following in rest), "")
         if option in ("--config-name", "-cn") and value.removesuffix(".yaml") not in _BASES:
-            raise UserError(f"{path}, line {word.line}: {option} {value} is not read; convert that file, with the rest")
+            raise UserError(
+                f"{path}, line {word.line}: {option} {_shown(value)} is not read; convert that file, with the rest"
+            )
         if option not in ("--config-name", "-cn", "--config-path", "-cp"):
-            raise UserError(f"{path}, line {word.line}: option {option} is not known")
+            raise UserError(f"{path}, line {word.line}: option {_shown(option)} is not known")
     return overrides
 
 

@@ -83,11 +83,16 @@ def _estimator(key: str, value: Any, verl: Settings) -> Line:
     return same(key, ours, "" if ours == value else f"verl's {value}")
 
 
+def _listed(value: Any) -> list[Any]:
+    """Return a list, or the one value as a list; null is no value."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def _logger(key: str, value: Any, verl: Settings) -> Line:
-    given = [value] if isinstance(value, str) else list(value or [])
+    given = [str(name) for name in _listed(value)]
     left = [name for name in given if name not in _SINKS]
     sinks = [_SINKS[name] for name in given if name in _SINKS]
-    text = f"jsonl in place of {', '.join(map(str, left))}" if left else "and jsonl"
+    text = f"jsonl in place of {', '.join(left)}" if left else "and jsonl"
     return same(key, [*dict.fromkeys([*sinks, "jsonl"])], text)
 
 
@@ -120,6 +125,8 @@ def _min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
     lr = verl.get(key.replace("min_lr_ratio", "lr"), 1e-5 if key.startswith("critic.") else 1e-6)
     if value in OFF:
         return Line("implied", "the decay ends at 0")
+    if not isinstance(value, (int, float)) or not isinstance(lr, (int, float)):
+        return Line("not supported", "it is not a number")
     return renamed(key.removesuffix("_ratio"), value * lr, f"{value} of {lr}")
 
 
@@ -241,7 +248,7 @@ def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _save_contents(key: str, value: Any, verl: Settings) -> Line:
-    contents = [value] if isinstance(value, str) else list(value or [])
+    contents = [str(name) for name in _listed(value)]
     if {"model", "optimizer", "extra"} <= set(contents):
         hf = "; the actor is exported as a Hugging Face checkpoint by trainer.export_freq, and at the end"
         return Line("implied", "all that a resume needs" + (hf if "hf_model" in contents else ""))

@@ -344,6 +344,8 @@ def test_every_default_that_differs_is_written_out() -> None:
         ("actor_rollout_ref.actor.optim.lr_warmup_steps", -1, ("implied", None, None)),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", 0.1, ("not supported", None, None)),
         ("actor_rollout_ref.actor.optim.min_lr_ratio", 0.1, ("renamed", "actor.optim.min_lr", 1e-7)),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio", "x", ("not supported", None, None)),
+        ("trainer.logger", 1, ("same", "trainer.logger", ["jsonl"])),
         ("actor_rollout_ref.actor.optim.override_optimizer_config", {}, ("implied", None, None)),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", 1, ("implied", None, None)),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", 2, ("not supported", None, None)),
@@ -478,6 +480,7 @@ def test_script_is_read(tmp_path: Path) -> None:
     [
         ("k.a=$UNSET", "line 2: k.a=...: $UNSET is not assigned before; give the setting as an override: k.a=VALUE"),
         ("k.a=x_$(date +%s)", "$(date +%s) is not evaluated"),
+        ("k.a=$(date\n)", "k.a=...: $(date ) is not evaluated"),
         ("k.a=$((1 +))", "$((1 +)) is not evaluated"),
         ("notakey", "line 2: 'notakey': expected key=value"),
         ("--config-name=mine", "line 2: --config-name mine is not read"),
@@ -490,7 +493,7 @@ def test_mistake_in_a_script_names_the_line(tmp_path: Path, line: str, words: st
     script.write_text(f"# a comment\npython3 -m verl.trainer.main_ppo {line}\n")
     with pytest.raises(UserError) as caught:
         read_verl(str(script), [])
-    assert words in str(caught.value) and str(script) in str(caught.value)
+    assert words in str(caught.value) and str(script) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
