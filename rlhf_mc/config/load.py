@@ -35,13 +35,18 @@ class _Setting(NamedTuple):
     """The file or override that set it, for messages."""
 
 
-def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file (None: no file), the files that it inherits through `base:`, and
-    `section.key=value` overrides, whose values are YAML. Later ones take precedence: bases in their order, the file
-    itself, overrides in their order. Raise UserError, with a message of one line, for a mistake in any of them."""
+def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of a YAML file, the files that it inherits through `base:`, and `section.key=value` overrides,
+    whose values are YAML. Later ones take precedence: bases in their order, the file itself, overrides in their order.
+    Raise UserError, with a message of one line, for a mistake in any of them.
+
+    source: the file; or a mapping of sections, as a file contains it, without `base`; or None for overrides alone."""
     reading = _Reading()
-    settings = reading.file(Path(path), ()) if path is not None else {}
-    path = path if path is not None else "command line"
+    path = "command line" if source is None else "config" if isinstance(source, Mapping) else str(source)
+    if isinstance(source, str | Path):
+        settings = reading.file(Path(source), ())
+    else:
+        settings = reading.tree(source or {}, path)
     for override in overrides:
         _merge(settings, reading.override(override))
     if reading.unknown:
@@ -102,6 +107,10 @@ class _Reading:
             _merge(settings, self._sections(tree, str(path)))
             self._files[real] = settings
         return dict(self._files[real])
+
+    def tree(self, tree: Mapping[str, Any], origin: str) -> dict[str, _Setting]:
+        """Return the settings of a mapping of sections."""
+        return self._flatten(tree, Config, "", origin)
 
     def override(self, override: str) -> dict[str, _Setting]:
         """Return the setting of an override `section.key=value`."""

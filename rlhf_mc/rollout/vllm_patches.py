@@ -161,8 +161,16 @@ def world_kept() -> Iterator[None]:
 
     Target: vllm.distributed.parallel_state.destroy_distributed_environment.
     Reason: vLLM destroys the world together with its own groups; the world belongs to the trainer."""
-    with replaced(vllm_state, "destroy_distributed_environment", _do_nothing):
+    with replaced(vllm_state, "destroy_distributed_environment", _destroy_own_world):
         yield
+
+
+def _destroy_own_world() -> None:
+    """Destroy vLLM's own group of all ranks. Another engine makes another one, perhaps in another world."""
+    if vllm_state._WORLD is not None:
+        vllm_state._WORLD.destroy()
+    vllm_state._WORLD = None
+    vllm_state._NODE_COUNT = None
 
 
 def use_storage(storage: Mapping[str, torch.Tensor]) -> None:

@@ -4,9 +4,11 @@ themselves are in phases.py, what is logged of a step in step_report.py.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sink, build_sinks, view
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
@@ -32,14 +34,42 @@ from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState, begin_step, headlines, log, say_on_console, step_metrics
 
 
+@dataclass(frozen=True)
+class Step:
+    """A completed step."""
+
+    number: int
+    """1 for the first step of the run."""
+    metrics: Mapping[str, float]
+    """docs/metrics.md lists the keys."""
+    prompts: Sequence[Prompt]
+    """The prompt of each response, repeated for its rollout.n responses."""
+    batch: RaggedBatch
+    """The responses with their scores, log-probs, advantages: the same on every rank."""
+
+
 def fit(run: Run, status: RankStatus | None = None, stop: StopRequests | None = None) -> bool:
     """Train until the last step, the target accuracy or a stop request. Return False if the run was stopped and is to
     be requeued. Every rank must call it. `status` is kept up to date with step and phase."""
-    status = status or RankStatus()
+    remaining = steps(run, status or RankStatus(), stop or StopRequests(run.config.trainer))
+    while True:
+        try:
+            next(remaining)
+        except StopIteration as end:
+            return bool(end.value)
+
+
+def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, None, bool]:
+    """Yield each step of `fit` once its metrics are logged; return what `fit` returns. If the caller leaves the
+    generator, a checkpoint that is being written is completed, and nothing is exported; all ranks must leave it after
+    the same step."""
     checkpoints = Checkpoints(run)
     try:
-        train(run, checkpoints, status, stop or StopRequests(run.config.trainer))
+        yield from train(run, checkpoints, status, stop)
         return True
+    except GeneratorExit:
+        checkpoints.commit()
+        raise
     except StopRequested as request:
         save_and_stop(run, checkpoints, status, str(request))
         return False
@@ -47,9 +77,9 @@ def fit(run: Run, status: RankStatus | None = None, stop: StopRequests | None = 
         checkpoints.release()
 
 
-def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequests) -> None:
-    """Resume, run the remaining steps and export the trained actor. Raise StopRequested only while the weights are
-    those of the last complete step."""
+def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequests) -> Iterator[Step]:
+    """Resume, run and yield the remaining steps, and export the trained actor. Raise StopRequested only while the
+    weights are those of the last complete step."""
     schedule = run.schedule
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
@@ -73,7 +103,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     while not schedule.is_last(step, accuracy):
         step += 1
         state = begin_step(step, status)
-        one_step(run, state, stop)
+        batch = one_step(run, state, stop)
         accuracy = validate(run, state) if schedule.is_validation_due(step) else None
         if schedule.is_export_due(step):
             export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
@@ -83,6 +113,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         log(sinks, state)
         checkpoints.commit_if_written()
         stop.steps_done += 1
+        yield Step(step, state.metrics, state.prompts, batch)
     checkpoints.commit()
     export(run, begin_step(step, status), directory / HF, run_id)
     close_run(run, sinks, run_id, step)
@@ -96,6 +127,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     stop.check()
     with state.timer.phase("step"):
         prompts, batch = rollout(run, state)
+        state.prompts = prompts
         stop.check()
         pending = submit_rewards(run, state, prompts, batch)
         batch = score(run, state, batch)

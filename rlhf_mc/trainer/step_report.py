@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rlhf_mc import platform
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.balance import Cost, assign_to_replicas
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.order import steps_per_epoch
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
@@ -33,6 +33,8 @@ class StepState:
     """1 for the first; 0 before it."""
     timer: PhaseTimer
     metrics: dict[str, float] = field(default_factory=dict)
+    prompts: Sequence[Prompt] = ()
+    """The prompt of each response of this step's batch."""
     packing: PackingCache = field(default_factory=PackingCache)
     """Packed inputs of this step's batch."""
     greedy: RaggedBatch | None = None
