@@ -97,7 +97,8 @@ def training_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 def check_vllm(calls: list[str]) -> None:
     """Check that weights wake before the weight update and the KV cache after it, that both sleep while models train,
-    and that the KV cache sleeps during the update between a validation and the next rollout.
+    that the KV cache sleeps during the update between a validation and the next rollout, and that an engine that sleeps
+    wakes before it is closed.
     """
     generate = ["wake weights", "wake kv_cache"]
     train = ["sleep 2"]
@@ -105,7 +106,8 @@ def check_vllm(calls: list[str]) -> None:
     step = [*make_room, *generate, *train, *generate]  # rollout, training, validation
     validation_first = [*make_room, *generate]
     export = train
-    assert calls == [*validation_first, *step, *step, *export]
+    close = ["wake everything"]
+    assert calls == [*validation_first, *step, *step, *export, *close]
 
 
 def check_reported(reported: list[tuple[int, str]]) -> None:
