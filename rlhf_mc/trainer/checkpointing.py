@@ -114,10 +114,10 @@ class Checkpoints:
             self._continue_run(path)
         else:
             self.position.best_step = self.position.best_accuracy = None  # it is in another directory
+            self._begin_run(path)
         if self.position.best_metric != self._cfg.best_metric:  # its values are not comparable
             self.position.best_step = self.position.best_accuracy = None
             self.position.best_metric = self._cfg.best_metric
-            self._begin_run(path)
         if "jsonl" in self._cfg.logger:
             validates_first = self.position.step == 0 and self._run.schedule.is_validation_due(0)
             self._logs_from = 0 if validates_first else self.position.step + 1
