@@ -212,7 +212,7 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     auto("vocabulary", edit_state(set_vocabulary), "the actor's vocab_size is")
     auto("type", edit_state(set_dtype), "the critic was trained in bfloat16; set its megatron.dtype to that")
     auto("one model", edit_state(remove_critic), "holds no critic; it is a checkpoint of actor")
-    auto("prompts", edit_state(change_prompts), "data.train_files has changed since the checkpoint: file 1: ")
+    auto("prompts", edit_state(change_prompts), "data.train_files has changed since the checkpoint: file 1 (")
     changed_copy(good, tmp_path / "allowed", edit_state(change_prompts))
     attempts.append(([f"default_local_dir={tmp_path / 'allowed'}", "resume_changed_inputs=allow"], "step 3"))
     auto("reward", edit_state(change_reward), "step 3")
