@@ -24,6 +24,7 @@ from gpu_parts.engines import (
 from gpu_parts.engines import my_micro_batches as _my_micro_batches
 from gpu_parts.engines import objective as _objective
 
+from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
@@ -37,7 +38,7 @@ from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
 from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 from rlhf_mc.trainer.setup import layouts_of
-from rlhf_mc.trainer.update import SkippedUpdates, actor_objective, mini_batches, update
+from rlhf_mc.trainer.update import ActorTerms, SkippedUpdates, actor_objective, mini_batches, update
 
 __all__ = ["Role", "actor_config", "critic_config", "value_head_weight"]
 
@@ -170,6 +171,7 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
         engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=True)
         engine.make_trainable(OptimConfig(), total_steps=1)
         vocab = engine.shape.vocab_size
+        terms = ActorTerms(POLICY_LOSSES["vanilla"], 0.0, 1, torch.Generator())
         old = score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), 64)
         batch = batch.with_fields(old_log_probs=old, ref_log_probs=old)
         order = mini_batches(batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2))
@@ -177,7 +179,7 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
             engine,
             batch,
             order,
-            lambda mini: actor_objective(mini, config, vocab, TEMPERATURE),
+            lambda mini: actor_objective(mini, config, vocab, TEMPERATURE, terms),
             32,
             SkippedUpdates(1, Path()),
             1,
