@@ -33,12 +33,16 @@ from rlhf_mc.trainer.setup import Run, build_run
 
 @contextlib.contextmanager
 def built_run(config_path: str, overrides: list[str]) -> Iterator[Run]:
-    """Build a whole run (models, vLLM, data) and close it afterwards, so that the next layout can follow."""
+    """Build a whole run (models, vLLM, data) and close it afterwards, so that the next layout can follow.
+
+    An engine that is left to the garbage collector would destroy the world."""
     torch.manual_seed(0)
     run = build_run(load_config(config_path, overrides))
-    yield run
-    run.rollout.close()
-    run.rewards.close()
+    try:
+        yield run
+    finally:
+        run.rollout.close()
+        run.rewards.close()
 
 
 def layout_overrides(tp: int, pp: int, rollout_tp: int) -> list[str]:

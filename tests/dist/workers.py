@@ -37,6 +37,19 @@ def _worker(variables: dict[str, str], pipe: Any) -> None:
             pipe.send((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException as error:  # the test decides what a failure means
             pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+        _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """Destroy the groups that the function has made. Each has a thread of gloo that wakes 100 times a second: those of
+    some hundred groups would take most of the machine."""
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
+
+    parallel_state._WORLD = None  # of an engine that the function has not closed
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class Workers:
