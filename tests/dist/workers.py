@@ -46,7 +46,11 @@ def _destroy_groups() -> None:
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
-    parallel_state._WORLD = None  # of an engine that the function has not closed
+    parallel_state.destroy_model_parallel()  # of an engine that the function has not closed
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
