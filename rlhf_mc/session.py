@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.runtime.cuda_connections import set_cuda_connections
+from rlhf_mc.runtime.cuda_environment import forbid_tf32, set_cuda_connections
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.runtime.tf32 import forbid_tf32
 
 if TYPE_CHECKING:  # torch is imported once the environment is set
     from rlhf_mc.trainer.setup import Run

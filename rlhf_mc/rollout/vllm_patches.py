@@ -161,11 +161,11 @@ def world_kept() -> Iterator[None]:
 
     Target: vllm.distributed.parallel_state.destroy_distributed_environment.
     Reason: vLLM destroys the world together with its own groups; the world belongs to the trainer."""
-    with replaced(vllm_state, "destroy_distributed_environment", _destroy_own_world):
+    with replaced(vllm_state, "destroy_distributed_environment", destroy_own_world):
         yield
 
 
-def _destroy_own_world() -> None:
+def destroy_own_world() -> None:
     """Destroy vLLM's own group of all ranks. Another engine makes another one, perhaps in another world."""
     if vllm_state._WORLD is not None:
         vllm_state._WORLD.destroy()

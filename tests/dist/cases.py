@@ -118,7 +118,6 @@ def corrupt_a_weight_update(
             phases.sync_weights(run, PhaseTimer())
         finally:
             weight_sync.verify = original
-            run.rollout.close()
 
 
 def run_two_steps(
@@ -214,11 +213,7 @@ def step_with_nan_reference(config_path: str) -> None:
     with built_run(config_path, []) as run:
         assert run.reference is not None
         run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
-        try:
-            loop.one_step(run, step_report.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
-        finally:
-            run.rollout.close()
-            run.rewards.close()
+        loop.one_step(run, step_report.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
 
 
 def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> list[Score]:

@@ -20,7 +20,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.patching import replaced
@@ -140,10 +139,6 @@ def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]
             for step in (1, 2):
                 state = step_report.begin_step(step, RankStatus())
                 loop.one_step(run, state, StopRequests(run.config.trainer))
-        except UserError:
-            run.rollout.close()
-            run.rewards.close()
-            raise
         finally:
             logprob_check.logger.removeHandler(handler)
     return warnings

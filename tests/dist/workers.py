@@ -46,11 +46,10 @@ def _destroy_groups() -> None:
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
+    from rlhf_mc.rollout import vllm_patches
+
     parallel_state.destroy_model_parallel()  # of an engine that the function has not closed
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-    parallel_state._WORLD = None
-    parallel_state._NODE_COUNT = None
+    vllm_patches.destroy_own_world()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

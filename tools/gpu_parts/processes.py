@@ -195,7 +195,7 @@ def run_in_this_process(part: Part, path: Path, sizes: Any) -> None:
     for name in part.hides:
         sys.modules[name] = None  # type: ignore[assignment]
     if part.exact_float32:
-        from rlhf_mc.runtime.tf32 import forbid_tf32
+        from rlhf_mc.runtime.cuda_environment import forbid_tf32
 
         forbid_tf32(("float32",))  # before torch is imported
     from gpu_parts.report import Report
