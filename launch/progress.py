@@ -1,6 +1,6 @@
 """Print a run's newest checkpoint, or "the start". Run by launch/slurm_job.sh before it requeues a job:
 
-python -m launch.progress CONFIG.yaml [section.key=value ...]
+python -m launch.progress CONFIG.yaml [section.key=value ...]    or --verl ...
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rlhf_mc.checkpoint.directory import final_path, steps_with_checkpoint
-from rlhf_mc.config.load import load_config
+from rlhf_mc.runtime.command_line import config_of
 
 
 def newest(folder: Path) -> str:
@@ -19,4 +19,4 @@ def newest(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(newest(Path(load_config(sys.argv[1], sys.argv[2:]).trainer.default_local_dir)))
+    print(newest(Path(config_of(sys.argv[1:]).trainer.default_local_dir)))

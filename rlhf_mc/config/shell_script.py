@@ -22,6 +22,7 @@ _OPENS = ("if", "for", "while", "until", "case")
 _CLOSES = ("fi", "done", "esac")
 _BRACES = ("{", "}")
 _INSIDE = ("then", "else", "elif", "do", "!")
+_ARGUMENTS = ("$@", "$*", "${@}", "${@:1}")
 _KEPT = ("HOME",)
 """Variables that are kept as they are written."""
 _OPERATORS: dict[type, object] = {
@@ -115,12 +116,13 @@ def _expand(raw: _Raw, variables: dict[str, list[Word]]) -> list[Word]:
     fields = [""]
     problem: str | None = None
     has_text = False
+    is_list = any(part.is_expansion and (part.text in _ARGUMENTS or "[@]" in part.text) for part in raw.parts)
     for part in raw.parts:
         if not part.is_expansion:
             fields[-1] += part.text
-            has_text = True
+            has_text = has_text or bool(part.text) or not is_list  # "" is a word, and "$@" without arguments none
             continue
-        if part.text in ("$@", "$*", "${@}", "${@:1}"):
+        if part.text in _ARGUMENTS:
             continue
         words = _value(part.text, raw.line, variables)
         problem = problem or next((word.problem for word in words if word.problem), None)

@@ -11,6 +11,7 @@ import rlhf_mc
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.config.schema import Config
 from rlhf_mc.config.verl_input import converted_arguments
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR
 
@@ -27,6 +28,8 @@ with python alone, the program has one rank. Launchers that set the environment:
   launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]       one node
   sbatch slurm/ppo_1node.sh CONFIG.yaml [section.key=value ...]      one node, as a Slurm job
   sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes; the body of both is launch/slurm_job.sh
+
+Each of them takes `--verl SCRIPT_OR_CONFIG [key=value ...]` in place of these arguments.
 
 arguments:
   CONFIG.yaml          the settings; configs/ has an example for each use, and `base: other.yaml` inherits
@@ -50,6 +53,7 @@ documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md,
 
 Option = Literal["--help", "--version", "--check", "--print-config"]
 VERL = "--verl"
+SCRIPTS = (".sh", ".bash", ".slurm")
 OPTIONS: dict[str, Option] = {
     "-h": "--help",
     "--help": "--help",
@@ -92,11 +96,24 @@ def parse(argv: list[str]) -> CommandLine:
     arguments = [argument for argument in argv if not argument.startswith("-")]
     if option in ("--help", "--version", "--check"):
         return CommandLine("", [], option)
-    if VERL in argv and arguments:
+    if VERL in argv and not arguments:
+        raise UserError(f"{VERL}: expected a script or YAML file of verl's, or key=value settings; --help explains it")
+    if VERL in argv:
         return CommandLine(None, converted_arguments(arguments).overrides(), option)
+    for argument in arguments:
+        if "=" not in argument and argument.endswith(SCRIPTS):
+            raise UserError(f"{argument} is a script, not a config or section.key=value; {VERL} reads one of verl's")
     if not arguments or "=" in arguments[0]:
         raise UserError(f"usage: {USAGE}; --help explains it")
     return CommandLine(arguments[0], arguments[1:], option)
+
+
+def config_of(argv: list[str]) -> Config:
+    """Return the config of a command line that trains. Raise UserError for a mistake, or an option that prints."""
+    command = parse(argv)
+    if command.option is not None:
+        raise UserError(f"{command.option} starts no run; give it to `python -m rlhf_mc`")
+    return load_config(command.config, command.overrides)
 
 
 def _hint(argument: str) -> str:
