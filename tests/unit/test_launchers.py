@@ -240,7 +240,7 @@ python3 -m verl.trainer.main_ppo data.train_files=train.parquet data.val_files=v
 
 
 def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
-    """The pre-flight finds the config of a script to be that of the converted file, and refuses what rlhf_mc lacks."""
+    """Check that the pre-flight reads a script as the converted file, and refuses what rlhf_mc lacks."""
     script = tmp_path / "run.sh"
     script.write_text(VERL_SCRIPT.format(run=tmp_path / "run"))
     converter = [sys.executable, "tools/from_verl.py", str(script)]
