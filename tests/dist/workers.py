@@ -3,6 +3,7 @@ function of a test module with the same arguments."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -53,6 +54,8 @@ def _destroy_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    del group
+    gc.collect()  # its threads end with the last reference to a group
 
 
 class Workers:
