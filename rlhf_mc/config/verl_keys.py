@@ -117,7 +117,8 @@ RULES: list[Rule] = [
     *_rules(
         "not needed",
         "it is for measurements alone",
-        "*.profiler.* global_profiler* *profile_steps* rollout.trace.* rollout.prometheus* *profile_continuous_steps",
+        "*.profiler.* global_profiler* *profile_steps* *.profile_ranks *.profile_ranks_all *.profile_discrete"
+        " rollout.trace.* rollout.prometheus* *profile_continuous_steps",
     ),
     *_rules(
         "not needed",
@@ -145,7 +146,8 @@ RULES: list[Rule] = [
     *_rules(
         "not needed",
         "kernels are chosen for the machine",
-        "*.use_fused_kernels *.use_torch_compile *.attn_implementation *.fused_kernel_options* *.attention_backend",
+        "*.use_fused_kernels *.use_torch_compile *.attn_implementation *.fused_kernel_options* *.attention_backend"
+        " *.override_transformer_config.use_flash_attn",
     ),
     *_rules(
         "not needed", "weights are read by a table per model family", "*.use_mbridge *.vanilla_mbridge *.forward_only"
@@ -216,6 +218,7 @@ RULES: list[Rule] = [
         "*.use_prefix_grouper *.use_liger *.checkpoint.mbridge_config* rollout.scheduling_policy"
         " rollout.checkpoint_engine.* rollout.skip_dump_dir rollout.n_gpus_per_node",
     ),
+    *_rules("not needed", "an engine shards experts over its tensor-parallel ranks", "rollout.enable_expert_parallel"),
     *_rules("not needed", "rollout.quantization says how weights are quantized", "rollout.use_block_quant_rollout"),
     # ---- implied by what rlhf_mc does; other values are not supported
     *_rules("implied", "generation runs on the ranks that train", "rollout.nnodes"),
@@ -319,6 +322,26 @@ RULES: list[Rule] = [
     ),
     *_rules(
         "not supported",
+        "use megatron.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+        "*.account_for_embedding_in_pipeline_split *.account_for_loss_in_pipeline_split",
+    ),
+    *_rules(
+        "not supported",
+        "a name of an earlier version of verl: give it in megatron.override_transformer_config",
+        "megatron.extra.* *.megatron.extra.*",
+    ),
+    *_rules(
+        "not supported",
+        "a name of an earlier version of verl: use actor.use_kl_loss, kl_loss_coef and kl_loss_type",
+        "actor.kl_loss.*",
+    ),
+    *_rules(
+        "not supported",
+        "a name of an earlier version of verl: use algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef",
+        "algorithm.in_reward_kl.*",
+    ),
+    *_rules(
+        "not supported",
         "Megatron-Core's settings are those of megatron",
         "*.override_transformer_config* *.override_ddp_config* *.override_mcore_model_config*",
     ),
@@ -330,7 +353,9 @@ RULES: list[Rule] = [
         " *.optim.num_cycles *.optim.zero_indexed_step",
     ),
     *_rules("not supported", "the model is built as Megatron-Core builds it", "model.tiled_mlp* model.mtp*"),
-    *_rules("not supported", "a vision tower is not supported", "*.freeze_vision_tower"),
+    *_rules(
+        "not supported", "a vision tower is not supported", "*.freeze_vision_tower *.enable_vision_context_parallelism"
+    ),
     *_rules("not supported", "use actor.freeze: patterns of the tensors that are not trained", "*.freeze_moe_router"),
     *_rules(
         "not supported",

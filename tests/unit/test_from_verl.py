@@ -16,203 +16,19 @@ from rlhf_mc.config.verl_input import read_verl
 from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.runtime import command_line
 
-# ---------------------------------------------------------------- verl's published examples, as keys and values
+EXAMPLES = Path(__file__).with_name("verl_examples")
+"""verl's published Megatron examples as keys and values, with the place and the commit of each. other_settings.txt has
+the settings of those that are not there as a whole."""
 
-DATA: dict[str, Any] = {
-    "data.train_files": ["/data/gsm8k/train.parquet", "/data/math/train.parquet"],
-    "data.val_files": ["/data/gsm8k/test.parquet", "/data/math/test.parquet"],
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 1024,
-    "trainer.critic_warmup": 0,
-    "trainer.logger": ["console", "wandb"],
-    "trainer.nnodes": 1,
-    "actor_rollout_ref.rollout.name": "vllm",
-    "actor_rollout_ref.actor.optim.lr": 1e-6,
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
-}
-"""Settings that all of them have."""
-PPO_7B: dict[str, Any] = {  # examples/ppo_trainer/run_qwen2-7b_megatron.sh
-    **DATA,
-    "data.max_response_length": 512,
-    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16,
-    **{
-        f"{role}.megatron.{name}": value
-        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-        for name, value in (
-            ("pipeline_model_parallel_size", 4),
-            ("virtual_pipeline_model_parallel_size", 2),
-            ("tensor_model_parallel_size", 4),
-        )
-    },
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 32,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 32,
-    "critic.optim.lr": 1e-5,
-    "critic.model.path": "Qwen/Qwen2-7B-Instruct",
-    "critic.model.enable_gradient_checkpointing": True,
-    "critic.ppo_micro_batch_size_per_gpu": 32,
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    "trainer.project_name": "verl_example",
-    "trainer.experiment_name": "Qwen2-7B-Instruct_function_rm_megatron",
-    "trainer.n_gpus_per_node": 16,
-    "trainer.save_freq": -1,
-    "trainer.test_freq": 10,
-    "trainer.total_epochs": 15,
-}
-PPO_MATH: dict[str, Any] = {  # examples/ppo_trainer/run_qwen2-7b_math_gsm8k_megatron.sh
-    **DATA,
-    "algorithm.adv_estimator": "gae",
-    "data.max_response_length": 512,
-    "data.filter_overlong_prompts": True,
-    "data.truncation": "error",
-    "actor_rollout_ref.model.path": "Qwen/Qwen2-7B-Instruct",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
-    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2,
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
-    "actor_rollout_ref.actor.use_kl_loss": False,
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
-    "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size": 2,
-    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 2,
-    "critic.optim.lr": 1e-5,
-    "critic.model.path": "Qwen/Qwen2-7B-Instruct",
-    "critic.model.enable_gradient_checkpointing": False,
-    "critic.ppo_micro_batch_size_per_gpu": 4,
-    "algorithm.use_kl_in_reward": False,
-    "trainer.project_name": "verl_ppo_gsm8k_math_examples",
-    "trainer.experiment_name": "qwen2_7b_megatron",
-    "trainer.n_gpus_per_node": 8,
-    "trainer.save_freq": 20,
-    "trainer.test_freq": 5,
-    "trainer.total_epochs": 100,
-}
-PPO_DEEPSEEK = {  # examples/ppo_trainer/run_deepseek_math_gsm8k_megatron.sh
-    **PPO_MATH,
-    "actor_rollout_ref.model.path": "deepseek-ai/deepseek-llm-7b-chat",
-    "critic.model.path": "deepseek-ai/deepseek-llm-7b-chat",
-    "trainer.experiment_name": "deepseek_llm_7b_megatron",
-}
-GRPO_MATH: dict[str, Any] = {  # examples/grpo_trainer/run_qwen2-7b_math_megatron.sh
-    **{key: value for key, value in PPO_MATH.items() if not key.startswith("critic.")},
-    "algorithm.adv_estimator": "grpo",
-    "data.return_raw_chat": "",
-    "data.max_response_length": 1024,
-    "actor_rollout_ref.actor.use_kl_loss": True,
-    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
-    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-    "actor_rollout_ref.actor.entropy_coeff": 0,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
-    "actor_rollout_ref.rollout.mode": "sync",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.6,
-    "actor_rollout_ref.rollout.n": 5,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
-    "trainer.project_name": "verl_grpo_example_gsm8k_math",
-    "trainer.total_epochs": 15,
-}
-_MOE = "actor_rollout_ref.actor.megatron.override_transformer_config"
-_ADAM = "actor_rollout_ref.actor.optim.override_optimizer_config"
-_REWARD = "reward_model.reward_kwargs"
-GRPO_MOE: dict[str, Any] = {  # examples/grpo_trainer/run_qwen3moe-30b_megatron_96gb.sh
-    **DATA,
-    "data.train_files": "/data/dapo-math-17k.parquet",
-    "data.val_files": ["/data/aime-2024.parquet"],
-    "data.prompt_key": "prompt",
-    "data.truncation": "left",
-    "data.max_prompt_length": 2048,
-    "data.max_response_length": 8192,
-    "data.train_batch_size": 512,
-    "actor_rollout_ref.rollout.n": 16,
-    "algorithm.adv_estimator": "grpo",
-    "algorithm.use_kl_in_reward": False,
-    "algorithm.kl_ctrl.kl_coef": 0.0,
-    "actor_rollout_ref.model.path": "Qwen/Qwen3-30B-A3B-Base",
-    "actor_rollout_ref.actor.use_kl_loss": False,
-    "actor_rollout_ref.actor.kl_loss_coef": 0.0,
-    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
-    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-    "actor_rollout_ref.actor.clip_ratio_c": 10.0,
-    "actor_rollout_ref.model.override_config.model_config.max_position_embeddings": 10240,
-    "actor_rollout_ref.model.use_fused_kernels": False,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 10240,
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": 10,
-    "actor_rollout_ref.actor.optim.lr_decay_style": "constant",
-    "actor_rollout_ref.actor.optim.weight_decay": 0.1,
-    f"{_ADAM}.optimizer_offload_fraction": 1.0,
-    f"{_ADAM}.overlap_cpu_optimizer_d2h_h2d": True,
-    f"{_ADAM}.use_precision_aware_optimizer": True,
-    f"{_ADAM}.optimizer_cpu_offload": True,
-    **{
-        f"actor_rollout_ref.{role}.megatron.{name}": value
-        for role in ("actor", "ref")
-        for name, value in {
-            "use_dist_checkpointing": False,
-            "param_offload": True,
-            "tensor_model_parallel_size": 1,
-            "pipeline_model_parallel_size": 1,
-            "virtual_pipeline_model_parallel_size": None,
-            "context_parallel_size": 1,
-            "expert_model_parallel_size": 8,
-            "expert_tensor_parallel_size": 1,
-        }.items()
-    },
-    "actor_rollout_ref.actor.megatron.grad_offload": True,
-    "actor_rollout_ref.actor.megatron.optimizer_offload": True,
-    f"{_MOE}.apply_rope_fusion": True,
-    f"{_MOE}.masked_softmax_fusion": True,
-    f"{_MOE}.bias_activation_fusion": True,
-    f"{_MOE}.bias_dropout_fusion": True,
-    f"{_MOE}.gradient_accumulation_fusion": True,
-    f"{_MOE}.deallocate_pipeline_outputs": True,
-    f"{_MOE}.persist_layer_norm": True,
-    f"{_MOE}.moe_grouped_gemm": True,
-    f"{_MOE}.moe_permute_fusion": True,
-    f"{_MOE}.moe_token_dispatcher_type": "flex",
-    f"{_MOE}.moe_router_dtype": "fp32",
-    f"{_MOE}.moe_enable_deepep": True,
-    "actor_rollout_ref.actor.entropy_coeff": 0,
-    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 10240,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.7,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
-    "actor_rollout_ref.rollout.enable_chunked_prefill": True,
-    "actor_rollout_ref.rollout.max_num_batched_tokens": 10240,
-    "actor_rollout_ref.rollout.temperature": 1.0,
-    "actor_rollout_ref.rollout.top_p": 1.0,
-    "actor_rollout_ref.rollout.top_k": -1,
-    "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
-    "actor_rollout_ref.rollout.val_kwargs.top_p": 0.7,
-    "actor_rollout_ref.rollout.val_kwargs.top_k": -1,
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
-    "actor_rollout_ref.rollout.val_kwargs.n": 1,
-    "actor_rollout_ref.rollout.enforce_eager": True,
-    "actor_rollout_ref.rollout.free_cache_engine": True,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 10240,
-    "reward_model.reward_manager": "dapo",
-    f"{_REWARD}.overlong_buffer_cfg.enable": True,
-    f"{_REWARD}.overlong_buffer_cfg.len": 4096,
-    f"{_REWARD}.overlong_buffer_cfg.penalty_factor": 1.0,
-    f"{_REWARD}.overlong_buffer_cfg.log": False,
-    f"{_REWARD}.max_resp_len": 8192,
-    "trainer.project_name": "DAPO-Qwen3-30b-MATH",
-    "trainer.experiment_name": "DAPO-Qwen3-30b-MATH-megatron",
-    "trainer.n_gpus_per_node": 8,
-    "trainer.val_before_train": False,
-    "trainer.test_freq": 10,
-    "trainer.save_freq": 100,
-    "trainer.total_epochs": 10,
-    "trainer.resume_mode": "auto",
-    "trainer.log_val_generations": 10,
-}
+
+def example(name: str) -> dict[str, Any]:
+    """Return the settings of a file of EXAMPLES by verl's key, with the values that verl's parser reads."""
+    words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    return {item.written: item.value for item in read_verl(None, words).values()}
+
+
+PPO_MATH = example("ppo_qwen2_7b_math_gsm8k")
+WHOLE_RUNS = sorted(path.stem for path in EXAMPLES.glob("*.txt") if path.stem != "other_settings")
 
 
 def converted(settings: dict[str, Any]) -> Conversion:
@@ -234,14 +50,15 @@ def loaded(conversion: Conversion, path: Path) -> Config:
     return cfg
 
 
-@pytest.mark.parametrize("example", [PPO_7B, PPO_MATH, PPO_DEEPSEEK, GRPO_MATH, GRPO_MOE])
-def test_published_example_loads(example: dict[str, Any], tmp_path: Path) -> None:
-    conversion = converted(example)
+@pytest.mark.parametrize("name", WHOLE_RUNS)
+def test_published_example_loads(name: str, tmp_path: Path) -> None:
+    settings = example(name)
+    conversion = converted(settings)
     assert conversion.refused() == []
     cfg = loaded(conversion, tmp_path / "ours.yaml")
     given = [key for key, line in conversion.report if line.kind != "default"]
-    assert given == list(example), "each setting has one line"
-    plain = {plain_key(key): value for key, value in example.items()}
+    assert given == list(settings), "each setting has one line"
+    plain = {plain_key(key): value for key, value in settings.items()}
     assert cfg.model.path == plain["model.path"]
     assert cfg.actor.megatron.tensor_model_parallel_size == plain["actor.megatron.tensor_model_parallel_size"]
     assert cfg.trainer.logger == ["console", "jsonl"]
@@ -250,6 +67,15 @@ def test_published_example_loads(example: dict[str, Any], tmp_path: Path) -> Non
         == f"checkpoints/{plain['trainer.project_name']}/{plain['trainer.experiment_name']}"
     )
     assert conversion.processes == plain["trainer.n_gpus_per_node"]
+
+
+def test_every_setting_of_the_other_examples_is_supported_or_refused_by_name() -> None:
+    in_whole_runs = {key for name in WHOLE_RUNS for key in example(name)}
+    others = example("other_settings")
+    assert len(others) > 80 and not in_whole_runs & others.keys()
+    lines = dict(converted({"algorithm.adv_estimator": "gae", **others}).report)
+    assert [key for key in others if "known here" in lines[key].text] == []
+    assert "known here" in converted({"actor_rollout_ref.actor.frobnicate": 1}).report[0][1].text
 
 
 def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:
@@ -265,7 +91,7 @@ def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:
 
 
 def test_moe_example() -> None:
-    settings = converted(GRPO_MOE).settings
+    settings = converted(example("grpo_qwen3moe_30b_96gb")).settings
     assert settings["reshard.share_weights"] is False, "as the actor is offloaded"
     assert (settings["reward.overlong_buffer.len"], settings["reward.overlong_buffer.penalty_factor"]) == (4096, 1.0)
     assert settings["actor.optim.lr_warmup_steps"] == 10
