@@ -327,7 +327,7 @@ RULES: list[Rule] = [
     ),
     *_rules(
         "not supported",
-        "a name of an earlier version of verl: give it in megatron.override_transformer_config",
+        "a name of an earlier version of verl: Megatron-Core's settings are those of megatron",
         "megatron.extra.* *.megatron.extra.*",
     ),
     *_rules(
