@@ -8,6 +8,8 @@ whole batch: [R] response tokens, sequence after sequence, of response_lens [S].
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from rlhf_mc.algorithms.kl import LOG_RATIO_BOUND
@@ -38,16 +40,20 @@ def kept_tokens(log_ratio: torch.Tensor, response_lens: torch.Tensor, cfg: Rollo
     """Return the tokens that no criterion rejects: [R] bool.
 
     A criterion of rollout_rs rejects where its statistic exceeds its threshold: tokens one by one (token_*) or whole
-    sequences by the sum, mean or maximum over their tokens (seq_*). The statistic of a token is k1 = |log rho|, whose
-    threshold x is meant as 1 / x <= rho <= x, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho. The veto rejects each
-    sequence with a token of rho below rollout_token_veto_threshold.
+    sequences by the sum, mean or maximum over their tokens (seq_*). The statistic of a token is k1 = log rho,
+    k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho. The threshold x of k1 is meant as 1 / x <= rho <= x, or
+    rollout_rs_threshold_lower <= rho <= x. The veto rejects each sequence with a token of rho below
+    rollout_token_veto_threshold.
     """
     log_ratio = log_ratio.double()
     kept = torch.ones(len(log_ratio), dtype=torch.bool)
     for name, threshold in zip(cfg.rollout_rs, cfg.rollout_rs_threshold, strict=True):
         statistic = _statistic(name, log_ratio, response_lens)
-        bound = torch.tensor(threshold, dtype=torch.float64)
-        kept &= statistic <= (bound.log() if name.endswith("k1") else bound)
+        if name.endswith("k1"):
+            lower = cfg.rollout_rs_threshold_lower or 1 / threshold
+            kept &= (statistic >= math.log(lower)) & (statistic <= math.log(threshold))
+        else:
+            kept &= statistic <= threshold
     if cfg.rollout_token_veto_threshold is not None:
         lowest = _reduced(log_ratio, response_lens, "amin")
         veto = torch.tensor(cfg.rollout_token_veto_threshold, dtype=torch.float64).log()
@@ -111,7 +117,7 @@ def _statistic(name: RejectionStatistic, log_ratio: torch.Tensor, response_lens:
         each = torch.repeat_interleave(_means(each, response_lens), response_lens)
     elif level == "seq_max":
         each = torch.repeat_interleave(_reduced(each, response_lens, "amax"), response_lens)
-    return each.abs()
+    return each
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,9 @@ class RolloutCorrectionConfig:
     """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a statistic of rho exceeds
     its threshold (docs/algorithms.md)."""
     rollout_rs_threshold: list[float] = field(default_factory=list)
-    """The threshold of each statistic of rollout_rs. Of ..._k1 it is a bound x of rho: 1 / x to x."""
+    """The threshold of each statistic of rollout_rs. Of ..._k1 it is the upper bound of rho."""
+    rollout_rs_threshold_lower: float | None = None
+    """Lower bound of rho for the ..._k1 statistics of rollout_rs; null: 1 / the upper bound."""
     rollout_token_veto_threshold: float | None = None
     """Leave out each sequence with a token of rho below this; null: none."""
     bypass_mode: bool = False

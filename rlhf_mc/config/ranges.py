@@ -107,6 +107,7 @@ RANGES = {
     "algorithm.kl_ctrl.kl_coef": _COEFFICIENT,
     "algorithm.rollout_correction.rollout_is_threshold": _POSITIVE,
     "algorithm.rollout_correction.rollout_rs_threshold": _POSITIVE,
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": Range(0, 1, open=True),
     "algorithm.rollout_correction.rollout_token_veto_threshold": Range(0, 1, open=True),
     "algorithm.kl_ctrl.target_kl": _COEFFICIENT,
     "algorithm.kl_ctrl.horizon": _COUNT,

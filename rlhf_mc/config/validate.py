@@ -303,6 +303,11 @@ def _check_rollout_correction(cfg: Config) -> None:
             threshold > 1 or not name.endswith("k1"),
             f"{section}.rollout_rs_threshold of {name} is {threshold}; it bounds a ratio and must be above 1",
         )
+    _require(
+        found.rollout_rs_threshold_lower is None or any(name.endswith("k1") for name in found.rollout_rs),
+        f"{section}.rollout_rs_threshold_lower is {found.rollout_rs_threshold_lower}, a bound of the ..._k1 statistics;"
+        f" {section}.rollout_rs has none of them",
+    )
     given = [name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold") if getattr(found, name)]
     _require(
         not (found.bypass_mode and given),

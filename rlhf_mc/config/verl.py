@@ -16,8 +16,10 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
+from rlhf_mc.config.verl_correction import rejection_lower_bound
 from rlhf_mc.config.verl_keys import OFF, Kind, rule_of
-from rlhf_mc.config.verl_values import Line, Settings, converted, number, uses_critic
+from rlhf_mc.config.verl_line import Line, Settings, number
+from rlhf_mc.config.verl_values import converted, uses_critic
 from rlhf_mc.config.yaml_reader import yaml_text
 
 _MOST_NAMED = 10
@@ -259,6 +261,11 @@ def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
         if is_used and key not in found and source in found and found[source] != our_default(key):
             yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, found[source])
     yield from _layout_defaults(found, roles)
+    lower = f"{_CORRECTION}rollout_rs_threshold_lower"
+    if f"{_CORRECTION}rollout_rs_threshold" in found and lower not in found:
+        bound = rejection_lower_bound(verl)
+        if bound is not None:
+            yield Line("default", "of rollout_rs_threshold", lower, bound)
     if found.get("actor.megatron.param_offload"):
         yield Line("default", "weights that vLLM shares cannot be offloaded", "reshard.share_weights", False)
     if "trainer.default_local_dir" not in found:

@@ -7,48 +7,15 @@ implied or refused by their name alone are in verl_keys.py.
 from __future__ import annotations
 
 import fnmatch
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
-from rlhf_mc.config.verl_keys import OFF, Kind
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the report: what becomes of a setting of verl's."""
-
-    kind: Kind
-    text: str = ""
-    """The reason, or what has changed."""
-    ours: str | None = None
-    """Our key; None: there is nothing to set."""
-    value: Any = None
-    """Our value."""
-
-
-Settings = Mapping[str, Any]
-"""verl's settings by key, without actor_rollout_ref."""
-
-
-def same(key: str, value: Any, text: str = "") -> Line:
-    """Return the line of a setting that keeps its name."""
-    return Line("same", text, key, value)
-
-
-def renamed(key: str, value: Any, text: str = "") -> Line:
-    """Return the line of a setting that has another name here."""
-    return Line("renamed", text, key, value)
-
-
-def number(verl: Settings, key: str, default: int = 0) -> int:
-    """Return a number of verl's settings, or the default where it is null, absent or no number."""
-    value = verl.get(key)
-    return value if type(value) is int else default
+from rlhf_mc.config.verl_correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
+from rlhf_mc.config.verl_keys import OFF
+from rlhf_mc.config.verl_line import Line, Settings, number, renamed, same
 
 
 def uses_critic(verl: Settings) -> bool:
@@ -314,20 +281,6 @@ def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
     return None
 
 
-def _rejection(key: str, value: Any, verl: Settings) -> Line:
-    if value in OFF:
-        return Line("implied", "none")
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    names = [item.strip() if isinstance(item, str) else item for item in items]
-    if key.endswith("threshold"):
-        return same(key, [float(name) if _is_number(name) else name for name in names])
-    return same(key, names)
-
-
-def _is_number(text: Any) -> bool:
-    return not isinstance(text, str) or re.fullmatch(r"\d+(\.\d*)?", text) is not None
-
-
 def _reward_workers(key: str, value: Any, verl: Settings) -> Line:
     return Line("not needed", "it is per rank here, and changes only the speed: reward.num_workers")
 
@@ -383,8 +336,9 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("model.override_config.*max_position_embeddings", _max_positions),
     ("reward_model.*overlong_buffer*.*", _overlong),
     ("reward_model.reward_kwargs.max_resp_len", _overlong),
-    ("algorithm.rollout_correction.rollout_rs", _rejection),
-    ("algorithm.rollout_correction.rollout_rs_threshold", _rejection),
+    ("algorithm.rollout_correction.rollout_rs", rejection_statistics),
+    ("algorithm.rollout_correction.rollout_rs_threshold", rejection_thresholds),
+    ("algorithm.rollout_correction.rollout_rs_threshold_lower", rejection_lower_threshold),
     ("reward_model.enable", _reward_enable),
     ("reward_model.model.input_tokenizer", _input_tokenizer),
     ("reward.num_workers", _reward_workers),

@@ -247,6 +247,41 @@ def test_settings_that_depend_on_others() -> None:
     assert both["rollout.log_prob_max_token_len_per_gpu"] == 20000
 
 
+@pytest.mark.parametrize(
+    ("statistics", "thresholds", "expected"),
+    [
+        ("token_k1", 2, ([2.0], None)),
+        ("token_k1,seq_max_k2", "1.5, 1e-2", ([1.5, 0.01], None)),
+        ("seq_mean_k1,seq_mean_k3", 1.2, ([1.2, 1.2], None)),  # one for all
+        ("token_k1", "0.5_2.0", ([2.0], None)),
+        ("token_k1,seq_sum_k3", "0.8_4,0.3", ([1.25, 0.3], 0.25)),  # 1 / rho from 0.8 to 4
+        ("geometric", 1.1, ([1.1], None)),
+        ("token_k1", "2_a", None),
+        ("token_k3", "0.5_2", None),
+        ("token_k1,token_k2,token_k3", "2,3", None),
+        ("token_k1,seq_sum_k1", "0.8_4,2", None),  # two lower bounds
+    ],
+)
+def test_strings_of_rejection_are_converted(statistics: str, thresholds: Any, expected: Any) -> None:
+    section = "algorithm.rollout_correction"
+    conversion = converted({f"{section}.rollout_rs": statistics, f"{section}.rollout_rs_threshold": thresholds})
+    if expected is None:
+        assert [key for key, _ in conversion.refused()] == [f"{section}.rollout_rs_threshold"]
+        return
+    upper, lower = expected
+    assert conversion.refused() == []
+    assert conversion.settings[f"{section}.rollout_rs_threshold"] == pytest.approx(upper)
+    assert conversion.settings.get(f"{section}.rollout_rs_threshold_lower") == lower
+
+
+def test_bounds_of_an_earlier_version_pass() -> None:
+    section = "algorithm.rollout_correction"
+    given = {"rollout_rs": "sequence", "rollout_rs_threshold": 3.0, "rollout_rs_threshold_lower": 0.5}
+    settings = converted({f"{section}.{name}": value for name, value in given.items()}).settings
+    ours = {name: settings[f"{section}.{name}"] for name in given}
+    assert ours == {"rollout_rs": ["seq_sum_k1"], "rollout_rs_threshold": [3.0], "rollout_rs_threshold_lower": 0.5}
+
+
 def test_every_setting_of_ours_that_verl_shares_passes() -> None:
     """Check that the table hides no setting of schema.py, by settings that verl has under the same name."""
     for key in VERL_DEFAULTS:

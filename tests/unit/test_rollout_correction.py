@@ -64,6 +64,20 @@ def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None
     assert kept_tokens(LOG_RATIO.double(), LENS, cfg).int().tolist() == kept
 
 
+@pytest.mark.parametrize(
+    ("name", "lower", "upper", "kept"),
+    [
+        ("token_k1", 0.4, 3.5, [1, 1, 1, 1, 1, 0]),  # 2, 1/2; 3; 1, 1/2, 1/4
+        ("token_k1", 0.6, 2.5, [1, 0, 0, 1, 0, 0]),
+        ("seq_sum_k1", 0.1, 2.5, [1, 1, 0, 1, 1, 1]),  # products 1, 3, 1/8
+        ("seq_mean_k1", 0.6, 3.5, [1, 1, 1, 0, 0, 0]),  # geometric means 1, 3, 1/2
+    ],
+)
+def test_bounds_of_a_ratio_may_differ(name: str, lower: float, upper: float, kept: list[int]) -> None:
+    cfg = RolloutCorrectionConfig(rollout_rs=[name], rollout_rs_threshold=[upper], rollout_rs_threshold_lower=lower)
+    assert kept_tokens(LOG_RATIO.double(), LENS, cfg).int().tolist() == kept
+
+
 def test_every_criterion_must_keep_a_token() -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0])
     assert kept_tokens(LOG_RATIO, LENS, cfg).int().tolist() == [1, 1, 0, 0, 0, 0]
@@ -135,6 +149,10 @@ SECTION = "algorithm.rollout_correction"
         (
             (f"{SECTION}.rollout_rs=[token_k1]", f"{SECTION}.rollout_rs_threshold=[0.5]"),
             "rollout_rs_threshold of token_k1 is 0.5; it bounds a ratio and must be above 1",
+        ),
+        (
+            (f"{SECTION}.rollout_rs_threshold_lower=0.5",),
+            "rollout_rs_threshold_lower is 0.5, a bound of the ..._k1 statistics",
         ),
         (
             (f"{SECTION}.bypass_mode=true", f"{SECTION}.rollout_is=token"),
