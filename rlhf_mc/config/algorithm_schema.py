@@ -26,6 +26,7 @@ RejectionStatistic = Literal[
 ]
 SEQUENCE_LOSSES = ("gspo", "geo_mean")
 """Policy losses with one ratio per sequence, which weigh all sequences alike."""
+GroupMetric = Literal["acc", "score", "seq_reward"]
 AdvEstimator = Literal[
     "gae",
     "grpo",
@@ -159,6 +160,22 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). A group, the rollout.n responses to a prompt, is dropped
+    if its responses are all alike in the metric, and further prompts are drawn in its place."""
+
+    enable: bool = False
+    """Draw batches of prompts in each step until data.train_batch_size groups are kept. Surplus groups are dropped."""
+    metric: GroupMetric = "acc"
+    """acc: the accuracy, "acc" of the reward function or else its score. score: the sum of the functions' parts of the
+    score. seq_reward: the score that is trained on, with the parts of the reward model and of reward.overlong_buffer
+    (docs/algorithms.md)."""
+    max_num_gen_batches: int = 0
+    """Most batches of data.gen_batch_size prompts that a step draws. The run ends with a line if they have too few
+    groups to keep. 0: as many as one pass over the training prompts has."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Rewards to advantages."""
 
@@ -181,5 +198,7 @@ class AlgorithmConfig:
     """KL estimator of use_kl_in_reward, as actor.kl_loss_type."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Coefficient of use_kl_in_reward."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling: training on groups whose responses differ alone."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """Correction of the difference between vLLM's policy and the trainer's."""

@@ -32,6 +32,9 @@ class DataConfig:
     """Maximum response length in tokens; generation stops there."""
     train_batch_size: int = 1024
     """Prompts per step, over all ranks."""
+    gen_batch_size: int | None = None
+    """algorithm.filter_groups: prompts that are generated for at once; null: train_batch_size. A larger number costs
+    fewer calls of the engine where many groups are dropped, and drops more surplus ones."""
     shuffle: bool = True
     """Shuffle the training prompts in each epoch. The order is a function of trainer.seed and the epoch."""
     filter_overlong_prompts: bool = False

@@ -279,9 +279,9 @@ class TrainerConfig:
     """Output directory. It belongs to one run: when another run begins in it, the files of the earlier run are moved to
     earlier_runs/<id of the earlier run>/."""
     total_epochs: int = 30
-    """Epochs over the training prompts."""
+    """Epochs over the training prompts. The run ends after the step that draws the last batch of them."""
     total_training_steps: int | None = None
-    """PPO steps; null: all steps of total_epochs."""
+    """PPO steps; null: those of total_epochs."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: int = -1
@@ -316,7 +316,7 @@ class TrainerConfig:
     """Directory for all generations of each validation, as <step>.jsonl: input, output, gts, score, parts of the score,
     length; null: none."""
     rollout_data_dir: str | None = None
-    """Directory for all generations of each training step, in the same form; null: none."""
+    """Directory for all generations that a training step trains on, in the same form; null: none."""
     val_only: bool = False
     """Validate the initial or resumed weights and end, without training, export or checkpoint."""
     target_val_acc: float | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.group_checks import check_filter_groups
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.ranges import check_range
@@ -44,6 +45,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_batches(cfg, world_size)
     _check_micro_batches(cfg)
     _check_algorithm(cfg)
+    check_filter_groups(cfg)
     check_rewards(cfg)
     _check_validation(cfg)
     _check_checkpoints(cfg.trainer)

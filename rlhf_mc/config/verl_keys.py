@@ -293,7 +293,6 @@ RULES: list[Rule] = [
         "rows are read from data.train_files",
         "data.custom_cls* data.sampler* data.datagen* data.tool_config_path *.external_lib",
     ),
-    *_rules("not supported", "dynamic sampling is not supported: leave it out", "algorithm.filter_groups*"),
     *_rules("not supported", "this correction is not known here", "algorithm.rollout_correction*"),
     *_rules("not supported", "prompts are not reweighted", "algorithm.use_pf_ppo algorithm.pf_ppo*"),
     *_rules("not supported", "this policy loss is not known here", "actor.policy_loss*"),
@@ -378,7 +377,6 @@ CONVERTED_HINTS = {
     "rollout.max_model_len": "it is data.max_prompt_length + data.max_response_length: leave it out",
     "rollout.dtype": "vLLM's is that of the actor: actor.megatron.dtype",
     "ref.model.path": "the reference starts from model.path",
-    "data.gen_batch_size": "use data.train_batch_size",
     "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep": "use trainer.max_ckpt_to_keep (actor and critic"
     " are one checkpoint)",
     "*.dist_checkpointing_path *.use_dist_checkpointing": "use model.dist_checkpointing_path",

@@ -202,7 +202,25 @@ def _truncation(key: str, value: Any, verl: Settings) -> Line | None:
 def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
     if value is None or value == number(verl, "data.train_batch_size", 1024):
         return Line("implied", "by data.train_batch_size")
-    return Line("not supported", "each step generates for data.train_batch_size prompts")
+    if verl.get("algorithm.filter_groups.enable"):
+        return same(key, value)
+    return Line(
+        "not supported", "without algorithm.filter_groups each step generates for data.train_batch_size prompts"
+    )
+
+
+def _group_metric(key: str, value: Any, verl: Settings) -> Line:
+    if value != "seq_final_reward":
+        return same(key, value)
+    if not verl.get("algorithm.use_kl_in_reward"):
+        return same(key, "seq_reward", "the same without algorithm.use_kl_in_reward")
+    return Line("not supported", "groups are chosen before the log-probs of the KL term: use seq_reward")
+
+
+def _most_batches(key: str, value: Any, verl: Settings) -> Line:
+    if type(value) is int and value <= 0:
+        return same(key, 0, "at most one pass over the training prompts in a step, in verl no limit")
+    return same(key, value)
 
 
 def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
@@ -330,6 +348,8 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("rollout.quantization", _quantization),
     ("data.truncation", _truncation),
     ("data.gen_batch_size", _generation_batch),
+    ("algorithm.filter_groups.metric", _group_metric),
+    ("algorithm.filter_groups.max_num_gen_batches", _most_batches),
     ("actor.clip_ratio", _clip_ratio),
     ("ref.model.path", _reference_model),
     ("critic.enable", _critic_enable),

@@ -7,7 +7,7 @@ weights), so that computing on it needs no communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -137,6 +137,13 @@ class RaggedBatch:
             greedy_scores=None if self.greedy_scores is None else self.greedy_scores[idx],
             **out,  # type: ignore[arg-type]
         )
+
+
+def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
+    """Return the sequences of all batches, end to end. The batches have the same fields."""
+    columns = {f.name: [getattr(batch, f.name) for batch in batches] for f in fields(RaggedBatch)}
+    found = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
+    return RaggedBatch(**found)  # type: ignore[arg-type]
 
 
 def ragged_indices(lens: torch.Tensor, which: torch.Tensor) -> torch.Tensor:

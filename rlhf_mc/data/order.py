@@ -1,5 +1,5 @@
-"""The order in which training draws prompts: a function of the seed and the step alone, so that a resumed run continues
-with the next batch.
+"""The order in which training draws prompts: a function of the seed and the number of the batch alone, so that a
+resumed run continues with the next batch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 
 
-def indices_of_step(cfg: DataConfig, file_sizes: Sequence[int], step: int, seed: int) -> list[int]:
-    """Return the indices of the prompts of a step (from 0). file_sizes: prompts of each training file."""
+def indices_of_batch(cfg: DataConfig, file_sizes: Sequence[int], number: int, seed: int) -> list[int]:
+    """Return the indices of the prompts of a batch of the run. number: of the batch, from 0. file_sizes: prompts of
+    each training file."""
+    size = prompts_per_batch(cfg)
     if cfg.train_file_weights:
-        return weighted_indices(file_sizes, cfg.train_file_weights, cfg.train_batch_size, step, seed, cfg.shuffle)
-    return prompt_indices(sum(file_sizes), cfg.train_batch_size, step, seed, cfg.shuffle)
+        return weighted_indices(file_sizes, cfg.train_file_weights, size, number, seed, cfg.shuffle)
+    return prompt_indices(sum(file_sizes), size, number, seed, cfg.shuffle)
+
+
+def prompts_per_batch(cfg: DataConfig) -> int:
+    """Return the number of prompts that are generated for at once."""
+    return cfg.train_batch_size if cfg.gen_batch_size is None else cfg.gen_batch_size
 
 
 def check_weights(cfg: DataConfig, file_sizes: Sequence[int]) -> None:
@@ -27,33 +34,38 @@ def check_weights(cfg: DataConfig, file_sizes: Sequence[int]) -> None:
             raise UserError(f"data.train_file_weights: there are no prompts of {file} to draw")
 
 
-def steps_per_epoch(num_prompts: int, batch_size: int) -> int:
+def check_batch(cfg: DataConfig, num_prompts: int) -> None:
+    """Raise UserError if there are fewer prompts than a batch has."""
+    if prompts_per_batch(cfg) > num_prompts:
+        name = "train_batch_size" if cfg.gen_batch_size is None else "gen_batch_size"
+        raise UserError(f"data.{name} is {prompts_per_batch(cfg)}; there are only {num_prompts} training prompts")
+
+
+def batches_per_epoch(num_prompts: int, batch_size: int) -> int:
     """Return the number of whole batches in one pass over the prompts. The remainder is not used in that pass."""
-    if batch_size > num_prompts:
-        raise UserError(f"data.train_batch_size is {batch_size}; there are only {num_prompts} training prompts")
     return num_prompts // batch_size
 
 
-def prompt_indices(num_prompts: int, batch_size: int, step: int, seed: int, shuffle: bool) -> list[int]:
-    """Return the indices of the prompts of a step (from 0), a function of the arguments alone.
+def prompt_indices(num_prompts: int, batch_size: int, number: int, seed: int, shuffle: bool) -> list[int]:
+    """Return the indices of the prompts of a batch (from 0), a function of the arguments alone.
 
     The order of each epoch is drawn from (seed, epoch); without shuffle it is that of the files.
     """
-    epoch, batch = divmod(step, steps_per_epoch(num_prompts, batch_size))
+    epoch, batch = divmod(number, batches_per_epoch(num_prompts, batch_size))
     order = np.random.default_rng((seed, epoch)).permutation(num_prompts) if shuffle else np.arange(num_prompts)
     return [int(i) for i in order[batch * batch_size : (batch + 1) * batch_size]]
 
 
 def weighted_indices(
-    sizes: Sequence[int], weights: Sequence[float], batch_size: int, step: int, seed: int, shuffle: bool
+    sizes: Sequence[int], weights: Sequence[float], batch_size: int, number: int, seed: int, shuffle: bool
 ) -> list[int]:
-    """Return the indices of the prompts of a step (from 0), a function of the arguments alone: files in proportion to
+    """Return the indices of the prompts of a batch (from 0), a function of the arguments alone: files in proportion to
     their weights.
 
     Of the first k draws of the run, file i has its share of k to within one for each file before it. Each file is
     passed over at its own pace, in an order that is drawn from (seed, its pass, file).
     """
-    counts = draws_of_files(weights, step * batch_size, (step + 1) * batch_size)
+    counts = draws_of_files(weights, number * batch_size, (number + 1) * batch_size)
     files = np.argmax(np.diff(counts, axis=0), axis=1)
     starts = np.cumsum([0, *sizes])
     orders: dict[tuple[int, int], np.ndarray] = {}

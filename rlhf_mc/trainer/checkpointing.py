@@ -59,6 +59,8 @@ class Position:
 
     step: int = 0
     """The last complete step."""
+    num_batches: int = 0
+    """Batches of prompts that the steps up to it have drawn: with algorithm.filter_groups more than steps."""
     accuracy: float | None = None
     """Mean validation accuracy after that step; None without a validation."""
     best_step: int | None = None
@@ -119,7 +121,7 @@ class Checkpoints:
             self.position.best_step = self.position.best_accuracy = None
             self.position.best_metric = self._cfg.best_metric
         if "jsonl" in self._cfg.logger:
-            validates_first = self.position.step == 0 and self._run.schedule.is_validation_due(0)
+            validates_first = self.position.step == 0 and self._run.schedule.is_first_validation_due()
             self._logs_from = 0 if validates_first else self.position.step + 1
         skipped = self._run.skipped
         on_every_rank(lambda: skipped.resume_from(self.position.step, self._skipped), str(self._root))
@@ -235,7 +237,8 @@ class Checkpoints:
         loop = load(path, self._models)
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
-            self.position = Position(**loop["position"])
+            # An earlier version did not count the batches: one per step.
+            self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
             self._logged = loop.get("logged", [])  # an earlier version did not record them
             # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
@@ -255,10 +258,11 @@ class Checkpoints:
 
     # ------------------------------------------------------------ save
 
-    def step_done(self, step: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
-        """Record that a step is complete. accuracy: of a validation after it, if any. metrics: the step's. A rank may
-        call it by itself."""
+    def step_done(self, step: int, num_batches: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
+        """Record that a step is complete. num_batches: batches of prompts drawn so far. accuracy: of a validation after
+        it, if any. metrics: the step's. A rank may call it by itself."""
         self.position.step = step
+        self.position.num_batches = num_batches
         self.position.accuracy = accuracy
         name = self._cfg.best_metric
         self._candidate = accuracy if name is None else metrics.get(name)

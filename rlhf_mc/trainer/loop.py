@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.sinks import METRICS_FILE, Sink, build_sinks, view
@@ -16,6 +17,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 from rlhf_mc.trainer import evaluate, success
 from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer.dynamic_sampling import TooFewGroups, filtered_rollout
 from rlhf_mc.trainer.phases import (
     collect_rewards,
     compute_advantages,
@@ -71,8 +73,12 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         checkpoints.commit()
         raise
     except StopRequested as request:
-        save_and_stop(run, checkpoints, status, str(request))
+        saved = save_last_step(run, checkpoints, status)
+        line = f"asked to stop ({request}): {saved}; the run resumes from there when it is started again"
+        say_on_console(run, line)
         return False
+    except TooFewGroups as error:
+        raise UserError(f"{error}; {save_last_step(run, checkpoints, status)}") from None
     finally:
         checkpoints.release()
 
@@ -84,6 +90,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
     step = position.step
+    num_batches = position.num_batches
     accuracy = position.accuracy
     run_id = checkpoints.run_id
     if run.config.trainer.val_only:
@@ -96,19 +103,20 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         say_on_console(run, line)
     say_on_console(run, run.rollout.summary)
     say_on_console(run, run.weight_sync.summary)
-    if step == 0 and schedule.is_validation_due(0):
+    if step == 0 and schedule.is_first_validation_due():
         state = begin_step(0, status)
         accuracy = validate(run, state)
         log(sinks, state)
-    while not schedule.is_last(step, accuracy):
+    while not schedule.is_last(step, num_batches, accuracy):
         step += 1
-        state = begin_step(step, status)
+        state = begin_step(step, status, num_batches)
         batch = one_step(run, state, stop)
-        accuracy = validate(run, state) if schedule.is_validation_due(step) else None
+        num_batches = state.num_batches
+        accuracy = validate(run, state) if schedule.is_validation_due(step, num_batches) else None
         if schedule.is_export_due(step):
             export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
-        checkpoints.step_done(step, accuracy, state.metrics)
-        if schedule.is_save_due(step, accuracy):
+        checkpoints.step_done(step, num_batches, accuracy, state.metrics)
+        if schedule.is_save_due(step, num_batches, accuracy):
             save_checkpoint(run, state, checkpoints)
         log(sinks, state)
         checkpoints.commit_if_written()
@@ -126,12 +134,17 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
     requested, before the first update."""
     stop.check()
     with state.timer.phase("step"):
-        prompts, batch = rollout(run, state)
+        if run.config.algorithm.filter_groups.enable:
+            # Which responses the next phases see depends on the scores, so that scoring cannot overlap with them.
+            prompts, batch = filtered_rollout(run, state, stop)
+            batch = score(run, state, batch)
+        else:
+            prompts, batch = rollout(run, state)
+            stop.check()
+            pending = submit_rewards(run, state, prompts, batch)
+            batch = score(run, state, batch)
+            batch = collect_rewards(run, state, prompts, batch, pending)
         state.prompts = prompts
-        stop.check()
-        pending = submit_rewards(run, state, prompts, batch)
-        batch = score(run, state, batch)
-        batch = collect_rewards(run, state, prompts, batch, pending)
         stop.check()
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)
@@ -157,12 +170,11 @@ def validate_only(run: Run, state: StepState, run_id: str) -> None:
     on_rank_0(lambda: success.write(directory, run_id, state.step), "trainer.default_local_dir")
 
 
-def save_and_stop(run: Run, checkpoints: Checkpoints, status: RankStatus, reason: str) -> None:
-    """Save the last complete step, whose weights the models still hold."""
+def save_last_step(run: Run, checkpoints: Checkpoints, status: RankStatus) -> str:
+    """Save the last complete step, whose weights the models still hold. Return what is saved, in words."""
     step = checkpoints.position.step
     save_checkpoint(run, begin_step(step, status), checkpoints, wait=True)
-    saved = f"the checkpoint of step {step} is complete" if step else "no step is complete yet, so none is saved"
-    say_on_console(run, f"asked to stop ({reason}): {saved}; the run resumes from there when it is started again")
+    return f"the checkpoint of step {step} is complete" if step else "no step is complete yet, so none is saved"
 
 
 def close_run(run: Run, sinks: Sink, run_id: str, step: int) -> None:

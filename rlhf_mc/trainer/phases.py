@@ -5,6 +5,7 @@ under the row's name. The phases that compute on the step's batch return it with
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import needs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
-from rlhf_mc.data.order import indices_of_step
+from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import PendingScores
@@ -23,7 +24,7 @@ from rlhf_mc.rewards.metrics import reward_metrics
 from rlhf_mc.rewards.mixture import REWARD_MODEL
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rewards.shaping import penalize_overlong
-from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.base import WEIGHTS, Sampling
 from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.rollout_correction import corrected
@@ -55,14 +56,19 @@ def sync_weights(run: Run, timer: PhaseTimer) -> None:
 
 
 def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
-    """Generate rollout.n responses to each prompt of this step with the current weights, and a greedy one if the
+    """Generate rollout.n responses to each prompt of the next batch with the current weights, and a greedy one if the
     advantage estimator needs it. Return the prompt of each response, and the batch."""
     cfg = run.config
-    indices = indices_of_step(cfg.data, run.train_prompts.file_sizes, state.step - 1, cfg.trainer.seed)
+    indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = [run.train_prompts[i] for i in indices]
-    sync_weights(run, state.timer)
+    # The reward model's pass, between two batches of a step, may let vLLM sleep, and its weights are then lost.
+    if not state.drawn or WEIGHTS not in run.rollout.awake:
+        sync_weights(run, state.timer)
+    state.num_batches += 1
     with run.offload_schedule.phase(state.timer, "gen"):
-        seeds = sampling.sampling_seeds(cfg.trainer.seed, sampling.TRAINING, state.step, drawn, cfg.rollout.n)
+        seeds = sampling.sampling_seeds(
+            cfg.trainer.seed, sampling.TRAINING, state.step, drawn, cfg.rollout.n, state.drawn
+        )
         prompts = sampling.repeat_prompts(drawn, cfg.rollout.n)
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
         generations = sampling.generate(run.rollout, prompts, seeds, parameters)
@@ -111,28 +117,48 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
 def collect_rewards(
     run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
 ) -> RaggedBatch:
+    """Return the batch with its scores, as `await_rewards`, and record them."""
+    batch, scores = await_rewards(run, state, prompts, batch, pending)
+    record_rewards(state, [prompt.data_source for prompt in prompts], scores)
+    record_samples(run, state, prompts, batch, scores)
+    return batch
+
+
+def await_rewards(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
+) -> tuple[RaggedBatch, list[Score]]:
     """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
-    weighted sum of its parts, by the reward workers and the reward model, less the penalty on long responses."""
-    state.metrics["timing_s/reward_hidden"] = pending.seconds_until(time.perf_counter())
+    weighted sum of its parts, by the reward workers and the reward model, less the penalty on long responses. Return
+    the scores of the batch's responses with their parts too."""
+    by_model = None if run.reward_model is None else score_by_reward_model(run, state, batch)
+    hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
+    state.metrics["timing_s/reward_hidden"] = hidden + pending.seconds_until(time.perf_counter())
     n = run.config.rollout.n
     greedy_prompts = [] if state.greedy is None else prompts[::n]
     sources = [prompt.data_source for prompt in (*prompts, *greedy_prompts)]
     with run.offload_schedule.phase(state.timer, "reward"):
         scores = scoring.collect_scores(pending, len(sources))
-    if run.reward_model is not None:
-        scores = add_reward_model(run, sources, scores, score_by_reward_model(run, state, batch))
+    if by_model is not None:
+        scores = add_reward_model(run, sources, scores, by_model)
     buffer = run.config.reward.overlong_buffer
     if buffer.len > 0:
         lens = batch.response_lens.tolist() + ([] if state.greedy is None else state.greedy.response_lens.tolist())
         scores = penalize_overlong(scores, lens, run.config.data.max_response_length, buffer)
     numbers = torch.tensor([score.score for score in scores], dtype=torch.float32)
-    of_batch = scores[: len(prompts)]
-    state.metrics.update(reward_metrics(sources[: len(prompts)], of_batch))
-    if run.groups.rank == 0:
-        keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), of_batch)
     if greedy_prompts:
         batch = batch.with_fields(greedy_scores=numbers[len(prompts) :].repeat_interleave(n))
-    return batch.with_fields(scores=numbers[: len(prompts)])
+    return batch.with_fields(scores=numbers[: len(prompts)]), scores[: len(prompts)]
+
+
+def record_rewards(state: StepState, sources: Sequence[str], scores: Sequence[Score]) -> None:
+    """Add the metrics of the scores by data source. sources, scores: one entry per response."""
+    state.metrics.update(reward_metrics(sources, scores))
+
+
+def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
+    """Write the responses that are trained on to trainer.rollout_data_dir, unless it is null."""
+    if run.groups.rank == 0:
+        keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), scores)
 
 
 def add_reward_model(run: Run, sources: list[str], scores: list[Score], by_model: torch.Tensor) -> list[Score]:

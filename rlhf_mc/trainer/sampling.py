@@ -15,11 +15,15 @@ VALIDATION = 1
 """Streams of sampling seeds: validation never shares random numbers with training."""
 
 
-def sampling_seeds(seed: int, stream: int, step: int, prompts: Sequence[Prompt], n: int) -> list[int]:
+def sampling_seeds(
+    seed: int, stream: int, step: int, prompts: Sequence[Prompt], n: int, drawn: Counter[int] | None = None
+) -> list[int]:
     """Return one seed per response, in the order of `repeat_prompts`. A seed is a function of (seed, stream, step,
     prompt, response 0 to n - 1) alone: neither the number of ranks nor a resume changes it. A prompt that
-    the step draws again (data.train_file_weights) has responses n to 2n - 1."""
-    drawn: Counter[int] = Counter()
+    the step draws again (data.train_file_weights, algorithm.filter_groups) has responses n to 2n - 1.
+
+    drawn: how often the step has drawn each prompt before, by its index. It is brought up to date; None: never."""
+    drawn = Counter() if drawn is None else drawn
     seeds = []
     for prompt in prompts:
         first = n * drawn[prompt.index]

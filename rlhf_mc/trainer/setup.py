@@ -28,7 +28,7 @@ from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.order import check_weights, steps_per_epoch
+from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -122,8 +122,10 @@ def build_run(cfg: Config) -> Run:
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, training=True)
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, training=False)
     check_weights(cfg.data, train_prompts.file_sizes)
-    per_epoch = steps_per_epoch(len(train_prompts), cfg.data.train_batch_size)
-    total_steps = cfg.trainer.total_training_steps or cfg.trainer.total_epochs * per_epoch
+    check_batch(cfg.data, len(train_prompts))
+    per_epoch = batches_per_epoch(len(train_prompts), prompts_per_batch(cfg.data))
+    total_batches = cfg.trainer.total_epochs * per_epoch
+    total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer))
     inputs = read_inputs(cfg)
@@ -152,7 +154,7 @@ def build_run(cfg: Config) -> Run:
         stop_token_ids=_stop_token_ids(cfg.model.path, tokenizer),
         train_prompts=train_prompts,
         val_prompts=val_prompts,
-        schedule=StepSchedule(cfg.trainer, total_steps, bool(val_prompts)),
+        schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
         limits=micro_batch_limits(cfg),
         inputs=inputs,
         rewards=rewards,

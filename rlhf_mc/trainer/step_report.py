@@ -5,6 +5,7 @@ lists the metrics.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.balance import Cost, assign_to_replicas
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.data.order import steps_per_epoch
+from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths
@@ -33,6 +34,10 @@ class StepState:
     """1 for the first; 0 before it."""
     timer: PhaseTimer
     metrics: dict[str, float] = field(default_factory=dict)
+    num_batches: int = 0
+    """Batches of prompts that the run has drawn so far."""
+    drawn: Counter[int] = field(default_factory=Counter)
+    """How often this step has drawn each prompt, by its index."""
     prompts: Sequence[Prompt] = ()
     """The prompt of each response of this step's batch."""
     packing: PackingCache = field(default_factory=PackingCache)
@@ -41,10 +46,12 @@ class StepState:
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
 
 
-def begin_step(step: int, status: RankStatus) -> StepState:
-    """Return the state of a new step, whose timer keeps `status` up to date."""
+def begin_step(step: int, status: RankStatus, num_batches: int | None = None) -> StepState:
+    """Return the state of a new step, whose timer keeps `status` up to date. num_batches: batches of prompts that
+    earlier steps have drawn; None: one each."""
     status.step = step
-    return StepState(step, PhaseTimer(platform.synchronize, status))
+    num_batches = max(step - 1, 0) if num_batches is None else num_batches
+    return StepState(step, PhaseTimer(platform.synchronize, status), num_batches=num_batches)
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -60,12 +67,13 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if run.config.actor.entropy_coeff_end is not None:
         coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
         state.metrics["actor/entropy_coeff"] = coeff
+    per_epoch = batches_per_epoch(len(run.train_prompts), prompts_per_batch(data))
     seconds = state.timer.result()["timing_s/step"]
     tokens = int(batch.seq_lens.sum())
     state.metrics.update(
         {
             "training/global_step": state.step,
-            "training/epoch": (state.step - 1) // steps_per_epoch(len(run.train_prompts), data.train_batch_size),
+            "training/epoch": (state.num_batches - 1) // per_epoch,
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / run.groups.mesh.world,

@@ -130,10 +130,10 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
     out = []
     with built_run(config_path, [f"trainer.default_local_dir={root}"]) as run:
         checkpoints = Checkpoints(run)
-        checkpoints.step_done(1, None, {})
+        checkpoints.step_done(1, 1, None, {})
         checkpoints.save_now()
         for step, wait in ((2, True), (3, False)):
-            checkpoints.step_done(step, None, {})
+            checkpoints.step_done(step, step, None, {})
             unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
             try:
@@ -147,7 +147,7 @@ def save_on_a_full_disk(config_path: str, root: str, limit: int) -> list[str]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         run.config.trainer.max_ckpt_to_keep = 1
         with mock.patch.object(directory, "remove", side_effect=PermissionError(13, "Permission denied", "old")):
-            checkpoints.step_done(4, None, {})
+            checkpoints.step_done(4, 4, None, {})
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 checkpoints.save_now()
         out.append(stderr.getvalue())

@@ -1,11 +1,13 @@
 """batch.py: the ragged batch against the same data as lists of lists."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch, pad_responses, ragged_indices
+from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch, concatenate, pad_responses, ragged_indices
 
 PROMPTS = [[11, 12, 13], [21], [31, 32]]
 RESPONSES = [[14], [22, 23, 24], [33, 34]]
@@ -45,6 +47,14 @@ def test_with_fields_checks_lengths_and_keeps_the_original() -> None:
         batch.with_fields(values=torch.zeros(12))  # one per token, not per response token
     with pytest.raises(AssertionError, match="scores"):
         batch.with_fields(scores=torch.zeros(6))
+
+
+def test_concatenate_undoes_select() -> None:
+    batch = make_batch().with_fields(scores=torch.tensor([7.0, 8.0, 9.0]), values=torch.arange(6.0))
+    whole = concatenate([batch.select([0, 1]), batch.select([]), batch.select([2])])
+    for field in fields(RaggedBatch):
+        mine, theirs = getattr(whole, field.name), getattr(batch, field.name)
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs), field.name
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1], [1, 1, 0], []])

@@ -17,7 +17,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config, CustomRewardFunctionConfig, ModelConfig, RewardConfig, TrainerConfig
 from rlhf_mc.data import tokenise
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.order import check_weights, draws_of_files, indices_of_step, weighted_indices
+from rlhf_mc.data.order import check_weights, draws_of_files, indices_of_batch, weighted_indices
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -334,12 +334,12 @@ def test_weighted_order(shuffle: bool) -> None:
 def test_weights_of_settings() -> None:
     cfg = data_config(train_batch_size=4, train_file_weights=[1.0, 1.0], shuffle=False)
     cfg.train_files = ["a", "b"]
-    assert indices_of_step(cfg, [3, 3], 0, 1) == [0, 3, 1, 4]
+    assert indices_of_batch(cfg, [3, 3], 0, 1) == [0, 3, 1, 4]
     with pytest.raises(UserError, match=r"data.train_file_weights: there are no prompts of b to draw"):
         check_weights(cfg, [3, 0])
     cfg.train_file_weights = []
     check_weights(cfg, [3, 0])
-    assert indices_of_step(cfg, [3, 3], 0, 1) == [0, 1, 2, 3]
+    assert indices_of_batch(cfg, [3, 3], 0, 1) == [0, 1, 2, 3]
 
 
 def test_a_prompt_that_is_drawn_twice_has_other_seeds() -> None:

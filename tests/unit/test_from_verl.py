@@ -200,8 +200,11 @@ def test_every_default_that_differs_is_written_out() -> None:
         ("critic.enable", None, ("implied", None, None)),
         ("critic.enable", False, ("not supported", None, None)),
         ("critic.use_dynamic_bsz", True, ("not needed", None, None)),
-        ("algorithm.filter_groups.enable", True, ("not supported", None, None)),
+        ("algorithm.filter_groups", None, ("implied", None, None)),
+        ("algorithm.filter_groups.enable", True, ("same", "algorithm.filter_groups.enable", True)),
         ("algorithm.filter_groups.metric", "acc", ("not needed", None, None)),
+        ("data.gen_batch_size", 1024, ("implied", None, None)),
+        ("data.gen_batch_size", 1536, ("not supported", None, None)),
         ("algorithm.rollout_correction.rollout_is", "token",
          ("same", "algorithm.rollout_correction.rollout_is", "token")),
         ("algorithm.rollout_correction.rollout_rs", "token_k1,seq_max_k2",
@@ -240,6 +243,15 @@ def test_settings_that_depend_on_others() -> None:
         "renamed", "reward_model.model_path")  # fmt: skip
     assert line_of("critic.optim.lr", 1.0, algorithm__adv_estimator="grpo")[0] == "not needed"
     assert line_of("data.truncation", "left", data__filter_overlong_prompts=True)[0] == "not needed"
+    filters = {"algorithm__filter_groups__enable": True}
+    assert line_of("data.gen_batch_size", 1536, **filters) == ("same", "data.gen_batch_size", 1536)
+    metric = "algorithm.filter_groups.metric"
+    assert line_of(metric, "acc", **filters) == ("same", metric, "acc")
+    assert line_of(metric, "seq_final_reward", **filters) == ("same", metric, "seq_reward")
+    kl = {"algorithm__use_kl_in_reward": True}
+    assert line_of(metric, "seq_final_reward", **filters, **kl)[0] == "not supported"
+    most = "algorithm.filter_groups.max_num_gen_batches"
+    assert [line_of(most, count, **filters)[2] for count in (10, 0, -1)] == [10, 0, 0]
     path = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
     assert line_of(path, "m", actor__megatron__use_dist_checkpointing=True)[1] == "model.dist_checkpointing_path"
     both = converted({"actor.loss_agg_mode": "seq-mean-token-sum", "actor.ppo_max_token_len_per_gpu": 20000}).settings

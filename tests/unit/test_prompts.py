@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import template
-from rlhf_mc.data.order import prompt_indices, steps_per_epoch
+from rlhf_mc.data.order import batches_per_epoch, check_batch, prompt_indices
 from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -343,7 +343,7 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 def test_each_epoch_takes_every_prompt_at_most_once(shuffle: bool) -> None:
     num_prompts = 23
     batch_size = 5
-    per_epoch = steps_per_epoch(num_prompts, batch_size)
+    per_epoch = batches_per_epoch(num_prompts, batch_size)
     assert per_epoch == 4
     for epoch in range(3):
         steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
@@ -371,5 +371,8 @@ def test_order_of_a_step_is_independent_of_earlier_steps() -> None:
 
 def test_batch_larger_than_the_data() -> None:
     with pytest.raises(UserError, match=r"data\.train_batch_size is 5; there are only 4 training prompts"):
-        prompt_indices(4, 5, 0, 1, True)
+        check_batch(DataConfig([], train_batch_size=5), 4)
+    with pytest.raises(UserError, match=r"data\.gen_batch_size is 6; there are only 5 training prompts"):
+        check_batch(DataConfig([], train_batch_size=5, gen_batch_size=6), 5)
+    check_batch(DataConfig([], train_batch_size=4), 4)
     assert sorted(prompt_indices(4, 4, 9, 1, True)) == [0, 1, 2, 3]

@@ -72,7 +72,7 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         ("actor_rollout_ref.actor.fsdp_config.model_dtype",
          "models are trained by Megatron-Core, not FSDP: see the megatron section"),
         ("ray_init.num_cpus", "there is no Ray: leave it out"),
-        ("algorithm.filter_groups.enable", "dynamic sampling is not supported: leave it out"),
+        ("algorithm.use_pf_ppo", "prompts are not reweighted"),
         ("+actor.ppo_epochs", "write it without '+': actor.ppo_epochs"),
     ],
 )  # fmt: skip
