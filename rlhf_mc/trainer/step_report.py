@@ -37,7 +37,7 @@ class StepState:
     num_batches: int = 0
     """Batches of prompts that the run has drawn so far."""
     drawn: Counter[int] = field(default_factory=Counter)
-    """How often this step has drawn each prompt, by its index."""
+    """Number of times that this step has drawn each prompt, by its index."""
     prompts: Sequence[Prompt] = ()
     """The prompt of each response of this step's batch."""
     packing: PackingCache = field(default_factory=PackingCache)

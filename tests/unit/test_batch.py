@@ -53,7 +53,8 @@ def test_concatenate_undoes_select() -> None:
     batch = make_batch().with_fields(scores=torch.tensor([7.0, 8.0, 9.0]), values=torch.arange(6.0))
     whole = concatenate([batch.select([0, 1]), batch.select([]), batch.select([2])])
     for field in fields(RaggedBatch):
-        mine, theirs = getattr(whole, field.name), getattr(batch, field.name)
+        mine = getattr(whole, field.name)
+        theirs = getattr(batch, field.name)
         assert (mine is None and theirs is None) or torch.equal(mine, theirs), field.name
 
 

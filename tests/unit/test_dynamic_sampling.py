@@ -164,7 +164,7 @@ class ThreePrompts:
 
 
 def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
-    """The weights are updated before the first batch, and again where vLLM has slept since."""
+    """Check too that weights are updated before the first batch, and again where vLLM has slept since."""
     calls: list[Any] = []
     run, _, _ = run_with(config_file, "data.gen_batch_size=2")
     run.train_prompts = ThreePrompts()

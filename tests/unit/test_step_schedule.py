@@ -48,7 +48,7 @@ def test_run_ends_with_its_last_step_or_at_its_target() -> None:
 
 
 def test_run_of_epochs_ends_when_their_batches_are_drawn() -> None:
-    """With algorithm.filter_groups a step may draw several batches, so that there are fewer steps."""
+    """Draw several batches in a step, as algorithm.filter_groups does: there are fewer steps then."""
     found = schedule(test_freq=5, save_freq=5)
     drawn = {1: 3, 2: 6, 3: 9}
     assert [step for step, count in drawn.items() if found.is_last(step, count, None)] == [3]
