@@ -113,6 +113,10 @@ def _files(cfg: Config) -> Iterator[_File]:
     ):
         if path is not None:
             yield from _model_files(setting, path, with_weights=True)
+    if cfg.reward_model.tokenizer_path is not None:
+        yield from _existing("reward_model.tokenizer_path", Path(cfg.reward_model.tokenizer_path), _TOKENIZER)
+    if cfg.reward_model.chat_template_path is not None:
+        yield _File("reward_model.chat_template_path", "file", Path(cfg.reward_model.chat_template_path))
     for setting, path in (
         ("custom_reward_function.path", cfg.custom_reward_function.path),
         ("algorithm.custom_estimator.path", cfg.algorithm.custom_estimator.path),

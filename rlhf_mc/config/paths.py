@@ -20,6 +20,7 @@ INPUT_DIRECTORIES = (
     "model.dist_checkpointing_path",
     "critic.model_path",
     "reward_model.model_path",
+    "reward_model.tokenizer_path",
     "trainer.resume_from_path",
 )
 CUSTOM_FUNCTIONS = ("algorithm.custom_estimator.path", "actor.policy_loss.custom_loss.path")
@@ -27,6 +28,7 @@ INPUT_FILES = (
     "data.train_files",
     "data.val_files",
     "data.chat_template_path",
+    "reward_model.chat_template_path",
     "custom_reward_function.path",
     *CUSTOM_FUNCTIONS,
 )

@@ -10,7 +10,7 @@ from rlhf_mc.config.schema import Config
 
 def check_rewards(cfg: Config) -> None:
     """Raise UserError if the reward settings contradict each other."""
-    for problem in (_unused_function(cfg), _overlong_buffer(cfg), _remote(cfg)):
+    for problem in (_unused_function(cfg), _reward_model(cfg), _overlong_buffer(cfg), _remote(cfg)):
         if problem is not None:
             raise UserError(problem)
 
@@ -24,6 +24,14 @@ def _unused_function(cfg: Config) -> str | None:
         " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
         " the two to null, or weigh both in reward.mixture"
     )
+
+
+def _reward_model(cfg: Config) -> str | None:
+    model = cfg.reward_model
+    for name, needed in (("tokenizer_path", "model_path"), ("chat_template_path", "tokenizer_path")):
+        if (value := getattr(model, name)) is not None and getattr(model, needed) is None:
+            return f"reward_model.{name} is {value!r}; that needs reward_model.{needed}, which is null"
+    return None
 
 
 def _overlong_buffer(cfg: Config) -> str | None:

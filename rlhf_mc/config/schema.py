@@ -7,11 +7,12 @@ Checks of several settings together are in validate.py. No torch here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
 from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig, RewardModelConfig
 
 
 @dataclass
@@ -177,98 +178,6 @@ class RolloutConfig:
     update."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
-
-
-@dataclass
-class CustomRewardFunctionConfig:
-    """A user-defined reward function in place of the built-in rules."""
-
-    path: str | None = None
-    """Python file that defines the function; null: the built-in rule of the row's data_source."""
-    name: str = "compute_score"
-    """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info=None) returns a float or
-    {"score": float, ...}. It may be async, take all rows of a worker in one call (data_sources, solution_strs,
-    ground_truths, extra_infos), or be a class with such a __call__, of which each worker makes one object."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the class's constructor, or of each call of the function."""
-
-
-@dataclass
-class RewardModelConfig:
-    """A frozen reward model. Its score of a response is the output of its value head at the last token."""
-
-    model_path: str | None = None
-    """Hugging Face checkpoint of a sequence classifier with one label and the actor's tokenizer. Its scores replace
-    those of the reward functions in training, unless reward.mixture weighs both; validation uses the reward functions.
-    null: no reward model."""
-    forward_max_token_len_per_gpu: int = 32768
-    """Token budget of one micro-batch."""
-    forward_micro_batch_size_per_gpu: int | None = None
-    """Sequences of one micro-batch, without actor.use_dynamic_bsz; null: as the actor's update."""
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """As critic.megatron, for the reward model. Settings that only training uses are neither inherited nor accepted."""
-
-
-@dataclass
-class OverlongBufferConfig:
-    """A penalty on long responses, in training: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
-
-    len: int = 0
-    """Tokens before data.max_response_length over which the penalty rises from 0 to penalty_factor; 0: no penalty."""
-    penalty_factor: float = 1.0
-    """Penalty of a response of data.max_response_length tokens."""
-
-
-@dataclass
-class RemoteRewardConfig:
-    """An HTTP endpoint that scores responses: the part `remote` of the score. It must be the same for all ranks."""
-
-    url: str | None = None
-    """Address of the endpoint. With api openai the base, such as http://host:8000/v1; null: none."""
-    api: Literal["http", "openai"] = "http"
-    """http: each request is the JSON of a reward function's arguments and `prompt`; the answer is a number or
-    {"score": number, ...}. openai: a chat completion of `model`; the last number of its reply is the score."""
-    model: str | None = None
-    """openai: name of the model."""
-    template: str = (
-        "Question: {prompt}\n\nReference answer: {ground_truth}\n\nAnswer: {response}\n\n"
-        "Rate the answer from 0 (wrong) to 1 (right). Reply with the number alone."
-    )
-    """openai: the user's message. {prompt}, {ground_truth} and {response} are replaced."""
-    api_key_env: str | None = None
-    """Environment variable with the key that is sent as Authorization: Bearer; null: no key."""
-    timeout_seconds: float = 60.0
-    """Time limit of each request. reward.timeout_seconds limits a response's requests together."""
-    max_retries: int = 3
-    """Repetitions of a request that gets no answer, or an HTTP status for overload (429, 503, ...)."""
-    max_concurrency: int = 32
-    """Requests of one worker at a time."""
-
-
-@dataclass
-class RewardConfig:
-    """The parts of a response's score, and the processes that run the reward functions."""
-
-    num_workers: int = 1
-    """Worker processes per rank. They score the rank's share of the responses while the log-prob passes run. Each
-    imports the user's file. At least 1, so that a function that exits or blocks does not exit or block a rank."""
-    timeout_seconds: float = 300.0
-    """Time limit of the score of each response (of the whole call, for a function that takes all rows in one), and of
-    the import of the user's file, which has at least 60 s."""
-    mixture: dict[str, Any] = field(default_factory=dict)
-    """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*" stands for all others.
-    A part is the name of a rule (docs/rewards.md), custom, remote, or reward_model. {}: one part of weight 1, which is
-    the reward model, else the user's function or the endpoint, else the rule of the data source."""
-    on_error: Literal["error", "default_score"] = "error"
-    """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
-    returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.
-    default_score: the response scores default_score, with a warning and a count in the metrics."""
-    default_score: float = 0.0
-    """Score of a response that cannot be scored, with on_error: default_score."""
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    """Penalty on long responses, the part `overlong` of the score."""
-    remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
-    """An HTTP endpoint that scores responses."""
 
 
 @dataclass

@@ -236,6 +236,8 @@ def _check_micro_batches(cfg: Config) -> None:
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
     absent = [f"{role}." for role in absent_roles(cfg)]
+    if cfg.reward_model.tokenizer_path is not None:
+        absent.append("reward_model.")  # it truncates its own tokens
     for key in _TOKEN_BUDGETS:
         budget = _get(cfg, key)
         _require(

@@ -266,6 +266,10 @@ def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
         bound = rejection_lower_bound(verl)
         if bound is not None:
             yield Line("default", "of rollout_rs_threshold", lower, bound)
+    path = found.get("reward_model.model_path")
+    if "reward_model" in roles and path is not None and "reward_model.model.input_tokenizer" not in verl:
+        text = "it reads conversations in its own chat template; ours: the actor's tokens"
+        yield Line("default", text, "reward_model.tokenizer_path", path)
     if found.get("actor.megatron.param_offload"):
         yield Line("default", "weights that vLLM shares cannot be offloaded", "reshard.share_weights", False)
     if "trainer.default_local_dir" not in found:

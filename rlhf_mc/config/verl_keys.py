@@ -313,7 +313,6 @@ RULES: list[Rule] = [
         "reward_model.sandbox_fusion* sandbox_fusion* reward_model.reward_manager* reward_model.reward_kwargs*"
         " reward_model.reward_loop*",
     ),
-    *_rules("not supported", "its vocabulary and template are the actor's", "reward_model.model.input_tokenizer"),
     *_rules(
         "not supported",
         "micro-batches are per GPU: use ..._micro_batch_size_per_gpu",
@@ -370,6 +369,7 @@ CONVERTED_HINTS = {
     "actor.clip_ratio": "use actor.clip_ratio_low and actor.clip_ratio_high",
     "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz": "use actor.use_dynamic_bsz (one switch for all passes)",
     "reward_model.enable": "use reward_model.model_path (null: no reward model)",
+    "reward_model.model.input_tokenizer": "use reward_model.tokenizer_path, the reward model's own tokenizer",
     "reward_model.*overlong_buffer*.enable": "use reward.overlong_buffer.len (0: no penalty)",
     "rollout.val_kwargs.do_sample": "use rollout.val_kwargs.temperature (0: greedy)",
     "rollout.prompt_length": "use data.max_prompt_length",

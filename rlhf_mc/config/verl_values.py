@@ -304,12 +304,16 @@ def _reward_workers(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _reward_enable(key: str, value: Any, verl: Settings) -> Line:
-    template = "by reward_model.model_path; it reads the actor's tokens, in verl its own chat template's"
-    return Line("implied", template if value else "there is no reward model")
+    return Line("implied", "by reward_model.model_path" if value else "there is no reward model")
 
 
-def _input_tokenizer(key: str, value: Any, verl: Settings) -> Line | None:
-    return Line("implied", "the same tokenizer") if value == verl.get("reward_model.model.path") else None
+def _input_tokenizer(key: str, value: Any, verl: Settings) -> Line:
+    path = verl.get("reward_model.model.path")
+    if value is None:
+        return Line("implied", "the reward model reads the actor's tokens")
+    if path is None:
+        return Line("not supported", "it needs reward_model.model.path")
+    return renamed("reward_model.tokenizer_path", path, "the reward model's own; verl's key is the actor's")
 
 
 CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] = (

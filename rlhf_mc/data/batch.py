@@ -6,7 +6,7 @@ weights), so that computing on it needs no communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -33,6 +33,13 @@ class Prompt:
     """The setting and the file that the row is from, for messages."""
     row: int = 0
     """Row of that file."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The prompt as chat messages, before the template; empty where load_prompts was not asked for them."""
+
+    @property
+    def where(self) -> str:
+        """The row with its file, for messages."""
+        return f"{self.file}, row {self.row}" if self.file else f"row {self.index}"
 
 
 @dataclass(frozen=True)

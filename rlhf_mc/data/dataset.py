@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.source import EXTRA, REFERENCE, Rows
+from rlhf_mc.data.tokenise import messages_of
 
 NO_SOURCE = "unknown"
 """The data source of rows that have none, in metrics. Only a function of the user's own scores them."""
@@ -34,6 +35,8 @@ class FilePrompts:
     """Texts of the first prompts."""
     name: str
     """The setting and the file, for messages."""
+    messages_key: str | None = None
+    """Column of the prompt, if prompts are to have their messages."""
 
     def without(self, places: Collection[int]) -> FilePrompts:
         """Return the prompts but those at these places."""
@@ -81,7 +84,8 @@ class Prompts(Sequence[Prompt]):
         file = self._files[number]
         place = index - self._firsts[number]
         start = self._starts[number][place]
-        row = file.source.row(int(file.rows[place]))
+        row_number = int(file.rows[place])
+        row = file.source.row(row_number)
         return Prompt(
             index=index,
             token_ids=file.tokens[start : start + file.lens[place]].tolist(),
@@ -90,5 +94,12 @@ class Prompts(Sequence[Prompt]):
             ground_truth=row.get(REFERENCE, {}).get("ground_truth"),
             extra_info=row.get(EXTRA) or {},
             file=file.name,
-            row=int(file.rows[place]),
+            row=row_number,
+            messages=_messages(file, row, row_number),
         )
+
+
+def _messages(file: FilePrompts, row: Mapping[str, Any], number: int) -> Sequence[Mapping[str, Any]]:
+    """Return the chat messages of a row's prompt, if they are kept."""
+    key = file.messages_key
+    return () if key is None else messages_of(row[key], f"{file.name}, row {number}", key)

@@ -39,6 +39,7 @@ def load_prompts(
     key: str = "data.train_files",
     num_texts: int | None = None,
     by_rule: bool = True,
+    with_messages: bool = False,
 ) -> Prompts:
     """Return the prompts of all files, in order: those of the first `max_samples` rows, or of all rows if it is -1.
 
@@ -51,7 +52,7 @@ def load_prompts(
     Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are gathered: every rank must
     call it, and has the same prompts, or raises the same error, as a process alone. With cfg.cache_dir the tokens of a
     file are read from the cache if all ranks have its entry. num_texts: Prompt.text is kept for that many prompts from
-    the first on; None: for all.
+    the first on; None: for all. with_messages: Prompt.messages is kept.
     """
     rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
     found: list[FilePrompts] = []
@@ -72,9 +73,19 @@ def load_prompts(
         _warn(where, tokens.counts, cfg)
         total.num_rows += tokens.counts.num_rows
         total.num_bad += tokens.counts.num_bad
-        source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA))
+        messages_key = cfg.prompt_key if with_messages else None
+        source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key] if messages_key else [])))
         found.append(
-            FilePrompts(tokens.tokens, tokens.lens, tokens.rows, source, cfg.reward_fn_key, tokens.texts, where)
+            FilePrompts(
+                tokens.tokens,
+                tokens.lens,
+                tokens.rows,
+                source,
+                cfg.reward_fn_key,
+                tokens.texts,
+                where,
+                messages_key,
+            )
         )
     _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in found), total, cfg)
     return Prompts(found)

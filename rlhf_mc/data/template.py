@@ -24,24 +24,30 @@ class _Timeout(BaseException):
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    where: str,
+    add_generation_prompt: bool = True,
+    template: str = "the tokenizer's chat template",
 ) -> str:
-    """Return the text of a prompt, with the generation prompt added. Raise UserError, naming `where` (file and row), if
-    the template fails or does not end."""
+    """Return the text of the messages, with the generation prompt added unless they end with a response. Raise
+    UserError, naming `where` (file and row) and `template`, if the template fails or does not end."""
     try:
         with _time_limit():
             text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **dict(arguments)
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **arguments,
             )
     except _Timeout:
-        raise UserError(
-            f"{where}: the tokenizer's chat template has not ended after {LIMIT_SECONDS:g} s of processor time"
-        ) from None
+        raise UserError(f"{where}: {template} has not ended after {LIMIT_SECONDS:g} s of processor time") from None
     except Exception as error:  # a template is arbitrary code
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{where}: the tokenizer's chat template refuses the prompt ({reason})") from error
+        raise UserError(f"{where}: {template} refuses the prompt ({reason})") from error
     if not isinstance(text, str):
-        raise UserError(f"{where}: the tokenizer's chat template gives {type(text).__name__}, not a text")
+        raise UserError(f"{where}: {template} gives {type(text).__name__}, not a text")
     return text
 
 

@@ -10,19 +10,26 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import NodeError, UserError, reason_of
 
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files of which a directory with a tokenizer has one."""
 
-def load_tokenizer(path: str, key: str = "tokenizer", chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
+
+def load_tokenizer(
+    path: str,
+    key: str = "tokenizer",
+    chat_template_path: str | None = None,
+    template_key: str = "data.chat_template_path",
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a Hugging Face directory. Only local files are read and no code of the checkpoint is run.
-    chat_template_path: file of the chat template (data.chat_template_path); None: the tokenizer's own.
+    chat_template_path: file of the chat template, the setting `template_key`; None: the tokenizer's own.
 
     Raise UserError, beginning with `key` (the setting that names the directory), if the directory is missing, contains
     no tokenizer, or one without an end-of-sequence token; or if the template cannot be read.
     """
     if not os.path.isdir(path):
         raise UserError(f"{key} {path}: no such directory")
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any(os.path.isfile(os.path.join(path, name)) for name in names):
-        raise UserError(f"{key} {path}: holds no tokenizer (none of {', '.join(names)})")
+    if not has_tokenizer(path):
+        raise UserError(f"{key} {path}: holds no tokenizer (none of {', '.join(FILES)})")
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _check_json(key, os.path.join(path, name))
     try:
@@ -33,19 +40,24 @@ def load_tokenizer(path: str, key: str = "tokenizer", chat_template_path: str | 
     if tokenizer.eos_token_id is None:
         raise UserError(f"{key} {path}: the tokenizer has no end-of-sequence token (eos_token)")
     if chat_template_path is not None:
-        tokenizer.chat_template = _read_template(chat_template_path)
+        tokenizer.chat_template = _read_template(chat_template_path, template_key)
     return tokenizer
 
 
-def _read_template(path: str) -> str:
+def has_tokenizer(path: str) -> bool:
+    """Return whether the directory has a tokenizer."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in FILES)
+
+
+def _read_template(path: str, key: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise NodeError(f"data.chat_template_path {path}: cannot be read ({reason_of(error)})") from error
+        raise NodeError(f"{key} {path}: cannot be read ({reason_of(error)})") from error
     except UnicodeDecodeError as error:
-        raise NodeError(f"data.chat_template_path {path}: not a text in UTF-8 ({error})") from error
+        raise NodeError(f"{key} {path}: not a text in UTF-8 ({error})") from error
     if not text.strip():
-        raise UserError(f"data.chat_template_path {path}: is empty; expected a Jinja template of chat messages")
+        raise UserError(f"{key} {path}: is empty; expected a Jinja template of chat messages")
     return text
 
 

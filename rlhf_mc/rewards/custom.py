@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig
 from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.rules import RewardFunction
 

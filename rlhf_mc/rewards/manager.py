@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import REWARD_MODEL, Mixture, problem_of
 from rlhf_mc.rewards.results import Failure, Row, Score
@@ -122,8 +122,7 @@ class RewardManager:
 
     def _row(self, prompt: Prompt, response: str, training: bool, text: str = "") -> Row:
         weights = (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
-        where = f"{prompt.file}, row {prompt.row}" if prompt.file else f"row {prompt.index}"
-        return Row(where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text)
+        return Row(prompt.where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text)
 
     def _start_workers(self, count: int) -> list[Worker]:
         """Return `count` workers, after starting those that are missing."""

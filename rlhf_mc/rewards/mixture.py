@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.rewards.results import Row
 from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import RemoteRewardConfig
+from rlhf_mc.config.reward_schema import RemoteRewardConfig
 from rlhf_mc.rewards.results import Row, RowFailure
 
 if TYPE_CHECKING:

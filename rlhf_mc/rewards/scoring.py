@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
 from rlhf_mc.rewards.mixture import CUSTOM, REMOTE, REWARD_MODEL, problem_of

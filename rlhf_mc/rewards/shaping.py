@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_mc.config.schema import OverlongBufferConfig
+from rlhf_mc.config.reward_schema import OverlongBufferConfig
 from rlhf_mc.rewards.results import Score
 
 OVERLONG = "overlong"

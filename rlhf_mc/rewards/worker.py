@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.results import Failure, Row, Score
 from rlhf_mc.rewards.scoring import Scorer, name_of

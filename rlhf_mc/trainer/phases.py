@@ -4,6 +4,7 @@ under the row's name. The phases that compute on the step's batch return it with
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,16 +18,17 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import needs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.order import indices_of_batch
+from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rewards.metrics import reward_metrics
-from rlhf_mc.rewards.mixture import REWARD_MODEL
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rewards.shaping import penalize_overlong
 from rlhf_mc.rollout.base import WEIGHTS, Sampling
-from rlhf_mc.trainer import advantages, evaluate, sampling, scoring
+from rlhf_mc.trainer import advantages, evaluate, reward_models, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
+from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.rollout_correction import corrected
 from rlhf_mc.trainer.samples import write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
@@ -130,16 +132,22 @@ def await_rewards(
     """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
     weighted sum of its parts, by the reward workers and the reward model, less the penalty on long responses. Return
     the scores of the batch's responses with their parts too."""
-    by_model = None if run.reward_model is None else score_by_reward_model(run, state, batch)
-    hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
-    state.metrics["timing_s/reward_hidden"] = hidden + pending.seconds_until(time.perf_counter())
     n = run.config.rollout.n
     greedy_prompts = [] if state.greedy is None else prompts[::n]
+    models = [] if run.reward_model is None else [run.reward_model]
+    by_model = {
+        model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch) for model in models
+    }
+    hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
+    state.metrics["timing_s/reward_hidden"] = hidden + pending.seconds_until(time.perf_counter())
     sources = [prompt.data_source for prompt in (*prompts, *greedy_prompts)]
     with run.offload_schedule.phase(state.timer, "reward"):
         scores = scoring.collect_scores(pending, len(sources))
-    if by_model is not None:
-        scores = add_reward_model(run, sources, scores, by_model)
+    for part, contributions in by_model.items():
+        scores = [
+            score if value is None else score.plus(part, value)
+            for score, value in zip(scores, contributions, strict=True)
+        ]
     buffer = run.config.reward.overlong_buffer
     if buffer.len > 0:
         lens = batch.response_lens.tolist() + ([] if state.greedy is None else state.greedy.response_lens.tolist())
@@ -161,28 +169,30 @@ def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: Rag
         keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), scores)
 
 
-def add_reward_model(run: Run, sources: list[str], scores: list[Score], by_model: torch.Tensor) -> list[Score]:
-    """Return the scores with the reward model's part, where the mixture of the data source has one. by_model: [S]."""
-    found = []
-    for source, score, value in zip(sources, scores, by_model.tolist(), strict=True):
-        weight = run.rewards.mixture.training(source).get(REWARD_MODEL)
-        found.append(score if weight is None else score.plus(REWARD_MODEL, weight * value))
-    return found
-
-
-def score_by_reward_model(run: Run, state: StepState, batch: RaggedBatch) -> torch.Tensor:
-    """Return the reward model's scores, those of the greedy responses last, float32. Raise UserError if one is not
-    finite."""
-    assert run.reward_model is not None
-    with run.offload_schedule.phase(state.timer, "reward_model"):
-        limit = run.limits["reward_model"]
-        scores = scoring.score_sequences(run.reward_model, batch, limit, state.packing)
-        if state.greedy is not None:
-            scores = torch.cat([scores, scoring.score_sequences(run.reward_model, state.greedy, limit)])
-    if not scores.isfinite().all():  # the same on every rank
-        path = run.config.reward_model.model_path
-        raise UserError(f"reward_model.model_path: {path}: a score is not finite in step {state.step}")
-    return scores
+def score_by_reward_model(
+    run: Run, state: StepState, model: RewardModel, prompts: list[Prompt], batch: RaggedBatch
+) -> list[float | None]:
+    """Return the contribution of a reward model's part to each score, None where the mixture of the data source has no
+    such part. prompts: of each response, the greedy ones last. Raise UserError if a score is not finite."""
+    weights = [run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts]
+    num_sampled = batch.num_sequences
+    passes = [(batch, slice(num_sampled), state.packing)]
+    if state.greedy is not None:
+        passes.append((state.greedy, slice(num_sampled, None), PackingCache()))
+    values: list[float] = []
+    num_truncated = 0
+    with run.offload_schedule.phase(state.timer, model.section):
+        for responses, part, packing in passes:
+            asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
+            found = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
+            values += found.values.tolist()
+            num_truncated += found.num_truncated
+    if not all(map(math.isfinite, values)):  # the same on every rank
+        raise UserError(f"{model.section}.model_path: {model.path}: a score is not finite in step {state.step}")
+    if model.conversations is not None:
+        key = f"reward/num_truncated/{model.part}"
+        state.metrics[key] = state.metrics.get(key, 0) + num_truncated
+    return [None if weight is None else weight * value for weight, value in zip(weights, values, strict=True)]
 
 
 def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:

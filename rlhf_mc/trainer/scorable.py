@@ -1,13 +1,16 @@
-"""The check, before training starts, that each prompt can be scored: its data source has a rule, and the rule a
-reference answer to compare with.
+"""The check, before training starts, that each prompt can be scored: its data source has a rule, the rule a reference
+answer to compare with, and a reward model's chat template accepts the prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import Prompt
+from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.prompts import NAMED
 from rlhf_mc.rewards.manager import RewardManager
@@ -17,12 +20,26 @@ from rlhf_mc.topology.consensus import gather_objects, my_share
 logger = logging.getLogger(__name__)
 
 
-def scorable(rewards: RewardManager, prompts: Prompts, on_bad_row: str, training: bool) -> Prompts:
-    """Return the prompts that can be scored. With on_bad_row "error" raise UserError, with file and row, for the first
-    that cannot; with "skip" leave them out, with a warning. Each rank checks a part: every rank must call it."""
+def scorable(
+    rewards: RewardManager,
+    prompts: Prompts,
+    on_bad_row: str,
+    training: bool,
+    conversations: ConversationTokenizer | None = None,
+) -> Prompts:
+    """Return the prompts that can be scored, and rendered for a reward model. With on_bad_row "error" raise UserError,
+    with file and row, for the first that cannot; with "skip" leave them out, with a warning. Each rank checks a part:
+    every rank must call it."""
+
+    def check(some: list[Prompt]) -> None:
+        rewards.check(some, training)
+        if conversations is not None:
+            for prompt in some:
+                conversations.text(prompt, "")
+
     found: dict[int, str] = {}
     mine = my_share(len(prompts))
-    for other in gather_objects(_problems(rewards, prompts, mine, training, on_bad_row == "error")):
+    for other in gather_objects(_problems(check, prompts, mine, on_bad_row == "error")):
         found |= other
     if not found:
         return prompts
@@ -37,17 +54,15 @@ def scorable(rewards: RewardManager, prompts: Prompts, on_bad_row: str, training
     return prompts.without(found)
 
 
-def _problems(
-    rewards: RewardManager, prompts: Prompts, mine: range, training: bool, only_first: bool
-) -> dict[int, str]:
+def _problems(check: Callable[[list[Prompt]], None], prompts: Prompts, mine: range, only_first: bool) -> dict[int, str]:
     """Return by index the problems of these prompts, in order."""
     found: dict[int, str] = {}
     with contextlib.suppress(UserError):
-        rewards.check(prompts[mine.start : mine.stop], training)
+        check(prompts[mine.start : mine.stop])
         return found
     for index in mine:
         try:
-            rewards.check([prompts[index]], training)
+            check([prompts[index]])
         except UserError as error:
             found[index] = str(error)
             if only_first:

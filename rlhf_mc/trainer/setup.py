@@ -27,6 +27,7 @@ from rlhf_mc.config.load import validate
 from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
 from rlhf_mc.data.balance import Limit
+from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
 from rlhf_mc.data.prompts import load_prompts
@@ -44,6 +45,7 @@ from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.mixture import REWARD_MODEL
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
@@ -54,6 +56,7 @@ from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
+from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizer
 from rlhf_mc.trainer.scorable import scorable
 from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.update import SkippedUpdates
@@ -84,8 +87,7 @@ class Run:
     critic: ModelEngine | None
     """None if the advantage estimator needs none."""
     reference: ModelEngine | None
-    reward_model: ModelEngine | None
-    """Its scores are the part reward_model of the mixture of `rewards`, in training."""
+    reward_model: RewardModel | None
     rollout: RolloutEngine
     weight_sync: WeightSync
     """From the actor's parameters to vLLM's."""
@@ -113,21 +115,22 @@ def build_run(cfg: Config) -> Run:
     check_free(Path(cfg.trainer.default_local_dir))
     check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
-    train_prompts, val_prompts = _prompts(cfg, tokenizer)
+    conversations = on_every_rank(lambda: conversation_tokenizer(cfg))
+    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=conversations is not None)
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: estimator_of(cfg.algorithm))
     policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
     has_reward_model = cfg.reward_model.model_path is not None
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, has_reward_model))
-    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, training=True)
-    val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, training=False)
+    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations)
+    val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
     check_weights(cfg.data, train_prompts.file_sizes)
     check_batch(cfg.data, len(train_prompts))
     per_epoch = batches_per_epoch(len(train_prompts), prompts_per_batch(cfg.data))
     total_batches = cfg.trainer.total_epochs * per_epoch
     total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
 
-    starts = on_every_rank(lambda: _starts(cfg, tokenizer))
+    starts = on_every_rank(lambda: _starts(cfg, tokenizer, conversations))
     inputs = read_inputs(cfg)
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
@@ -143,6 +146,7 @@ def build_run(cfg: Config) -> Run:
             warmup = cfg.trainer.critic_warmup if role == "actor" else 0
             models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
         offload_schedule.add(role, models[role])
+    limits = micro_batch_limits(cfg)
     weight_sync, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
@@ -155,13 +159,13 @@ def build_run(cfg: Config) -> Run:
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
-        limits=micro_batch_limits(cfg),
+        limits=limits,
         inputs=inputs,
         rewards=rewards,
         actor=models["actor"],
         critic=models.get("critic"),
         reference=models.get("ref"),
-        reward_model=models.get("reward_model"),
+        reward_model=_reward_model(cfg, models.get("reward_model"), limits["reward_model"], conversations),
         rollout=rollout,
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,
@@ -188,14 +192,15 @@ def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path", template)
 
 
-def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prompts, Prompts]:
-    """Return the training prompts and the validation prompts. Every rank must call it."""
+def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: bool) -> tuple[Prompts, Prompts]:
+    """Return the training prompts, with their messages or without, and the validation prompts. Every rank must call
+    it."""
     data = cfg.data
 
-    def load(key: str, files: Sequence[str], most_rows: int, num_texts: int) -> Prompts:
-        return load_prompts(files, tokenizer, data, most_rows, key, num_texts, scored_by_rule(cfg, key))
+    def load(key: str, files: Sequence[str], most_rows: int, num_texts: int, messages: bool = False) -> Prompts:
+        return load_prompts(files, tokenizer, data, most_rows, key, num_texts, scored_by_rule(cfg, key), messages)
 
-    train = load("data.train_files", data.train_files, data.train_max_samples, 0)
+    train = load("data.train_files", data.train_files, data.train_max_samples, 0, with_messages)
     if not data.val_files:
         return train, Prompts([])
     # A prompt has n samples.
@@ -235,7 +240,9 @@ class _Start:
     """Names in the checkpoint of the tensors that are not trained."""
 
 
-def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start]:
+def _starts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
+) -> dict[str, _Start]:
     """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
     mcore = cfg.model.dist_checkpointing_path
     with about("model.path:"):
@@ -250,7 +257,7 @@ def _starts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, _Start
     if uses_critic(cfg):
         starts["critic"] = _critic_start(cfg, reader, tokenizer)
     if cfg.reward_model.model_path is not None:
-        scorer = reward_model_checkpoint(cfg, tokenizer)
+        scorer = reward_model_checkpoint(cfg, tokenizer, conversations)
         starts["reward_model"] = _Start(scorer.shape, scorer.reader)
     for role, start in starts.items():
         if role != "actor":  # checked above
@@ -271,6 +278,15 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     shape = reader.shape(value_head=True)
     frozen = frozen_tensors("critic.freeze", cfg.critic.freeze, shape)
     return _Start(shape, reader, mcore, cfg.critic.optim, frozen)
+
+
+def _reward_model(
+    cfg: Config, engine: ModelEngine | None, limit: Limit, conversations: ConversationTokenizer | None
+) -> RewardModel | None:
+    path = cfg.reward_model.model_path
+    if engine is None or path is None:
+        return None
+    return RewardModel("reward_model", REWARD_MODEL, path, engine, limit, conversations)
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:

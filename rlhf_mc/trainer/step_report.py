@@ -137,7 +137,8 @@ def headlines(run: Run) -> list[str]:
     rollout_tp = run.config.rollout.tensor_model_parallel_size
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
     models: dict[str, list[str]] = {}
-    for engine in (*run.trained_models(), run.reference, run.reward_model):
+    reward_model = None if run.reward_model is None else run.reward_model.engine
+    for engine in (*run.trained_models(), run.reference, reward_model):
         if engine is not None:
             megatron = layouts(run.config)[engine.name]
             sequence = ", sequence parallel" if megatron.sequence_parallel else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,9 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.schema import Config, DataConfig
-from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.data.conversations import ConversationTokenizer
+from rlhf_mc.data.tokenizer import has_tokenizer, load_tokenizer
+from rlhf_mc.runtime.console import say
 
 HEAD = "score.weight"
 BIAS = "score.bias"
@@ -39,50 +40,74 @@ def check_value_head(key: str, reader: HFReader) -> None:
             raise UserError(f"{where}: {BIAS} is {bias.tolist()}; a value head has no bias, so it must be 0")
 
 
-def reward_model_checkpoint(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
-    """Return the reward model's checkpoint. Raise UserError if it has no value head, or another vocabulary than the
-    actor."""
+def reward_model_checkpoint(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
+) -> ValueCheckpoint:
+    """Return the reward model's checkpoint. Raise UserError if it has no value head, or another vocabulary than its
+    tokenizer: that of `conversations`, or None for the actor's, `tokenizer`."""
+    key = "reward_model.model_path"
     path = cfg.reward_model.model_path
     assert path is not None
-    found = value_checkpoint("reward_model.model_path", path, cfg.data, tokenizer)
+    if conversations is None:
+        found = value_checkpoint(key, path, cfg.data, tokenizer, "reward_model.tokenizer_path")
+    else:
+        found = _checkpoint(key, path)
+        _check_size(conversations.key, conversations.tokenizer, found.shape, f"{key} {path}")
     if HEAD not in found.reader.names:
-        raise UserError(
-            f"reward_model.model_path {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label"
-        )
+        raise UserError(f"{key} {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label")
     return found
 
 
-def value_checkpoint(key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> ValueCheckpoint:
+def value_checkpoint(
+    key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, own_key: str | None = None
+) -> ValueCheckpoint:
     """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if the actor's prompts
-    and responses are too long for it or of another vocabulary, or if its head is not a value head."""
+    and responses are too long for it or of another vocabulary, or if its head is not a value head. own_key: the setting
+    that would give the model a tokenizer of its own, if there is one."""
+    found = _checkpoint(key, path)
+    where = f"{key} {path}"
+    longest = data.max_prompt_length + data.max_response_length
+    if longest > found.shape.max_position_embeddings:
+        raise UserError(
+            f"{where}: max_position_embeddings is {found.shape.max_position_embeddings}, fewer than the {longest}"
+            " tokens of data.max_prompt_length + data.max_response_length"
+        )
+    _check_size("the actor's", tokenizer, found.shape, where)
+    _check_same_tokens(key, path, tokenizer, own_key)
+    return found
+
+
+def _checkpoint(key: str, path: str) -> ValueCheckpoint:
+    """Return a checkpoint whose value head, if it has one, is checked."""
     with about(f"{key}:"):
         reader = HFReader(path)
-    where = f"{key} {path}"
     check_value_head(key, reader)
     with about(f"{key}:"):
         shape = reader.shape(value_head=True)
         reader.check(shape)
-    longest = data.max_prompt_length + data.max_response_length
-    if longest > shape.max_position_embeddings:
-        raise UserError(
-            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the {longest} tokens of "
-            "data.max_prompt_length + data.max_response_length"
-        )
-    _check_tokenizer(key, path, shape, tokenizer)
     return ValueCheckpoint(reader, shape)
 
 
-def _check_tokenizer(key: str, path: str, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless the model has the actor's vocabulary: it reads the actor's tokens unchanged."""
-    where = f"{key} {path}"
+def _check_size(whose: str, tokenizer: PreTrainedTokenizerBase, shape: ModelShape, where: str) -> None:
     if len(tokenizer) > shape.vocab_size:
-        raise UserError(f"{where}: vocab_size is {shape.vocab_size}, the tokenizer has {len(tokenizer)} tokens")
-    if not os.path.isfile(os.path.join(path, "tokenizer.json")):
+        raise UserError(
+            f"{where}: vocab_size is {shape.vocab_size}, the tokenizer ({whose}) has {len(tokenizer)} tokens"
+        )
+
+
+def _check_same_tokens(key: str, path: str, tokenizer: PreTrainedTokenizerBase, own_key: str | None) -> None:
+    """Raise UserError unless the model has the actor's vocabulary, as far as its directory shows: it reads the actor's
+    tokens unchanged. own_key: as in value_checkpoint; with it, warn where the chat template is another."""
+    if not has_tokenizer(path):
         return
-    own = load_tokenizer(path, key).get_vocab()
-    different = next((token for token, i in tokenizer.get_vocab().items() if own.get(token) != i), None)
+    own = load_tokenizer(path, key)
+    vocabulary = own.get_vocab()
+    different = next((token for token, i in tokenizer.get_vocab().items() if vocabulary.get(token) != i), None)
+    hint = "" if own_key is None else f"; set {own_key} to {path} and it reads its own tokens"
     if different is not None:
         raise UserError(
-            f"{where}: its tokenizer has {different!r} as {own.get(different)}, the actor's as "
-            f"{tokenizer.get_vocab()[different]}; it needs the actor's tokenizer"
+            f"{key} {path}: its tokenizer has {different!r} as {vocabulary.get(different)}, the actor's as "
+            f"{tokenizer.get_vocab()[different]}; it needs the actor's tokenizer{hint}"
         )
+    if own_key is not None and own.chat_template not in (None, tokenizer.chat_template):
+        say(f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}", rank_0_only=True)

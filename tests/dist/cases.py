@@ -18,7 +18,7 @@ from tiny import config_tree
 
 from rlhf_mc.checkpoint import hf_format
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer

@@ -25,17 +25,21 @@ from gpu_parts.engines import my_micro_batches as _my_micro_batches
 from gpu_parts.engines import objective as _objective
 
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
-from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ActorConfig, MegatronConfig, OptimConfig
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.data.conversations import ConversationTokenizer
+from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.models import build, heads
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
+from rlhf_mc.topology.groups import Groups
+from rlhf_mc.trainer import reward_models
+from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 from rlhf_mc.trainer.setup import layouts_of
 from rlhf_mc.trainer.update import ActorTerms, SkippedUpdates, actor_objective, mini_batches, update
@@ -75,14 +79,34 @@ def scores_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (each sequence's score, each response token's value) by the checkpoint's own value head."""
     with mesh_groups(tp, pp) as groups:
-        reader = HFReader(checkpoint)
-        shape = ModelShape.from_hf_config(reader.config, value_head=True)
-        config = MegatronConfig(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, dtype="float32", **megatron
-        )
-        engine = ModelEngine("reward_model", shape, config, groups)
-        import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
+        engine = reward_engine(checkpoint, groups, **megatron)
         return score_sequences(engine, batch, 32), score_tokens(engine, batch, value_head, 32)
+
+
+def conversation_scores(
+    checkpoint: str, actor: str, pp: int, prompts: Sequence[Prompt], batch: RaggedBatch, asked: Sequence[int]
+) -> list[reward_models.ModelScores]:
+    """Return the scores of the sequences `asked`, by a reward model that reads the tokens of its own tokenizer, in
+    micro-batches of at most 40, and by one that reads the actor's."""
+    with mesh_groups(1, pp) as groups:
+        conversations = ConversationTokenizer("reward_model", checkpoint, None)
+        engine = reward_engine(checkpoint, groups)
+        models = [
+            RewardModel("reward_model", "reward_model", "", engine, *limit_and_own)
+            for limit_and_own in ((40, conversations), (99, None))
+        ]
+        tokenizer = load_tokenizer(actor)
+        return [reward_models.score(model, tokenizer, prompts, batch, asked, None) for model in models]
+
+
+def reward_engine(checkpoint: str, groups: Groups, **megatron: Any) -> ModelEngine:
+    """Return the model of a classifier of one label, in float32 and in the layout of the groups."""
+    reader = HFReader(checkpoint)
+    mesh = groups.mesh
+    layout = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp, "dtype": "float32"}
+    engine = ModelEngine("reward_model", reader.shape(value_head=True), MegatronConfig(**layout, **megatron), groups)
+    import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
+    return engine
 
 
 def gradients(

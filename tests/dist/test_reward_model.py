@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import model_cases
 import pytest
 import torch
-from tiny import make_reward_model
+from tiny import make_reward_model, make_tokenizer
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch
+from rlhf_mc.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.dist
 
@@ -52,3 +54,43 @@ def test_scores_and_values_match_transformers(
     for got_scores, got_values in results:
         torch.testing.assert_close(got_scores, torch.stack(scores), rtol=0, atol=1e-5)
         torch.testing.assert_close(got_values, torch.cat(values), rtol=0, atol=1e-5)
+
+
+TEMPLATE = "{% for m in messages %}<|bot|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(("world", "pp"), [(2, 1), (2, 2)])
+def test_conversations_of_its_own_tokenizer_match_transformers(
+    pool: Any, checkpoint: Path, tmp_path: Path, world: int, pp: int
+) -> None:
+    """Another vocabulary and template than the actor's. Conversations of more than 40 tokens lose their first."""
+    shutil.copytree(checkpoint, tmp_path / "model")
+    own = make_tokenizer(tmp_path / "model", ["user"])
+    own.chat_template = TEMPLATE
+    own.save_pretrained(tmp_path / "model")
+    actor = load_tokenizer(str(checkpoint))
+    assert own.get_vocab() != actor.get_vocab()
+    texts = [("1+1=", "2"), ("what is one?", "a number, of which there are " + "many " * 9), ("3", ""), ("a b", "c")]
+    prompts = [
+        Prompt(i, actor(question)["input_ids"], "", "a", None, messages=[{"role": "user", "content": question}])
+        for i, (question, _) in enumerate(texts)
+    ]
+    responses = [[*actor(answer)["input_ids"], actor.eos_token_id] for _, answer in texts]
+    batch = build_batch(prompts, [Generation(ids, [0.0] * len(ids), True) for ids in responses])
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = [
+        own.apply_chat_template([*prompt.messages, {"role": "assistant", "content": answer}], return_dict=False)
+        for prompt, (_, answer) in zip(prompts, texts, strict=True)
+    ]
+    assert [len(tokens) > 40 for tokens in ids] == [False, True, False, False]
+    with torch.no_grad():
+        # The last token, whatever it is: a classifier of transformers would look for padding from the right.
+        read = [model.score(model.model(torch.tensor([tokens[-40:]])).last_hidden_state)[0, -1, 0] for tokens in ids]
+        plain = [model(seq[None]).logits[0, 0] for seq in batch.tokens.split(batch.seq_lens.tolist())]
+    asked = [0, 1, 3]
+    arguments = {"checkpoint": str(tmp_path / "model"), "actor": str(checkpoint), "pp": pp, "asked": asked}
+    for found in pool(world).run(model_cases.conversation_scores, prompts=prompts, batch=batch, **arguments):
+        assert [scores.num_truncated for scores in found] == [1, 0]
+        for scores, want in zip(found, (read, plain), strict=True):
+            torch.testing.assert_close(scores.values[asked], torch.stack(want)[asked], rtol=0, atol=1e-5)
+            assert scores.values[2] == 0, "not asked for"

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_mc.api import Trainer
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig
 from rlhf_mc.rewards.custom import load_reward_function
 
 FACTOR = 3

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from config_files import MINIMAL, load
 
-from rlhf_mc.config import algorithm_schema, model_schema, schema
+from rlhf_mc.config import algorithm_schema, model_schema, reward_schema, schema
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
 from rlhf_mc.config.model_schema import TRAINING_ONLY, MegatronConfig
 from rlhf_mc.config.schema import FROZEN_ROLES
@@ -180,7 +180,7 @@ def test_layout_of_a_role_can_be_loaded_again(config_file: Path, tmp_path: Path)
     assert load(again) == cfg
 
 
-MODULES = (schema, model_schema, algorithm_schema)
+MODULES = (schema, model_schema, algorithm_schema, reward_schema)
 
 
 def section_classes() -> list[type]:

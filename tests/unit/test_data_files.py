@@ -14,7 +14,8 @@ from test_prompts import data_config, make_row, save_tokenizer, write_table
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config, CustomRewardFunctionConfig, ModelConfig, RewardConfig, TrainerConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.schema import Config, ModelConfig, TrainerConfig
 from rlhf_mc.data import tokenise
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.order import check_weights, draws_of_files, indices_of_batch, weighted_indices

@@ -85,21 +85,23 @@ def test_every_path_setting_is_classified() -> None:
 EXTRA = {
     "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
     "algorithm.custom_estimator.path": ["algorithm.adv_estimator=custom"],
+    "reward_model.tokenizer_path": ["reward_model.model_path={0}/model"],
+    "reward_model.chat_template_path": ["reward_model.model_path={0}/model", "reward_model.tokenizer_path={0}/model"],
     "actor.policy_loss.custom_loss.path": ["actor.policy_loss.loss_mode=custom"],
 }
-"""Settings that a path needs, by its key."""
+"""Settings that a path needs, by its key. {0}: the directory."""
 
 
 @pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
 def test_missing_path_is_named_with_its_key(directory: Path, key: str) -> None:
-    extra = EXTRA.get(key, [])
+    extra = [setting.format(directory) for setting in EXTRA.get(key, [])]
     kind = "file" if key in paths.INPUT_FILES else "directory"
     assert error_of(directory, f"{key}=/nowhere/x", *extra) == f"{key} /nowhere/x: no such {kind}"
 
 
 @pytest.mark.parametrize("key", [*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES])
 def test_file_for_a_directory_and_vice_versa_are_rejected(directory: Path, key: str) -> None:
-    extra = EXTRA.get(key, [])
+    extra = [setting.format(directory) for setting in EXTRA.get(key, [])]
     wrong = directory / ("model" if key in paths.INPUT_FILES else "train.parquet")
     message = error_of(directory, f"{key}={wrong}", *extra)
     assert message.startswith(f"{key} {wrong}: not a ")

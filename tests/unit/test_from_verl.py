@@ -241,6 +241,12 @@ def test_settings_that_depend_on_others() -> None:
         "renamed", "trainer.max_ckpt_to_keep", 3)  # fmt: skip
     assert line_of("reward_model.model.path", "rm", reward_model__enable=True)[:2] == (
         "renamed", "reward_model.model_path")  # fmt: skip
+    given = {"reward_model.enable": True, "reward_model.model.path": "rm"}
+    key = "reward_model.model.input_tokenizer"
+    for settings in (given, {**given, key: "actor"}):
+        assert converted(settings).settings["reward_model.tokenizer_path"] == "rm"
+    off = converted({**given, key: None}).settings
+    assert off["reward_model.model_path"] == "rm" and "reward_model.tokenizer_path" not in off
     assert line_of("critic.optim.lr", 1.0, algorithm__adv_estimator="grpo")[0] == "not needed"
     assert line_of("data.truncation", "left", data__filter_overlong_prompts=True)[0] == "not needed"
     filters = {"algorithm__filter_groups__enable": True}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RemoteRewardConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RemoteRewardConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import remote
 from rlhf_mc.rewards.manager import RewardManager

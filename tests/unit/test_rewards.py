@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import worker
 from rlhf_mc.rewards.manager import RewardManager
@@ -369,7 +369,7 @@ def test_worker_ends_with_its_killed_rank(tmp_path: Path) -> None:
             "-c",
             "from rlhf_mc.rewards.worker import Worker\n"
             "from rlhf_mc.rewards.results import Row\n"
-            "from rlhf_mc.config.schema import CustomRewardFunctionConfig, RewardConfig\n"
+            "from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig\n"
             f"custom = CustomRewardFunctionConfig(path={str(tmp_path / 'reward.py')!r})\n"
             "worker = Worker(custom, RewardConfig())\n"
             "worker.load()\n"

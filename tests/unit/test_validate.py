@@ -38,6 +38,11 @@ from rlhf_mc.config.schema import FROZEN_ROLES
         ("data.max_prompt_length=8192", "data.max_response_length=8192"),  # exactly the smallest budget
         ("ref.log_prob_max_token_len_per_gpu=1",),  # no KL term: no reference pass
         ("reward_model.forward_max_token_len_per_gpu=1",),  # no reward model
+        (  # it truncates its own tokens
+            "reward_model.model_path=rm",
+            "reward_model.tokenizer_path=rm",
+            "reward_model.forward_max_token_len_per_gpu=1",
+        ),
         (
             "actor.use_dynamic_bsz=false",
             "actor.ppo_micro_batch_size_per_gpu=2",

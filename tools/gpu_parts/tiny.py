@@ -4,6 +4,7 @@ parquet. The parts of tools/gpu_check.py and the tests use them."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Write a byte-level tokenizer with an end token and a chat template."""
+def make_tokenizer(directory: Path, texts: Sequence[str] = ("1+1=2", "12+34=46")) -> PreTrainedTokenizerFast:
+    """Write a byte-level tokenizer with an end token and a chat template. Its merges are those of the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,7 +31,7 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["1+1=2", "12+34=46"], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
     )

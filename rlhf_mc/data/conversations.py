@@ -1,0 +1,54 @@
+"""A prompt and its response as one conversation, in a chat template and tokens of their own: what a reward model reads
+that has another tokenizer than the actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.data.template import render
+from rlhf_mc.data.tokenizer import load_tokenizer
+
+
+class ConversationTokenizer:
+    """Renders and tokenises conversations."""
+
+    def __init__(self, section: str, path: str, chat_template_path: str | None) -> None:
+        """Load the tokenizer of `section`.tokenizer_path. Raise UserError if it cannot be loaded or has no chat
+        template."""
+        self.key = f"{section}.tokenizer_path"
+        template_key = f"{section}.chat_template_path"
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, self.key, chat_template_path, template_key)
+        if self.tokenizer.chat_template is None:
+            raise UserError(f"{self.key} {path}: the tokenizer has no chat template; give one in {template_key}")
+
+    def text(self, prompt: Prompt, response: str) -> str:
+        """Return the rendered conversation. Raise UserError, naming the prompt's row, if the template fails."""
+        messages = [*prompt.messages, {"role": "assistant", "content": response}]
+        return render(self.tokenizer, messages, {}, prompt.where, False, f"the chat template of {self.key}")
+
+    def tokens(self, prompt: Prompt, response: str) -> np.ndarray:
+        """Return the tokens of the rendered conversation, at least one, int32. The text has the special tokens."""
+        found = list(self.tokenizer(self.text(prompt, response), add_special_tokens=False)["input_ids"])
+        if not found:
+            raise UserError(f"{prompt.where}: the chat template of {self.key} gives a text without tokens")
+        return np.array(found, np.int32)
+
+
+def batch_of(conversations: Sequence[np.ndarray]) -> RaggedBatch:
+    """Return the conversations, each [tokens] int32, as a batch for scores of sequences: the response is the last token
+    of each."""
+    lens = torch.tensor([len(tokens) for tokens in conversations], dtype=torch.int64)
+    return RaggedBatch(
+        tokens=torch.from_numpy(np.concatenate(conversations).astype(np.int64)),
+        prompt_lens=lens - 1,
+        response_lens=torch.ones_like(lens),
+        rollout_log_probs=torch.zeros(len(lens)),
+        finished=torch.ones(len(lens), dtype=torch.bool),
+    )

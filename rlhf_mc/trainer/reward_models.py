@@ -1,0 +1,114 @@
+"""Reward models: frozen models whose scores of responses are parts of the training score. A model reads the actor's
+tokens, or conversations of its own chat template and tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.config.schema import Config
+from rlhf_mc.data.balance import Limit, Sequences
+from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.data.conversations import ConversationTokenizer, batch_of
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.trainer.scoring import score_sequences
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A reward model of the run."""
+
+    section: str
+    """Its section of the config, which is also its role, and the name of its phase."""
+    part: str
+    """The name of its part of the score, in reward.mixture and the metrics."""
+    path: str
+    engine: ModelEngine
+    limit: Limit
+    """Of a micro-batch."""
+    conversations: ConversationTokenizer | None
+    """Makes the tokens that the model reads; None: it reads the actor's."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a conversation; of a longer one the last are read, with the end of the response."""
+        longest = self.engine.shape.max_position_embeddings
+        return longest if isinstance(self.limit, Sequences) else min(longest, self.limit)
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """Scores of a batch by one reward model."""
+
+    values: torch.Tensor
+    """[S] float32; 0 for sequences that the model was not asked for."""
+    num_truncated: int = 0
+    """Conversations that lost their first tokens."""
+
+
+def conversation_tokenizer(cfg: Config) -> ConversationTokenizer | None:
+    """Return the tokenizer of the run's reward model, or None if it reads the actor's tokens."""
+    model = cfg.reward_model
+    if model.tokenizer_path is None:
+        return None
+    return ConversationTokenizer("reward_model", model.tokenizer_path, model.chat_template_path)
+
+
+def score(
+    model: RewardModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    batch: RaggedBatch,
+    asked: Sequence[int],
+    packing: PackingCache | None,
+) -> ModelScores:
+    """Return the model's scores of the sequences `asked`. Raise UserError if a conversation cannot be rendered. Every
+    rank must call it.
+
+    tokenizer: the actor's. prompts: of each sequence of the batch. packing: the cache of the batch."""
+    values = torch.zeros(batch.num_sequences)
+    if not asked:
+        return ModelScores(values)
+    num_truncated = 0
+    if model.conversations is not None:
+        responses = batch.responses()
+        pairs = [(prompts[i], responses[i]) for i in asked]
+        read, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
+        found = score_sequences(model.engine, read, model.limit)
+    elif len(asked) == batch.num_sequences:
+        found = score_sequences(model.engine, batch, model.limit, packing)
+    else:
+        found = score_sequences(model.engine, batch.select(asked), model.limit)
+    values[list(asked)] = found
+    return ModelScores(values, num_truncated)
+
+
+def _conversations(
+    conversations: ConversationTokenizer,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[tuple[Prompt, list[int]]],
+    max_tokens: int,
+) -> tuple[RaggedBatch, int]:
+    """Return the conversations of (prompt, response of the actor's tokens), each of its last `max_tokens` tokens, and
+    the number of those that had more. Each rank renders a share: every rank must call it."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+
+    def share() -> list[np.ndarray]:
+        mine = pairs[rank::world]
+        texts = tokenizer.batch_decode([response for _, response in mine], skip_special_tokens=True)
+        return [conversations.tokens(prompt, text) for (prompt, _), text in zip(mine, texts, strict=True)]
+
+    found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
+    for r, part in enumerate(gather_objects(on_every_rank(share))):
+        found[r::world] = part
+    num_truncated = sum(len(tokens) > max_tokens for tokens in found)
+    return batch_of([tokens[-max_tokens:] for tokens in found]), num_truncated
