@@ -4,8 +4,6 @@ settings."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
 import subprocess
@@ -17,6 +15,7 @@ import pytest
 import rollout_cases
 import torch
 import yaml
+from gsm8k import SOURCE, gsm8k_lines
 from tiny import make_checkpoint
 
 from rlhf_mc.config.schema import RolloutConfig
@@ -103,24 +102,8 @@ def test_chunked_prefill_samples_the_same_responses(
 
 
 ROOT = Path(__file__).parents[2]
-REAL_DATA = Path(os.environ.get("RLHF_MC_DATA", ROOT.parent / "shared/data")) / "gsm8k_train.jsonl"
-SOURCE = "real" if REAL_DATA.is_file() else "generated"
 NUM_PROMPTS = 64
 NUM_VAL = 64
-
-
-def gsm8k_lines() -> list[str]:
-    """Return the first rows of GSM8K's training set; without its file, rows with random questions of the same lengths
-    (mean 235 characters, standard deviation 94)."""
-    if SOURCE == "real":
-        return REAL_DATA.read_text(encoding="utf-8").splitlines()[: NUM_PROMPTS + NUM_VAL]
-    rng = random.Random(3)
-    lines = []
-    for _ in range(NUM_PROMPTS + NUM_VAL):
-        length = max(42, round(rng.gauss(235, 94)))
-        question = "".join(rng.choice("abcdefghij klmnopqrs tuvwxyz 0123456789") for _ in range(length))
-        lines.append(json.dumps({"question": question, "answer": f"#### {rng.randrange(100)}"}))
-    return lines
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +111,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a config of two steps at default rollout settings over GSM8K's prompts."""
     directory = tmp_path_factory.mktemp("gsm8k")
     make_checkpoint(directory / "model", max_position_embeddings=1024)
-    (directory / "all.jsonl").write_text("\n".join(gsm8k_lines()), encoding="utf-8")
+    (directory / "all.jsonl").write_text("\n".join(gsm8k_lines(NUM_PROMPTS + NUM_VAL)), encoding="utf-8")
     command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
     command += ["--output", str(directory), "--test-rows", str(NUM_VAL)]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Runs from Python: the examples, and leaving the loop."""
+"""Runs from Python: leaving the loop. The examples are in test_examples.py."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ import forked
 import pytest
 
 pytestmark = pytest.mark.system
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_example_of_own_prompts(quickstart_made: Path, tmp_path: Path) -> None:
-    command = [str(ROOT / "examples" / "own_prompts.py"), "--quickstart", str(quickstart_made), "--steps", "2"]
-    done = forked.run_ranks(2, [*command, "--output", str(tmp_path / "run")])
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
-    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
 def test_leaving_the_loop_closes_the_run_and_the_program_resumes_it(quickstart_made: Path, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Each program of examples/, run as from the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import forked
+import pytest
+import torch
+from gsm8k import gsm8k_lines
+from tiny import make_checkpoint
+
+from rlhf_mc.algorithms.advantages import EstimatorInputs
+from rlhf_mc.config.schema import CustomRewardFunctionConfig
+from rlhf_mc.rewards.custom import load_reward_function
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SHORT = ["trainer.total_training_steps=2", "trainer.target_val_acc=null", "trainer.val_before_train=false"]
+SMALL = ["data.train_batch_size=8", "data.val_max_samples=8", "rollout.n=4", "actor.ppo_mini_batch_size=4"]
+
+
+def run_example(name: str, arguments: list[str], world: int = 1) -> list[str]:
+    """Run examples/NAME on `world` ranks. Return its lines of output."""
+    done = forked.run_ranks(world, [str(EXAMPLES / name), *arguments])
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout.splitlines()
+
+
+def load_example(name: str) -> ModuleType:
+    """Import examples/NAME without running it."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def metrics(directory: Path) -> list[dict[str, float]]:
+    """Return the metrics of the run, one dict per step."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def step_lines(output: list[str]) -> list[str]:
+    """Return the part before the colon of each line that an example prints about a step."""
+    return [found.group(1) for line in output if (found := re.match(r"(step \d+):", line))]
+
+
+def test_every_example_has_a_test() -> None:
+    tests = Path(__file__).read_text()
+    names = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert {name for name in names if f'run_example("{name}"' not in tests} == set()
+    assert {name for name in names if f"examples/{name}" not in (ROOT / "docs/python_api.md").read_text()} == set()
+
+
+def test_own_prompts_on_two_ranks(quickstart_made: Path, tmp_path: Path) -> None:
+    arguments = ["--quickstart", str(quickstart_made), "--steps", "2", "--output", str(tmp_path / "run")]
+    output = run_example("own_prompts.py", arguments, world=2)
+    assert step_lines(output) == ["step 1", "step 2"]
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+# ---------------------------------------------------------------- a reward function
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "score", "acc"),
+    [
+        ("compute_score", "42", 1.0, 1.0),
+        ("compute_score", "32", 0.5, 0.0),
+        ("compute_score", "421", 2 / 3, 0.0),
+        ("compute_score", "", 0.0, 0.0),
+        ("TensFirst", "42", 1.0, 1.0),
+        ("TensFirst", "49", 0.7, 0.0),
+        ("TensFirst", "92", 0.3, 0.0),
+        ("TensFirst", "", 0.0, 0.0),
+    ],
+)
+def test_custom_rewards_score(name: str, response: str, score: float, acc: float) -> None:
+    kwargs = {"tens": 0.7} if name == "TensFirst" else {}
+    path = str(EXAMPLES / "custom_reward.py")
+    reward = load_reward_function(CustomRewardFunctionConfig(path=path, name=name, reward_kwargs=kwargs))
+    found = reward.function("arithmetic", response, "42", extra_info={}, **reward.kwargs)
+    assert (found["score"], found["acc"]) == (pytest.approx(score), acc)
+
+
+def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
+    place = f"trainer.default_local_dir={tmp_path}"
+    output = run_example("custom_reward.py", [*quickstart_overrides, *SHORT, *SMALL, place])
+    assert step_lines(output) == ["step 1", "step 2"]
+    for row in metrics(tmp_path):
+        # The model of the quickstart knows the units' digit, and often forgets the carry.
+        assert 0.3 <= row["critic/score/mean"] <= 1.0 and row["critic/score/max"] == pytest.approx(1.0)
+        tens = row["reward_extra/arithmetic/tens"]
+        assert row["critic/score/mean"] <= 0.7 * tens + 0.3 + 1e-6
+
+
+# ---------------------------------------------------------------- an advantage estimator
+
+
+def test_custom_estimator_by_hand() -> None:
+    scores = torch.tensor([3.0, 1.0, 1.0, 7.0, 7.0, 9.0])
+    mask = torch.tensor([[True, True]] * 5 + [[True, False]])
+    inputs = EstimatorInputs(torch.zeros(6, 2), mask, scores, torch.tensor([0, 0, 0, 1, 1, 1]))
+    estimate = load_example("custom_estimator.py").estimate
+    wanted = torch.tensor([[1, 1], [-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5], [1, 0]])
+    torch.testing.assert_close(estimate(inputs).advantages, wanted)
+
+
+def test_custom_estimator(quickstart_overrides: list[str], tmp_path: Path) -> None:
+    place = f"trainer.default_local_dir={tmp_path}"
+    output = run_example("custom_estimator.py", [*quickstart_overrides, *SHORT, *SMALL, place])
+    assert step_lines(output) == ["step 1", "step 2"]
+    rows = metrics(tmp_path)
+    bounds = [bound for row in rows for bound in (row["critic/advantages/max"], -row["critic/advantages/min"])]
+    assert max(bounds) > 0  # a prompt may have four equal scores
+    for bound in bounds:  # sums of 3 signs, divided by 3
+        assert 0 <= bound <= 1 and bound * 3 == pytest.approx(round(bound * 3), abs=1e-5)
+    assert not any("critic/vf_loss" in row for row in rows)
+
+
+# ---------------------------------------------------------------- GRPO on GSM8K
+
+
+def test_grpo_gsm8k(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", max_position_embeddings=1024)
+    (tmp_path / "gsm8k_train.jsonl").write_text("\n".join(gsm8k_lines(16)), encoding="utf-8")
+    (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(gsm8k_lines(4)), encoding="utf-8")
+    prepare = ["--dataset", "gsm8k", "--input", str(tmp_path), "--output", str(tmp_path / "data")]
+    done = forked.run([str(ROOT / "tools" / "prepare_data.py"), *prepare])
+    assert done.returncode == 0, done.stderr
+    settings = [
+        "data.train_batch_size=4",
+        "data.max_prompt_length=1000",  # its tokenizer has a token for each character
+        "data.max_response_length=8",
+        "actor.ppo_mini_batch_size=2",
+        "actor.megatron.dtype=float32",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=1",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    output = run_example("grpo_gsm8k.py", ["--model", str(model), "--data", str(tmp_path / "data"), *settings])
+    assert step_lines(output) == ["step 1", "step 2"]
+    before, *rows = metrics(tmp_path / "run")
+    assert before["val-core/openai/gsm8k/acc/mean@1"] == 0.0  # random weights
+    for row in rows:
+        assert row["reward/openai/gsm8k/gsm8k_strict"] == row["critic/score/mean"] == 0.0
+        assert row["prompt_length/mean"] > 100 and row["actor/skipped"] == 0.0
+        assert "critic/vf_loss" not in row
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
