@@ -11,6 +11,7 @@ from typing import Any
 
 import forked
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import resume_cases
 import torch
@@ -210,3 +211,32 @@ def test_resume_in_another_layout_keeps_models_and_metrics(
     for step in (3, 4):
         for key in ("critic/score/mean", "actor/loss", "critic/vf_loss", "actor/grad_norm", "critic/values/mean"):
             assert curve[step][key] == pytest.approx(original[step][key], rel=2e-4, abs=2e-6), (step, key)
+
+
+def test_draws_by_file_weights_continue_after_a_resume(pool: Any, config: Path, tmp_path: Path) -> None:
+    """Resume on two ranks with two weighted files: prompts and responses are those of the uninterrupted run. The second
+    file has 5 prompts and 6 of each step's 8 draws, so that its passes begin within a step."""
+    files = [config.parent / "train.parquet", config.parent / "val.parquet"]
+    settings = [f"data.train_files=[{files[0]},{files[1]}]", "data.train_file_weights=[1,3]", "trainer.test_freq=-1"]
+    settings += ["algorithm.adv_estimator=grpo", "trainer.critic_warmup=0", "algorithm.use_kl_in_reward=false"]
+    settings += ["algorithm.kl_ctrl.type=fixed", "trainer.val_before_train=false", "trainer.total_training_steps=3"]
+
+    def generations(name: str, *overrides: str) -> dict[int, list[dict[str, Any]]]:
+        """Return the rows of each step that a run trains."""
+        outputs = [
+            f"trainer.default_local_dir={tmp_path / name}",
+            f"trainer.rollout_data_dir={tmp_path / name / 'rows'}",
+        ]
+        arguments = [*settings, *overrides, *outputs]
+        pool(2).run(resume_cases.train, config_path=str(config), overrides=arguments, record_at=SAVED)
+        found = (tmp_path / name / "rows").glob("*.jsonl")
+        return {int(path.stem): [json.loads(line) for line in path.read_text().splitlines()] for path in found}
+
+    whole = generations("whole")
+    start = tmp_path / "whole" / f"global_step_{SAVED}"
+    resumed = generations("resumed", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={start}")
+    assert sorted(whole) == [1, 2, 3] and resumed == {3: whole[3]}
+    of_second = [row["prompt"][0]["content"] for row in pq.read_table(files[1]).to_pylist()]
+    for rows in whole.values():
+        prompts = [row["input"] for row in rows[::2]]  # two responses of each
+        assert sum(any(content in prompt for content in of_second) for prompt in prompts) == 6
