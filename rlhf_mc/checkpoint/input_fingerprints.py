@@ -23,7 +23,7 @@ from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 WHOLE_BYTES = 16 << 20
@@ -107,16 +107,15 @@ def _files(cfg: Config) -> Iterator[_File]:
     yield from _existing("model.tokenizer_path", Path(model.tokenizer_path or model.path), _TOKENIZER)
     if model.dist_checkpointing_path is not None:
         yield from _megatron_files("model.dist_checkpointing_path", Path(model.dist_checkpointing_path))
-    for setting, path in (
-        ("critic.model_path", cfg.critic.model_path),
-        ("reward_model.model_path", cfg.reward_model.model_path),
-    ):
-        if path is not None:
-            yield from _model_files(setting, path, with_weights=True)
-    if cfg.reward_model.tokenizer_path is not None:
-        yield from _existing("reward_model.tokenizer_path", Path(cfg.reward_model.tokenizer_path), _TOKENIZER)
-    if cfg.reward_model.chat_template_path is not None:
-        yield _File("reward_model.chat_template_path", "file", Path(cfg.reward_model.chat_template_path))
+    if cfg.critic.model_path is not None:
+        yield from _model_files("critic.model_path", cfg.critic.model_path, with_weights=True)
+    for role, scorer in reward_models(cfg).items():
+        assert scorer.model_path is not None
+        yield from _model_files(f"{role}.model_path", scorer.model_path, with_weights=True)
+        if scorer.tokenizer_path is not None:
+            yield from _existing(f"{role}.tokenizer_path", Path(scorer.tokenizer_path), _TOKENIZER)
+        if scorer.chat_template_path is not None:
+            yield _File(f"{role}.chat_template_path", "file", Path(scorer.chat_template_path))
     for setting, path in (
         ("custom_reward_function.path", cfg.custom_reward_function.path),
         ("algorithm.custom_estimator.path", cfg.algorithm.custom_estimator.path),

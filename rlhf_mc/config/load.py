@@ -11,13 +11,14 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, layouts
+from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, roles
 from rlhf_mc.config.unknown import explain
 from rlhf_mc.config.validate import validate as validate
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
@@ -27,6 +28,8 @@ WRAPPED_SECTIONS = ("model", "actor", "ref", "rollout")
 """Sections that may be inside VERL_WRAPPER."""
 _DEEPEST_BASE = 20
 _DEEPEST_KEY = 16
+_ANY_NAME = "NAME"
+"""Stands for the name of a named section in dotted keys."""
 
 
 class _Setting(NamedTuple):
@@ -53,8 +56,9 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
         raise UserError(explain(reading.unknown, dotted_keys()))
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
-    for role in layouts(config).keys() - {"actor"}:
-        getattr(config, role).megatron = _inherited_layout(role, config.actor.megatron, settings, path)
+    for role, section in roles(config).items():
+        if role != "actor":
+            section.megatron = _inherited_layout(role, config.actor.megatron, settings, path)
     return config
 
 
@@ -65,7 +69,7 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 
 
 def dotted_keys() -> list[str]:
-    """Return every setting as section.key, in the order of schema.py."""
+    """Return every setting as section.key, in the order of schema.py. NAME is the name of a named section."""
     return list(_leaf_hints())
 
 
@@ -154,6 +158,9 @@ class _Reading:
             hint = hints.get(name)
             if hint is None:
                 self.unknown += [(origin, leaf) for leaf in _leaves(f"{wrapper}{key}", value)]
+            elif (named := _named_section(hint)) is not None:
+                for inner, section in self._names(key, value, origin):
+                    settings.update(self._flatten(section, named, f"{key}.{inner}.", origin, wrapper))
             elif not dataclasses.is_dataclass(hint):
                 settings[key] = _Setting(value, origin)
             elif isinstance(value, dict) or value is None:  # None: an empty section
@@ -161,6 +168,17 @@ class _Reading:
             else:
                 raise UserError(f"{origin}: {key}: expected a section of settings, found {_show(value)}")
         return settings
+
+    def _names(self, key: str, value: Any, origin: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """Yield the named sections of a mapping."""
+        if not isinstance(value, dict | None):
+            raise UserError(f"{origin}: {key}: expected sections by name, found {_show(value)}")
+        for name, section in (value or {}).items():
+            if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,60}", name, re.ASCII)):
+                raise UserError(f"{origin}: {key}: the name {name!r} is not of letters, digits and _, a letter first")
+            if not isinstance(section, dict | None):
+                raise UserError(f"{origin}: {key}.{name}: expected a section of settings, found {_show(section)}")
+            yield name, section or {}
 
 
 def _resolved(path: Path) -> Path:
@@ -215,9 +233,18 @@ def _leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             out |= _leaf_hints(typing.cast(type, hint), f"{prefix}{name}.")
+        elif (named := _named_section(hint)) is not None:
+            out |= _leaf_hints(named, f"{prefix}{name}.{_ANY_NAME}.")
         else:
             out[f"{prefix}{name}"] = hint
     return out
+
+
+def _named_section(hint: Any) -> type | None:
+    """Return the class of the sections of a mapping of them by name; None for any other type."""
+    args = typing.get_args(hint)
+    is_mapping = typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1])
+    return typing.cast(type, args[1]) if is_mapping else None
 
 
 def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str) -> Any:
@@ -232,6 +259,9 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
         if dataclasses.is_dataclass(hint):
             start = None if fallback is dataclasses.MISSING else fallback
             values[field.name] = _build(typing.cast(type, hint), f"{key}.", settings, start, path)
+        elif (named := _named_section(hint)) is not None:
+            names = dict.fromkeys(other.split(".")[1] for other in settings if other.startswith(f"{key}."))
+            values[field.name] = {name: _build(named, f"{key}.{name}.", settings, None, path) for name in names}
         elif key in settings:
             values[field.name] = _convert_setting(key, settings[key], hint)
         elif fallback is dataclasses.MISSING:
@@ -246,7 +276,7 @@ def _inherited_layout(role: str, actor: MegatronConfig, settings: Mapping[str, _
     of a split that the role does not have, and settings of training for a role that is never trained."""
     own: MegatronConfig = _build(MegatronConfig, f"{role}.megatron.", settings, actor, path)
     start = dataclasses.replace(actor)
-    if role in FROZEN_ROLES:
+    if unnamed(role) in FROZEN_ROLES:
         defaults = MegatronConfig()
         start = dataclasses.replace(start, **{name: getattr(defaults, name) for name in TRAINING_ONLY})
     if own.tensor_model_parallel_size == 1:

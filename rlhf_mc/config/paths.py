@@ -9,10 +9,10 @@ import re
 import socket
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rlhf_mc.config.errors import NodeError, UserError, reason_of
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.schema import Config, of_each_reward_model, value_of
 
 INPUT_DIRECTORIES = (
     "model.path",
@@ -76,10 +76,8 @@ def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _paths(cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT)) -> Iterator[tuple[str, str]]:
     """Yield each path that is not null, with its key."""
-    for key in keys:
-        value: Any = cfg
-        for name in key.split("."):
-            value = getattr(value, name)
+    for key in of_each_reward_model(cfg, keys):
+        value = value_of(cfg, key)
         paths = value if isinstance(value, list) else [] if value is None else [value]
         for path in paths:
             yield key, path
@@ -91,7 +89,7 @@ def _may_be_absent(key: str) -> bool:
 
 def _check_input(key: str, path: str) -> None:
     """Raise NodeError unless the path is a file or a directory, as its key requires, and can be read."""
-    wants_file = key in INPUT_FILES
+    wants_file = unnamed(key) in INPUT_FILES
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
@@ -122,7 +120,7 @@ def _check_output_apart(cfg: Config) -> None:
     in a directory of exports."""
     output = os.path.realpath(cfg.trainer.default_local_dir)
     for key, path in _paths(cfg):
-        if key not in INPUT_DIRECTORIES:
+        if unnamed(key) not in INPUT_DIRECTORIES:
             continue
         real = os.path.realpath(path)
         if _is_inside(output, real):

@@ -23,7 +23,7 @@ def commented_yaml(cfg: Config) -> str:
 
 def _section(section: Any, values: dict[str, Any], indent: str) -> list[str]:
     """Return the lines of a section (a dataclass instance), whose fields have the given plain values."""
-    lines = []
+    lines: list[str] = []
     docs = field_docs(type(section))
     for field in dataclasses.fields(section):
         lines += textwrap.wrap(
@@ -33,6 +33,10 @@ def _section(section: Any, values: dict[str, Any], indent: str) -> list[str]:
         inner = getattr(section, field.name)
         if dataclasses.is_dataclass(inner):
             lines += [f"{indent}{field.name}:", *_section(inner, value, indent + _INDENT)]
+        elif isinstance(inner, dict) and any(map(dataclasses.is_dataclass, inner.values())):
+            lines.append(f"{indent}{field.name}:")
+            for name, section in inner.items():
+                lines += [f"{indent}{_INDENT}{name}:", *_section(section, value[name], indent + 2 * _INDENT)]
         else:
             lines += textwrap.indent(f"{field.name}: {yaml_text(value)}", indent).split("\n")
         lines += [""] if not indent else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.reward_schema import unnamed
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ _ANY = Range(-(2**31), 2**31)
 
 def range_of(key: str) -> Range:
     """Return the range of a numeric setting."""
-    return RANGES.get(key) or _OF_EACH_MODEL.get(key.partition(".")[2], _ANY)
+    return RANGES.get(key) or _OF_EACH_MODEL.get(unnamed(key).partition(".")[2], _ANY)
 
 
 def check_range(key: str, value: Any) -> None:

@@ -5,32 +5,36 @@ are known, in rewards/mixture.py.
 from __future__ import annotations
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.schema import Config, of_each_reward_model, reward_models, value_of
 
 
 def check_rewards(cfg: Config) -> None:
     """Raise UserError if the reward settings contradict each other."""
-    for problem in (_unused_function(cfg), _reward_model(cfg), _overlong_buffer(cfg), _remote(cfg)):
+    for problem in (_unused_function(cfg), _reward_models(cfg), _overlong_buffer(cfg), _remote(cfg)):
         if problem is not None:
             raise UserError(problem)
 
 
 def _unused_function(cfg: Config) -> str | None:
-    both = cfg.custom_reward_function.path is not None and cfg.reward_model.model_path is not None
-    if not both or cfg.data.val_files or cfg.reward.mixture:
+    model = next(iter(reward_models(cfg)), None)
+    if cfg.custom_reward_function.path is None or model is None or cfg.data.val_files or cfg.reward.mixture:
         return None
     return (
-        "custom_reward_function.path and reward_model.model_path are both set, and data.val_files and reward.mixture"
-        " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
-        " the two to null, or weigh both in reward.mixture"
+        f"custom_reward_function.path and {model}.model_path are both set, and data.val_files and reward.mixture are"
+        " empty; the reward model's scores are trained on, so the function would never be called: set one of the two to"
+        " null, or weigh both in reward.mixture"
     )
 
 
-def _reward_model(cfg: Config) -> str | None:
-    model = cfg.reward_model
-    for name, needed in (("tokenizer_path", "model_path"), ("chat_template_path", "tokenizer_path")):
-        if (value := getattr(model, name)) is not None and getattr(model, needed) is None:
-            return f"reward_model.{name} is {value!r}; that needs reward_model.{needed}, which is null"
+def _reward_models(cfg: Config) -> str | None:
+    if "reward_model" in cfg.reward_models:
+        return "reward_models: the name 'reward_model' is that of the part of reward_model.model_path; give another"
+    needs = {"reward_model.tokenizer_path": "model_path", "reward_model.chat_template_path": "tokenizer_path"}
+    for key in of_each_reward_model(cfg, needs):
+        needed = f"{key.rpartition('.')[0]}.{needs[unnamed(key)]}"
+        if value_of(cfg, key) is not None and value_of(cfg, needed) is None:
+            return f"{key} is {value_of(cfg, key)!r}; that needs {needed}, which is null"
     return None
 
 

@@ -45,6 +45,17 @@ class RewardModelConfig:
     """As critic.megatron, for the reward model. Settings that only training uses are neither inherited nor accepted."""
 
 
+NAMED = "reward_models"
+"""The section of the reward models that have a name."""
+
+
+def unnamed(key: str) -> str:
+    """Return the key, or the section, of a named reward model's setting as that of reward_model, which has the same
+    settings; other keys as they are."""
+    section, _, rest = key.partition(".")
+    return f"reward_model.{rest.partition('.')[2]}".rstrip(".") if section == NAMED else key
+
+
 @dataclass
 class OverlongBufferConfig:
     """A penalty on long responses, in training: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
@@ -93,8 +104,9 @@ class RewardConfig:
     the import of the user's file, which has at least 60 s."""
     mixture: dict[str, Any] = field(default_factory=dict)
     """Parts of the score and their weights by data source: {data_source: {part: weight}}; "*" stands for all others.
-    A part is the name of a rule (docs/rewards.md), custom, remote, or reward_model. {}: one part of weight 1, which is
-    the reward model, else the user's function or the endpoint, else the rule of the data source."""
+    A part is the name of a rule (docs/rewards.md), custom, remote, reward_model, or a name of reward_models. {}: one
+    part of weight 1, which is the reward model, else the user's function or the endpoint, else the rule of the data
+    source."""
     on_error: Literal["error", "default_score"] = "error"
     """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
     returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.

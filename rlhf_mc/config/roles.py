@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, reward_models, roles
 
 
 def needs_of(algorithm: AlgorithmConfig) -> Needs:
@@ -29,6 +29,5 @@ def absent_roles(cfg: Config) -> list[str]:
     is_present = {
         "critic": uses_critic(cfg),
         "ref": uses_reference(cfg),
-        "reward_model": cfg.reward_model.model_path is not None,
     }
-    return [role for role, present in is_present.items() if not present]
+    return [role for role in roles(cfg) if role != "actor" and not is_present.get(role, role in reward_models(cfg))]

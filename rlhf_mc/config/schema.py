@@ -6,13 +6,20 @@ Checks of several settings together are in validate.py. No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
-from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig, RewardModelConfig
+from rlhf_mc.config.reward_schema import (
+    NAMED,
+    CustomRewardFunctionConfig,
+    RewardConfig,
+    RewardModelConfig,
+    unnamed,
+)
 
 
 @dataclass
@@ -306,13 +313,49 @@ class Config:
     """Parts of the score, and the processes that run the reward functions."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model, in place of reward functions or beside them."""
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """Further reward models by name, each with the settings of reward_model. The name is that of its part of the score
+    in reward.mixture."""
 
 
 FROZEN_ROLES = ("ref", "reward_model")
-"""Sections of models that are never trained."""
+"""Sections of models that are never trained. So are those of reward_models."""
+RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
+
+
+def roles(cfg: Config) -> dict[str, RoleConfig]:
+    """Return the section of each model by its dotted key, which is the model's role; the actor's first."""
+    named = {f"{NAMED}.{name}": section for name, section in cfg.reward_models.items()}
+    return {"actor": cfg.actor, "critic": cfg.critic, "ref": cfg.ref, "reward_model": cfg.reward_model, **named}
 
 
 def layouts(cfg: Config) -> dict[str, MegatronConfig]:
-    """Return {section}.megatron of each section that has one, by section, the actor's first."""
-    sections = {section.name: getattr(cfg, section.name) for section in fields(cfg)}
-    return {name: section.megatron for name, section in sections.items() if hasattr(section, "megatron")}
+    """Return {section}.megatron of each model's section, by section, the actor's first."""
+    return {role: section.megatron for role, section in roles(cfg).items()}
+
+
+def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
+    """Return the sections of the reward models that the run has, by role."""
+    sections = roles(cfg).items()
+    return {role: found for role, found in sections if isinstance(found, RewardModelConfig) and found.model_path}
+
+
+def of_each_reward_model(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
+    """Yield the keys, and in place of a setting of reward_model that of each section of a reward model."""
+    scorers = [role for role in roles(cfg) if unnamed(role) == "reward_model"]
+    for key in keys:
+        section, _, name = key.partition(".")
+        yield from [f"{role}.{name}" for role in scorers] if section == "reward_model" else [key]
+
+
+def value_of(cfg: Config, key: str) -> Any:
+    """Return the value of section.key."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def part_of(role: str) -> str:
+    """Return the name of a reward model's part of the score."""
+    return role.rpartition(".")[2]

@@ -17,6 +17,7 @@ from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.ranges import check_range
 from rlhf_mc.config.reward_checks import check_rewards
+from rlhf_mc.config.reward_schema import NAMED, unnamed
 from rlhf_mc.config.roles import absent_roles, needs_of, uses_critic
 from rlhf_mc.config.schema import (
     FROZEN_ROLES,
@@ -28,6 +29,9 @@ from rlhf_mc.config.schema import (
     OptimConfig,
     TrainerConfig,
     layouts,
+    of_each_reward_model,
+    reward_models,
+    value_of,
 )
 
 
@@ -69,6 +73,9 @@ def _leaves(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         value = getattr(section, field.name)
         if is_dataclass(value):
             yield from _leaves(value, f"{key}.")
+        elif key == NAMED:
+            for name, named in value.items():
+                yield from _leaves(named, f"{key}.{name}.")
         else:
             yield key, value
 
@@ -144,7 +151,7 @@ def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> N
             getattr(megatron, other) is None,
             f"{key} is {chunks}; with it all stages have as many layers: set {section}.{other} to null",
         )
-    has_own_checkpoint = role == "reward_model" or (role == "critic" and cfg.critic.model_path is not None)
+    has_own_checkpoint = unnamed(role) == "reward_model" or (role == "critic" and cfg.critic.model_path is not None)
     _require(
         cfg.model.dist_checkpointing_path is None or has_own_checkpoint,
         f"{key} is {chunks}; with it weights come from the safetensors of model.path: set"
@@ -154,7 +161,8 @@ def _check_virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> N
 
 def _check_frozen_roles(cfg: Config) -> None:
     defaults = MegatronConfig()
-    for role, name in itertools.product(FROZEN_ROLES, TRAINING_ONLY):
+    frozen = [role for role in layouts(cfg) if unnamed(role) in FROZEN_ROLES]
+    for role, name in itertools.product(frozen, TRAINING_ONLY):
         value = getattr(layouts(cfg)[role], name)
         _require(
             value == getattr(defaults, name),
@@ -224,10 +232,10 @@ _TOKEN_BUDGETS = {
 
 def _check_micro_batches(cfg: Config) -> None:
     dynamic = cfg.actor.use_dynamic_bsz
-    for size in _TOKEN_BUDGETS.values():
+    for size in of_each_reward_model(cfg, _TOKEN_BUDGETS.values()):
         _require(
-            _get(cfg, size) is None or not dynamic,
-            f"{size} is {_get(cfg, size)}; that needs actor.use_dynamic_bsz: false",
+            value_of(cfg, size) is None or not dynamic,
+            f"{size} is {value_of(cfg, size)}; that needs actor.use_dynamic_bsz: false",
         )
     _require(
         dynamic or cfg.actor.ppo_micro_batch_size_per_gpu is not None,
@@ -236,10 +244,10 @@ def _check_micro_batches(cfg: Config) -> None:
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
     absent = [f"{role}." for role in absent_roles(cfg)]
-    if cfg.reward_model.tokenizer_path is not None:
-        absent.append("reward_model.")  # it truncates its own tokens
-    for key in _TOKEN_BUDGETS:
-        budget = _get(cfg, key)
+    # A reward model with a tokenizer of its own truncates what it reads.
+    absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
+    for key in of_each_reward_model(cfg, _TOKEN_BUDGETS):
+        budget = value_of(cfg, key)
         _require(
             budget >= prompt + response or not dynamic or key.startswith(tuple(absent)),
             f"{key} is {budget}; it must be at least the longest sequence,"
@@ -413,15 +421,8 @@ def _check_checkpoints(trainer: TrainerConfig) -> None:
 
 def _range(cfg: Config, key: str, ok: Callable[[Any], bool], want: str) -> None:
     """Raise UserError unless the value of the key is null or satisfies `ok`. want: the condition in words."""
-    value = _get(cfg, key)
+    value = value_of(cfg, key)
     _require(value is None or ok(value), f"{key} is {value}; it must be {want}")
-
-
-def _get(cfg: Config, key: str) -> Any:
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _require(ok: bool, message: str) -> None:

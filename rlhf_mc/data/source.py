@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from rlhf_mc.config.errors import NodeError, UserError, reason_of
-from rlhf_mc.config.schema import Config, DataConfig
+from rlhf_mc.config.schema import Config, DataConfig, reward_models
 from rlhf_mc.data import jsonl, parquet
 
 REFERENCE = "reward_model"
@@ -133,7 +133,7 @@ def scored_by_rule(cfg: Config, key: str) -> bool:
     data_source and reward_model. A function of the user's own, and in training a reward model, may do without."""
     if cfg.custom_reward_function.path is not None:
         return False
-    return key != "data.train_files" or cfg.reward_model.model_path is None
+    return key != "data.train_files" or not reward_models(cfg)
 
 
 def check_columns(path: str, required: Sequence[str]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards.mixture import REWARD_MODEL, Mixture, problem_of
+from rlhf_mc.rewards.mixture import Mixture, problem_of
 from rlhf_mc.rewards.results import Failure, Row, Score
 from rlhf_mc.rewards.scoring import name_of
 from rlhf_mc.rewards.worker import Worker
@@ -55,11 +55,11 @@ class RewardManager:
     """Scores responses by the user's function and the built-in rules. Ranks have managers of their own."""
 
     def __init__(
-        self, custom: CustomRewardFunctionConfig, reward: RewardConfig, has_reward_model: bool = False
+        self, custom: CustomRewardFunctionConfig, reward: RewardConfig, models: Mapping[str, str] | None = None
     ) -> None:
-        """Raise UserError if reward.mixture or the user's file cannot be used. Its part "reward_model" is not computed
-        here."""
-        self.mixture = Mixture(custom, reward, has_reward_model)
+        """Raise UserError if reward.mixture or the user's file cannot be used. models: as Mixture has them; their parts
+        are not computed here."""
+        self.mixture = Mixture(custom, reward, models)
         self._custom = custom
         self._reward = reward
         self._failures = 0
@@ -103,13 +103,13 @@ class RewardManager:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
         responses. Errors are raised by PendingScores.result.
 
-        training: by the weights of training, else by those of validation. A reward model's part is not added here.
+        training: by the weights of training, else by those of validation. Parts of reward models are not added here.
         texts: the prompts as text, with `needs_prompts`."""
         texts = [""] * len(prompts) if texts is None else texts
         rows = [
             self._row(p, response, training, text) for p, response, text in zip(prompts, responses, texts, strict=True)
         ]
-        has_functions = any(set(row.parts) != {REWARD_MODEL} for row in rows)
+        has_functions = any(not self.mixture.is_by_models(row.parts) for row in rows)
         workers = self._start_workers(min(self._reward.num_workers, len(rows))) if has_functions else []
         parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
         return PendingScores(parts, len(rows))

@@ -5,7 +5,7 @@ numpy is imported.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
@@ -17,8 +17,10 @@ CUSTOM = "custom"
 """The part that custom_reward_function computes."""
 REMOTE = "remote"
 """The part that the endpoint of reward.remote computes."""
-REWARD_MODEL = "reward_model"
-"""The part that the model of reward_model.model_path computes."""
+FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE})
+"""The parts that reward functions compute. All others of a mixture are those of reward models."""
+RESERVED = ("overlong", "default_score", "num_failed", "num_truncated")
+"""Names in the metrics of what is no part of a mixture."""
 OTHERS = "*"
 """Key of reward.mixture for the data sources that it does not list."""
 
@@ -26,17 +28,29 @@ OTHERS = "*"
 class Mixture:
     """The weights of the parts of each data source's score."""
 
-    def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig, has_reward_model: bool) -> None:
-        """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used."""
-        self._weights = {source: _weights_of(source, parts) for source, parts in reward.mixture.items()}
+    def __init__(
+        self, custom: CustomRewardFunctionConfig, reward: RewardConfig, models: Mapping[str, str] | None = None
+    ) -> None:
+        """Raise UserError for an unknown part, a weight that is no number, or a part that is set up and never used.
+        models: the parts of the run's reward models, each with the setting of the model's path."""
+        self._models = dict(models or {})
+        for part, key in self._models.items():
+            if part in (*FUNCTIONS, *RESERVED):
+                raise UserError(f"{key}: {part!r} is the name of another part of the score (docs/rewards.md)")
+        self._weights = {source: _weights_of(source, parts, self._models) for source, parts in reward.mixture.items()}
         self._has_custom = custom.path is not None
         self._has_remote = reward.remote.url is not None
-        self._has_reward_model = has_reward_model
         available = {
             CUSTOM: ("custom_reward_function.path", self._has_custom),
             REMOTE: ("reward.remote.url", self._has_remote),
-            REWARD_MODEL: ("reward_model.model_path", has_reward_model),
+            "reward_model": ("reward_model.model_path", False),
+            **{part: (key, True) for part, key in self._models.items()},
         }
+        if len(self._models) > 1 and not self._weights:
+            raise UserError(
+                f"{' and '.join(self._models.values())} are set and reward.mixture is empty; weigh"
+                f" {' and '.join(self._models)} in reward.mixture"
+            )
         if self._has_custom and self._has_remote and not self._weights:
             raise UserError(
                 "custom_reward_function.path and reward.remote.url are both set and reward.mixture is empty; weigh both"
@@ -48,8 +62,9 @@ class Mixture:
                 raise UserError(
                     f"reward.mixture has the part {part!r} and {key} is null; set it, or leave the part out"
                 )
-            # Where the reward model is the only part, validation is by the default.
-            validates = part != REWARD_MODEL and any(set(parts) == {REWARD_MODEL} for parts in self._weights.values())
+        for part, (key, is_set) in available.items():
+            # Where all parts are reward models, validation is by the default.
+            validates = part not in self._models and any(map(self.is_by_models, self._weights.values()))
             if self._weights and is_set and part not in used and not validates:
                 raise UserError(
                     f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
@@ -58,16 +73,23 @@ class Mixture:
     def training(self, data_source: str) -> Mapping[str, float]:
         """Return the weights of the parts of a training score; empty if nothing scores the data source."""
         listed = self._listed(data_source)
-        if listed is None and self._has_reward_model and not self._weights:
-            return {REWARD_MODEL: 1.0}
+        if listed is None and self._models and not self._weights:
+            return dict.fromkeys(self._models, 1.0)
         return self._default(data_source) if listed is None else listed
 
     def validation(self, data_source: str) -> Mapping[str, float]:
         """Return the weights of the functions that score a validation response: those of training, or the default where
-        training has the reward model alone."""
+        training has reward models alone."""
         listed = self._listed(data_source) or {}
-        functions = {part: weight for part, weight in listed.items() if part != REWARD_MODEL}
-        return functions or self._default(data_source)
+        return self.functions(listed) or self._default(data_source)
+
+    def functions(self, parts: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the parts that functions compute: all but those of reward models."""
+        return {part: weight for part, weight in parts.items() if part not in self._models}
+
+    def is_by_models(self, parts: Mapping[str, float]) -> bool:
+        """Return whether reward models compute all of these parts."""
+        return bool(parts) and not self.functions(parts)
 
     def _listed(self, data_source: str) -> Mapping[str, float] | None:
         return self._weights.get(data_source, self._weights.get(OTHERS))
@@ -81,11 +103,11 @@ class Mixture:
         return {} if rule is None else {rule: 1.0}
 
 
-def _weights_of(source: str, parts: Any) -> Mapping[str, float]:
+def _weights_of(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, float]:
     where = f"reward.mixture: {source!r}"
     if not isinstance(parts, dict) or not parts:
         raise UserError(f"{where} is {parts!r}; it must be a mapping {{part: weight}}")
-    known = (*RULES, CUSTOM, REMOTE, REWARD_MODEL)
+    known = dict.fromkeys((*RULES, CUSTOM, REMOTE, "reward_model", *models))
     for part, weight in parts.items():
         if part not in known:
             raise UserError(f"{where} has the unknown part {part!r}; known: {', '.join(known)}")

@@ -22,7 +22,7 @@ class Row:
     ground_truth: Any
     extra_info: dict[str, Any]
     parts: Mapping[str, float]
-    """Weights of the parts of the score by name (mixture.py). The reward model's is added by the trainer."""
+    """Weights of the parts of the score by name (mixture.py). Those of reward models are added by the trainer."""
     prompt: str = ""
     """The prompt as text, for the remote endpoint alone."""
 

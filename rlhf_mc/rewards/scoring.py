@@ -16,7 +16,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
-from rlhf_mc.rewards.mixture import CUSTOM, REMOTE, REWARD_MODEL, problem_of
+from rlhf_mc.rewards.mixture import CUSTOM, FUNCTIONS, REMOTE, problem_of
 from rlhf_mc.rewards.remote import RemoteReward
 from rlhf_mc.rewards.results import Failure, Row, RowFailure, Score
 from rlhf_mc.rewards.rules import RULES
@@ -91,8 +91,8 @@ class Scorer:
         extra: dict[str, float] = {}
         pred = None
         for part, weight in row.parts.items():
-            if part == REWARD_MODEL:
-                continue
+            if part not in FUNCTIONS:
+                continue  # a reward model's, which the trainer adds
             if part == CUSTOM:
                 returned = await self._call_custom(row, from_batch)
                 result = checked(returned)

@@ -15,9 +15,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
-from rlhf_mc.rewards.mixture import REWARD_MODEL
+from rlhf_mc.rewards.manager import DEFAULT
+from rlhf_mc.rewards.mixture import FUNCTIONS
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.rewards.shaping import OVERLONG
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.phases import await_rewards, record_rewards, record_samples, rollout, submit_rewards
 from rlhf_mc.trainer.setup import Run
@@ -86,7 +86,7 @@ def metric_values(scores: Sequence[Score], metric: GroupMetric) -> torch.Tensor:
 
 def by_functions(score: Score) -> float:
     """Return the sum of the parts that reward functions gave."""
-    return sum(value for part, value in score.parts.items() if part not in (REWARD_MODEL, OVERLONG))
+    return sum(value for part, value in score.parts.items() if part in (*FUNCTIONS, DEFAULT))
 
 
 def accuracy(score: Score) -> float:

@@ -15,7 +15,7 @@ from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.roles import uses_critic, uses_reference
-from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.config.validate import validate
 from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
 from rlhf_mc.models.checks import check_layout, check_length
@@ -64,9 +64,9 @@ def _check_models(cfg: Config) -> None:
         roles["critic"] = (key, _shape(key, cfg.critic.model_path or cfg.model.path, value_head=True))
     if uses_reference(cfg):
         roles["ref"] = ("model.path", actor)
-    if cfg.reward_model.model_path is not None:
-        key = "reward_model.model_path"
-        roles["reward_model"] = (key, _shape(key, cfg.reward_model.model_path, value_head=True))
+    for role, scorer in reward_models(cfg).items():
+        key = f"{role}.model_path"
+        roles[role] = (key, _shape(key, str(scorer.model_path), value_head=True))
     for role, (key, shape) in roles.items():
         megatron = layouts(cfg)[role]
         with _in_section(f"{role}.megatron", key):

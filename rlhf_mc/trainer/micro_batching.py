@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.data.balance import Limit, Sequences, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
@@ -24,12 +24,15 @@ def micro_batch_limits(cfg: Config) -> dict[str, Limit]:
     ref = cfg.ref
     actor = cfg.actor
     critic = cfg.critic
-    scorer = cfg.reward_model
+    scorers = {
+        role: limit(scorer.forward_max_token_len_per_gpu, scorer.forward_micro_batch_size_per_gpu)
+        for role, scorer in reward_models(cfg).items()
+    }
     return {
         "old_log_prob": limit(rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu),
         "ref": limit(ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu),
         "values": limit(critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu),
-        "reward_model": limit(scorer.forward_max_token_len_per_gpu, scorer.forward_micro_batch_size_per_gpu),
+        **scorers,
         "update_critic": limit(critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu),
         "update_actor": limit(actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu),
     }

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -40,16 +41,22 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
 # fmt: on
 """The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
 optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
-rollout.free_cache_engine. Weights that vLLM shares with the actor (reshard.share_weights) stay on the device: the
-actor's params then cannot be offloaded, and vLLM's sleep skips them."""
+rollout.free_cache_engine. Each of reward_models has a phase of its own, like reward_model. Weights that vLLM shares
+with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and vLLM's sleep
+skips them."""
 
 Row = Mapping[str, frozenset[str]]
+_NOTHING: frozenset[str] = frozenset()
 
 
 def row_of(phase: str) -> Row | None:
-    """Return the parts that the phase needs on the device, by role; None for UNCHANGED."""
-    row = TABLE[phase]
-    return row and {role: frozenset(names.split()) for role, names in zip(ROLES, row, strict=True)}
+    """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase of a reward model is
+    named after its role, and needs that model."""
+    row = TABLE[unnamed(phase)]
+    if row is None:
+        return None
+    roles = (*ROLES[:-1], phase if unnamed(phase) == "reward_model" else "reward_model")
+    return {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}
 
 
 def check_offload(rollout: RolloutConfig) -> None:
@@ -103,18 +110,18 @@ class OffloadSchedule:
         return {f"memory/{role}_offloaded_gb": size / 2**30 for role, size in self._peak_bytes.items() if size}
 
     def _differs(self, row: Row) -> bool:
-        moves = any(engine.offload.differs_from(row[role]) for role, engine in self._engines.items())
+        moves = any(engine.offload.differs_from(row.get(role, _NOTHING)) for role, engine in self._engines.items())
         return moves or (self._rollout is not None and self._rollout.awake != row["vllm"])
 
     def _enter(self, row: Row) -> None:
         """Establish the row: offload first, to make room, then onload."""
         for role, engine in self._engines.items():
-            engine.offload.offload_all_but(row[role])
+            engine.offload.offload_all_but(row.get(role, _NOTHING))
         if self._rollout is not None and self._rollout.awake - row["vllm"]:
             # vLLM discards the weights with the KV cache. The one phase that needs the weights alone overwrites them.
             self._rollout.sleep()
         for role, engine in self._engines.items():
-            engine.offload.onload(row[role])
+            engine.offload.onload(row.get(role, _NOTHING))
         if self._rollout is not None:
             for part in (WEIGHTS, KV_CACHE):
                 if part in row["vllm"] - self._rollout.awake:

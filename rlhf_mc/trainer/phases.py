@@ -130,13 +130,13 @@ def await_rewards(
     run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
 ) -> tuple[RaggedBatch, list[Score]]:
     """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
-    weighted sum of its parts, by the reward workers and the reward model, less the penalty on long responses. Return
+    weighted sum of its parts, by the reward workers and the reward models, less the penalty on long responses. Return
     the scores of the batch's responses with their parts too."""
     n = run.config.rollout.n
     greedy_prompts = [] if state.greedy is None else prompts[::n]
-    models = [] if run.reward_model is None else [run.reward_model]
     by_model = {
-        model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch) for model in models
+        model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch)
+        for model in run.reward_models
     }
     hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
     state.metrics["timing_s/reward_hidden"] = hidden + pending.seconds_until(time.perf_counter())
@@ -181,14 +181,14 @@ def score_by_reward_model(
         passes.append((state.greedy, slice(num_sampled, None), PackingCache()))
     values: list[float] = []
     num_truncated = 0
-    with run.offload_schedule.phase(state.timer, model.section):
+    with run.offload_schedule.phase(state.timer, model.role):
         for responses, part, packing in passes:
             asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
             found = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
             values += found.values.tolist()
             num_truncated += found.num_truncated
     if not all(map(math.isfinite, values)):  # the same on every rank
-        raise UserError(f"{model.section}.model_path: {model.path}: a score is not finite in step {state.step}")
+        raise UserError(f"{model.role}.model_path: {model.path}: a score is not finite in step {state.step}")
     if model.conversations is not None:
         key = f"reward/num_truncated/{model.part}"
         state.metrics[key] = state.metrics.get(key, 0) + num_truncated

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.schema import Config, part_of, reward_models
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, batch_of
@@ -26,16 +26,19 @@ from rlhf_mc.trainer.scoring import score_sequences
 class RewardModel:
     """A reward model of the run."""
 
-    section: str
-    """Its section of the config, which is also its role, and the name of its phase."""
-    part: str
-    """The name of its part of the score, in reward.mixture and the metrics."""
+    role: str
+    """Its section of the config, and the name of its phase."""
     path: str
     engine: ModelEngine
     limit: Limit
     """Of a micro-batch."""
     conversations: ConversationTokenizer | None
     """Makes the tokens that the model reads; None: it reads the actor's."""
+
+    @property
+    def part(self) -> str:
+        """The name of its part of the score, in reward.mixture and the metrics."""
+        return part_of(self.role)
 
     @property
     def max_tokens(self) -> int:
@@ -54,12 +57,13 @@ class ModelScores:
     """Conversations that lost their first tokens."""
 
 
-def conversation_tokenizer(cfg: Config) -> ConversationTokenizer | None:
-    """Return the tokenizer of the run's reward model, or None if it reads the actor's tokens."""
-    model = cfg.reward_model
-    if model.tokenizer_path is None:
-        return None
-    return ConversationTokenizer("reward_model", model.tokenizer_path, model.chat_template_path)
+def conversation_tokenizers(cfg: Config) -> dict[str, ConversationTokenizer]:
+    """Return by role the tokenizers of the reward models that do not read the actor's tokens."""
+    return {
+        role: ConversationTokenizer(role, model.tokenizer_path, model.chat_template_path)
+        for role, model in reward_models(cfg).items()
+        if model.tokenizer_path is not None
+    }
 
 
 def score(

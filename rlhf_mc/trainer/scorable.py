@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt
@@ -25,17 +25,17 @@ def scorable(
     prompts: Prompts,
     on_bad_row: str,
     training: bool,
-    conversations: ConversationTokenizer | None = None,
+    conversations: Collection[ConversationTokenizer] = (),
 ) -> Prompts:
-    """Return the prompts that can be scored, and rendered for a reward model. With on_bad_row "error" raise UserError,
-    with file and row, for the first that cannot; with "skip" leave them out, with a warning. Each rank checks a part:
-    every rank must call it."""
+    """Return the prompts that can be scored, and rendered for the reward models. With on_bad_row "error" raise
+    UserError, with file and row, for the first that cannot; with "skip" leave them out, with a warning. Each rank
+    checks a part: every rank must call it."""
 
     def check(some: list[Prompt]) -> None:
         rewards.check(some, training)
-        if conversations is not None:
+        for conversation in conversations:
             for prompt in some:
-                conversations.text(prompt, "")
+                conversation.text(prompt, "")
 
     found: dict[int, str] = {}
     mine = my_share(len(prompts))

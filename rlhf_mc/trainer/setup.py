@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from rlhf_mc.config.algorithm_schema import KLCtrlConfig
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
 from rlhf_mc.config.roles import uses_critic, uses_reference
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
@@ -45,7 +45,6 @@ from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.mixture import REWARD_MODEL
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
@@ -56,7 +55,7 @@ from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
-from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizer
+from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.scorable import scorable
 from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.update import SkippedUpdates
@@ -87,7 +86,7 @@ class Run:
     critic: ModelEngine | None
     """None if the advantage estimator needs none."""
     reference: ModelEngine | None
-    reward_model: RewardModel | None
+    reward_models: list[RewardModel]
     rollout: RolloutEngine
     weight_sync: WeightSync
     """From the actor's parameters to vLLM's."""
@@ -115,14 +114,14 @@ def build_run(cfg: Config) -> Run:
     check_free(Path(cfg.trainer.default_local_dir))
     check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
-    conversations = on_every_rank(lambda: conversation_tokenizer(cfg))
-    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=conversations is not None)
+    conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
+    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=bool(conversations))
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: estimator_of(cfg.algorithm))
     policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
-    has_reward_model = cfg.reward_model.model_path is not None
-    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, has_reward_model))
-    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations)
+    scorers = {part_of(role): f"{role}.model_path" for role in reward_models(cfg)}
+    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
+    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
     check_weights(cfg.data, train_prompts.file_sizes)
     check_batch(cfg.data, len(train_prompts))
@@ -165,7 +164,10 @@ def build_run(cfg: Config) -> Run:
         actor=models["actor"],
         critic=models.get("critic"),
         reference=models.get("ref"),
-        reward_model=_reward_model(cfg, models.get("reward_model"), limits["reward_model"], conversations),
+        reward_models=[
+            RewardModel(role, str(scorer.model_path), models[role], limits[role], conversations.get(role))
+            for role, scorer in reward_models(cfg).items()
+        ],
         rollout=rollout,
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,
@@ -241,7 +243,7 @@ class _Start:
 
 
 def _starts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: Mapping[str, ConversationTokenizer]
 ) -> dict[str, _Start]:
     """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
     mcore = cfg.model.dist_checkpointing_path
@@ -256,9 +258,9 @@ def _starts(
         starts["ref"] = _Start(shape, reader, mcore)
     if uses_critic(cfg):
         starts["critic"] = _critic_start(cfg, reader, tokenizer)
-    if cfg.reward_model.model_path is not None:
-        scorer = reward_model_checkpoint(cfg, tokenizer, conversations)
-        starts["reward_model"] = _Start(scorer.shape, scorer.reader)
+    for role in reward_models(cfg):
+        scorer = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
+        starts[role] = _Start(scorer.shape, scorer.reader)
     for role, start in starts.items():
         if role != "actor":  # checked above
             _check_layout(cfg, role, start.shape)
@@ -278,15 +280,6 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     shape = reader.shape(value_head=True)
     frozen = frozen_tensors("critic.freeze", cfg.critic.freeze, shape)
     return _Start(shape, reader, mcore, cfg.critic.optim, frozen)
-
-
-def _reward_model(
-    cfg: Config, engine: ModelEngine | None, limit: Limit, conversations: ConversationTokenizer | None
-) -> RewardModel | None:
-    path = cfg.reward_model.model_path
-    if engine is None or path is None:
-        return None
-    return RewardModel("reward_model", REWARD_MODEL, path, engine, limit, conversations)
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:

@@ -137,8 +137,8 @@ def headlines(run: Run) -> list[str]:
     rollout_tp = run.config.rollout.tensor_model_parallel_size
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
     models: dict[str, list[str]] = {}
-    reward_model = None if run.reward_model is None else run.reward_model.engine
-    for engine in (*run.trained_models(), run.reference, reward_model):
+    scorers = [model.engine for model in run.reward_models]
+    for engine in (*run.trained_models(), run.reference, *scorers):
         if engine is not None:
             megatron = layouts(run.config)[engine.name]
             sequence = ", sequence parallel" if megatron.sequence_parallel else ""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.errors import UserError, about
-from rlhf_mc.config.schema import Config, DataConfig
+from rlhf_mc.config.schema import Config, DataConfig, value_of
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import has_tokenizer, load_tokenizer
 from rlhf_mc.runtime.console import say
@@ -41,15 +41,14 @@ def check_value_head(key: str, reader: HFReader) -> None:
 
 
 def reward_model_checkpoint(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
+    cfg: Config, role: str, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
 ) -> ValueCheckpoint:
-    """Return the reward model's checkpoint. Raise UserError if it has no value head, or another vocabulary than its
-    tokenizer: that of `conversations`, or None for the actor's, `tokenizer`."""
-    key = "reward_model.model_path"
-    path = cfg.reward_model.model_path
-    assert path is not None
+    """Return the checkpoint of the reward model of that role. Raise UserError if it has no value head, or another
+    vocabulary than its tokenizer: that of `conversations`, or None for the actor's, `tokenizer`."""
+    key = f"{role}.model_path"
+    path = str(value_of(cfg, key))
     if conversations is None:
-        found = value_checkpoint(key, path, cfg.data, tokenizer, "reward_model.tokenizer_path")
+        found = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
         found = _checkpoint(key, path)
         _check_size(conversations.key, conversations.tokenizer, found.shape, f"{key} {path}")

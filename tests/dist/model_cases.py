@@ -92,7 +92,7 @@ def conversation_scores(
         conversations = ConversationTokenizer("reward_model", checkpoint, None)
         engine = reward_engine(checkpoint, groups)
         models = [
-            RewardModel("reward_model", "reward_model", "", engine, *limit_and_own)
+            RewardModel("reward_model", "", engine, *limit_and_own)
             for limit_and_own in ((40, conversations), (99, None))
         ]
         tokenizer = load_tokenizer(actor)

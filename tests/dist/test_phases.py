@@ -62,6 +62,39 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
     assert result["different"] == []
 
 
+def test_two_reward_models_add_up_to_the_single_ones(pool: Any, tmp_path: Path) -> None:
+    """Compare the first step, whose responses are the same in all runs. The second model reads conversations of
+    its own template."""
+    config = write_config(make_workspace(tmp_path))
+    model = make_reward_model(tmp_path / "reward_model")
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    own = [f"tokenizer_path={model}", f"chat_template_path={tmp_path}/template.jinja"]
+    runs = {
+        "one": [f"reward_model.model_path={model}"],
+        "other": [f"reward_model.{setting}" for setting in (f"model_path={model}", *own)],
+        "both": [
+            f"reward_models.one.model_path={model}",
+            *(f"reward_models.other.{setting}" for setting in (f"model_path={model}", *own)),
+            "reward_models.other.megatron.param_offload=true",
+            "reward.mixture={'*': {one: 0.5, other: -2.0, custom: 1.0}}",
+        ],
+    }
+    found = {
+        name: cases.run_two_steps(pool(1), config, (1, 1, 1), tmp_path / name, settings)[0]
+        for name, settings in runs.items()
+    }
+    assert len({run["digests"][0] for run in found.values()}) == 1
+    steps = {name: run["steps"][0] for name, run in found.items()}
+    both = {part: steps["both"][f"reward/arithmetic/{part}"] for part in ("one", "other", "custom")}
+    single = {name: steps[name]["critic/score/mean"] for name in ("one", "other")}
+    assert abs(single["one"] - single["other"]) > 1e-3
+    assert both["one"] == pytest.approx(0.5 * single["one"], abs=1e-6)
+    assert both["other"] == pytest.approx(-2.0 * single["other"], abs=1e-6)
+    assert steps["both"]["critic/score/mean"] == pytest.approx(sum(both.values()), abs=1e-6)
+    assert steps["both"]["reward/num_truncated/other"] == 0 and "reward/num_truncated/one" not in steps["both"]
+    assert any("reward_models.one, reward_models.other" in line for line in found["both"]["headlines"])
+
+
 def test_rollout_correction_and_bypass(pool: Any, tmp_path: Path) -> None:
     """Weigh and reject tokens in one run. Skip the pass of the old log-probs in another, after the first step."""
     config = write_config(make_workspace(tmp_path))

@@ -42,7 +42,7 @@ def test_responses_differ_exactly() -> None:
 def test_metrics(metric: Any, expected: list[float]) -> None:
     scores = [
         Score(0.5, {"custom": 0.5}, {"acc": 1.0}).plus("reward_model", 3.0).plus("overlong", -0.5),
-        Score(0.5, {"custom": 0.25, "length": 0.25}).plus("reward_model", 0.5),
+        Score(0.5, {"custom": 0.25, "f1": 0.25}).plus("reward_model", 0.5),
         Score(0.2, {"default_score": 0.2}, failure="timeout").plus("overlong", -1.0),
         Score(0.0).plus("reward_model", -1.0),
     ]

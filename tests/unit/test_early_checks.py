@@ -17,6 +17,7 @@ import pytest
 from rlhf_mc.config import paths
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
+from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.runtime import error_report
 from rlhf_mc.trainer.early_checks import check_early
@@ -78,7 +79,7 @@ def test_valid_config_passes(directory: Path) -> None:
 
 
 def test_every_path_setting_is_classified() -> None:
-    named = {key for key in dotted_keys() if key.endswith(("path", "_files", "_dir"))}
+    named = {unnamed(key) for key in dotted_keys() if key.endswith(("path", "_files", "_dir"))}
     assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT, *paths.OTHER_OUTPUTS}
 
 

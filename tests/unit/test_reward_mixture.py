@@ -38,6 +38,10 @@ def build(tmp_path: Path) -> Iterator[Build]:
         manager.close()
 
 
+MODEL = {"reward_model": "reward_model.model_path"}
+MODELS = {"helpful": "reward_models.helpful.model_path", "harmless": "reward_models.harmless.model_path"}
+
+
 def prompts(count: int, source: str = "mine", truth: Any = "4") -> list[Prompt]:
     return [Prompt(i, [1], "", source, truth, {}, "data.train_files t.parquet", 10 + i) for i in range(count)]
 
@@ -81,26 +85,69 @@ def test_score_is_the_weighted_sum_of_its_parts(build: Build) -> None:
 )
 def test_mixture_that_cannot_be_used(mixture: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        Mixture(CustomRewardFunctionConfig(path="r.py"), RewardConfig(mixture=mixture), has_reward_model=False)
+        Mixture(CustomRewardFunctionConfig(path="r.py"), RewardConfig(mixture=mixture))
     for word in ("reward.mixture", *words):
         assert word in str(caught.value)
 
 
 def test_reward_model_scores_training_and_functions_score_validation() -> None:
     custom = CustomRewardFunctionConfig(path="r.py")
-    alone = Mixture(custom, RewardConfig(), has_reward_model=True)
+    alone = Mixture(custom, RewardConfig(), MODEL)
     assert alone.training("a") == {"reward_model": 1.0} and alone.validation("a") == {"custom": 1.0}
     mixture = {"a": {"math": 2, "reward_model": 3}, "*": {"reward_model": 1}}
-    both = Mixture(custom, RewardConfig(mixture=mixture), has_reward_model=True)
+    both = Mixture(custom, RewardConfig(mixture=mixture), MODEL)
     assert both.training("a") == {"math": 2.0, "reward_model": 3.0} and both.validation("a") == {"math": 2.0}
     assert both.training("b") == {"reward_model": 1.0} and both.validation("b") == {"custom": 1.0}
 
 
+def test_several_reward_models_are_weighed_in_the_mixture() -> None:
+    custom = CustomRewardFunctionConfig()
+    mixture = {"a": {"math": 1, "helpful": 0.7, "harmless": -0.3}, "*": {"helpful": 1}}
+    both = Mixture(custom, RewardConfig(mixture=mixture), MODELS)
+    assert both.training("a") == mixture["a"] and both.validation("a") == {"math": 1.0}
+    assert both.training("b") == {"helpful": 1.0} and both.validation("openai/gsm8k") == {"gsm8k_strict": 1.0}
+    assert Mixture(custom, RewardConfig(), {"helpful": "h"}).training("a") == {"helpful": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("models", "mixture", "words"),
+    [
+        (MODELS, {}, "reward_models.helpful.model_path and reward_models.harmless.model_path are set and reward.mixture"
+         " is empty; weigh helpful and harmless in reward.mixture"),
+        (MODELS, {"a": {"helpful": 1, "harmles": 1}}, "'a' has the unknown part 'harmles'; known: gsm8k_strict"),
+        (MODELS, {"a": {"helpful": 1}}, "reward_models.harmless.model_path is set and no data source of reward.mixture"
+         " has the part 'harmless'"),
+        (MODELS, {"a": {"helpful": float("inf"), "harmless": 1}}, "'a': the weight of 'helpful' is inf; it must be a"
+         " finite number"),
+        (MODELS, {"a": {"helpful": 1, "harmless": 1, "reward_model": 1}}, "the part 'reward_model' and"
+         " reward_model.model_path is null"),
+        ({"math": "reward_models.math.model_path"}, {}, "reward_models.math.model_path: 'math' is the name of another"),
+        ({"overlong": "reward_models.overlong.model_path"}, {}, "'overlong' is the name of another part of the score"),
+    ],
+)  # fmt: skip
+def test_reward_models_that_cannot_be_mixed(models: Any, mixture: Any, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Mixture(CustomRewardFunctionConfig(), RewardConfig(mixture=mixture), models)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_responses_for_the_reward_model_alone_need_no_worker() -> None:
-    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(), has_reward_model=True)
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(), MODEL)
     manager.check(prompts(1, truth=None))
     assert [row.plus("reward_model", 0.5).score for row in manager.submit(prompts(2), ["", ""]).result()] == [0.5, 0.5]
     assert manager._workers == []
+    mixture = {"mine": {"helpful": 1, "harmless": 1}}
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(mixture=mixture), MODELS)
+    assert manager.submit(prompts(1, truth=None), [""]).result() == [Score(0.0)] and manager._workers == []
+
+
+def test_worker_leaves_out_the_parts_of_reward_models() -> None:
+    mixture = {"openai/gsm8k": {"gsm8k_strict": 1, "helpful": 1, "harmless": 1}}
+    manager = RewardManager(CustomRewardFunctionConfig(), RewardConfig(mixture=mixture), MODELS)
+    (score,) = manager.submit(prompts(1, "openai/gsm8k"), ["#### 4"]).result()
+    manager.close()
+    assert score.parts == {"gsm8k_strict": 1.0}
+    assert score.plus("helpful", 0.5).plus("harmless", -0.25).score == 1.25
 
 
 def test_ground_truth_that_is_no_choice_is_found_before_training(build: Build) -> None:

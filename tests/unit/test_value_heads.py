@@ -52,12 +52,12 @@ def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]
 
 def test_classifier_of_one_label_is_a_reward_model(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory))
-    found = reward_model_checkpoint(config(directory), tokenizer, None)
+    found = reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
     assert found.shape.value_head
     (directory / "tokenizer.json").unlink()  # then there is no tokenizer to compare
-    reward_model_checkpoint(config(directory), tokenizer, None)
+    reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
     edit_tensors(directory, lambda t: t.update({"score.bias": torch.zeros(1)}))
-    reward_model_checkpoint(config(directory), tokenizer, None)
+    reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
 
 
 def test_critic_may_start_without_a_value_head(directory: Path) -> None:
@@ -86,7 +86,7 @@ def test_critic_may_start_without_a_value_head(directory: Path) -> None:
 def test_tensors_that_do_not_fit_are_rejected(directory: Path, edit: Any, words: tuple[str, ...]) -> None:
     edit_tensors(directory, edit)
     with pytest.raises(UserError) as caught:
-        reward_model_checkpoint(config(directory), load_tokenizer(str(directory)), None)
+        reward_model_checkpoint(config(directory), "reward_model", load_tokenizer(str(directory)), None)
     for word in (str(directory), *words):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -96,12 +96,12 @@ def test_tokenizer_or_length_that_does_not_fit_is_rejected(directory: Path, tmp_
     tokenizer = make_tokenizer(tmp_path / "other")
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(UserError, match=r"its tokenizer has '<new>' as None, the actor's as \d+"):
-        reward_model_checkpoint(config(directory), tokenizer, None)
+        reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
     tokenizer.add_tokens([f"<new{i}>" for i in range(10)])
     with pytest.raises(UserError, match=r"vocab_size is 266, the tokenizer \(the actor's\) has 274 tokens"):
-        reward_model_checkpoint(config(directory), tokenizer, None)
+        reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
     with pytest.raises(UserError, match="max_position_embeddings is 128, fewer than the 129 tokens"):
-        reward_model_checkpoint(config(directory, longest=129), load_tokenizer(str(directory)), None)
+        reward_model_checkpoint(config(directory, longest=129), "reward_model", load_tokenizer(str(directory)), None)
 
 
 def test_reward_model_with_its_own_tokenizer(
@@ -114,17 +114,17 @@ def test_reward_model_with_its_own_tokenizer(
     cfg = config(directory, longest=129)  # the actor's tokens do not count
     cfg.reward_model.tokenizer_path = str(directory)
     own = ConversationTokenizer("reward_model", str(directory), None)
-    assert reward_model_checkpoint(cfg, actor, own).shape.value_head
+    assert reward_model_checkpoint(cfg, "reward_model", actor, own).shape.value_head
     with pytest.raises(UserError, match=f"set reward_model.tokenizer_path to {directory}"):
-        reward_model_checkpoint(config(directory), actor, None)
+        reward_model_checkpoint(config(directory), "reward_model", actor, None)
     own.tokenizer.add_tokens([f"<new{i}>" for i in range(10)])
     words = r"vocab_size is 266, the tokenizer \(reward_model.tokenizer_path\) has 274 tokens"
     with pytest.raises(UserError, match=words):
-        reward_model_checkpoint(cfg, actor, own)
+        reward_model_checkpoint(cfg, "reward_model", actor, own)
     actor = load_tokenizer(str(directory))
     actor.chat_template = "another"
     assert not capsys.readouterr().err.count("warning")
-    reward_model_checkpoint(config(directory), actor, None)
+    reward_model_checkpoint(config(directory), "reward_model", actor, None)
     assert "it reads the actor's chat template, and has another; set reward_model.tokenizer_path" in (
         capsys.readouterr().err
     )
