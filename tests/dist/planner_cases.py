@@ -1,0 +1,61 @@
+"""Functions that the ranks run in test_planner.py. Each is called on every rank with the same arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpu_parts.engines import make_engine, mesh_groups, objective, token_batch
+from torch.profiler import ProfilerActivity, profile
+
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
+from rlhf_mc.planner.model_state import ModelState
+from rlhf_mc.trainer.setup import layouts_of
+
+SEQUENCES = 4
+"""Sequences of a micro-batch."""
+PROMPT = 40
+"""Tokens."""
+RESPONSE = 60
+"""Tokens."""
+
+
+def measured_state(checkpoint: str, mesh: dict[str, int], freeze: Sequence[str], **megatron: Any) -> ModelState:
+    """Build a trained actor with Adam's moments and return the bytes of its storages on this rank."""
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
+        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        frozen = frozen_tensors("actor.freeze", freeze, engine.shape)
+        engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layouts_of(engine)[groups.rank]))
+        engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
+        return _state(engine)
+
+
+def _state(engine: ModelEngine) -> ModelState:
+    params = list(engine.named_parameters().values())
+    grads = [buffer.grad_data for ddp in engine._ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    optimizer = list(tensors_besides(optimizer_tensors(engine._optimizer), params))
+    return ModelState(*[sum(s.nbytes() for s in distinct_storages(part)) for part in (params, grads, optimizer)])
+
+
+def measured_peak(checkpoint: str, mesh: dict[str, int], micro_batches: int, **megatron: Any) -> int:
+    """Return the peak of the bytes that torch's profiler counts while a gradient is computed, over `micro_batches`
+    micro-batches of SEQUENCES sequences on every replica. The gradient buffers exist before."""
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
+        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        engine.make_trainable(OptimConfig(), 1)
+        batch = token_batch(250, [PROMPT] * SEQUENCES * micro_batches, [RESPONSE] * SEQUENCES * micro_batches)
+        zeros = batch.rollout_log_probs
+        batch = replace(batch, advantages=zeros + 1, old_log_probs=zeros, ref_log_probs=zeros)
+        plan = [range(start, start + SEQUENCES) for start in range(0, batch.num_sequences, SEQUENCES)]
+        loss = objective(engine, batch, "token-mean")
+        engine.backward(batch, plan, loss)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            engine.backward(batch, plan, loss)
+    recorded = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(recorded, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))

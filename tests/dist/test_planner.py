@@ -1,0 +1,126 @@
+"""The planner's numbers are those of real Megatron-Core models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import planner_cases
+import pytest
+from tiny import make_checkpoint
+
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.planner.activations import Pass, update_peak
+from rlhf_mc.planner.model_state import ModelState, trained_state
+from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.topology.mesh import Mesh
+
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "use_distributed_optimizer": True}
+ODD_SIZES: dict[str, Any] = {"hidden_size": 120, "intermediate_size": 200, "head_dim": 30, "num_hidden_layers": 5}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("planner")
+    return {
+        "tied": make_checkpoint(root / "tied"),
+        # No size is a multiple of 64, so that every parameter is padded.
+        "untied": make_checkpoint(root / "untied", family="llama", tied=False, **ODD_SIZES),
+        "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "mesh", "megatron", "freeze"),
+    [
+        (2, "untied", {"tp": 2}, {}, ()),
+        (2, "untied", {}, BFLOAT16, ()),
+        (2, "untied", {}, {"dtype": "bfloat16"}, ()),
+        (2, "untied", {}, {"use_distributed_optimizer": True}, ("model.layers.0.*", "model.embed_tokens.*")),
+        (2, "tied", {"pp": 2, "vpp": 2}, BFLOAT16, ()),
+        (4, "tied", {"pp": 2}, BFLOAT16, ()),
+        (4, "tied", {"tp": 2}, {"use_distributed_optimizer": True}, ()),
+        (4, "moe", {"ep": 2}, BFLOAT16, ()),
+        (4, "moe", {"tp": 2, "ep": 2}, {"sequence_parallel": True}, ()),
+        (4, "moe", {"pp": 2}, BFLOAT16, ()),
+    ],
+)
+def test_model_state_is_exact(
+    pool: Any,
+    checkpoints: dict[str, Path],
+    world: int,
+    model: str,
+    mesh: dict[str, int],
+    megatron: dict[str, Any],
+    freeze: Sequence[str],
+) -> None:
+    """Compare parameters, gradients and optimizer state of each stage's fullest rank with the bytes of its storages."""
+    measured: list[ModelState] = pool(world).run(
+        planner_cases.measured_state, checkpoint=str(checkpoints[model]), mesh=mesh, freeze=freeze, **megatron
+    )
+    shape = HFReader(str(checkpoints[model])).shape()
+    config = MegatronConfig(**{"dtype": "float32", "use_distributed_optimizer": False, **megatron})
+    ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
+    layouts = training_layouts(shape, ranks)
+    frozen = frozen_tensors("actor.freeze", freeze, shape)
+    for rank, layout in enumerate(layouts):
+        at = ranks.coordinate(rank)
+        found = trained_state(
+            layout,
+            config,
+            ranks,
+            at.pp,
+            frozen_parameters(frozen, layout),
+            overlaps_reduction=False,
+            tied_embedding=shape.shares_embeddings,
+        )
+        others = map(ranks.coordinate, range(world))
+        alike = [state for other, state in zip(others, measured, strict=True) if (other.tp, other.pp) == (at.tp, at.pp)]
+        fullest = ModelState(*[max(sizes) for sizes in zip(*[vars(state).values() for state in alike], strict=True)])
+        assert found == fullest
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "mesh", "micro_batches", "megatron"),
+    [
+        (1, "untied", {}, 1, {}),
+        (1, "moe", {}, 1, {"recompute_granularity": "full"}),
+        (2, "tied", {"tp": 2}, 1, {"sequence_parallel": True, "dtype": "bfloat16"}),
+        (2, "tied", {"tp": 2}, 2, {}),
+        (2, "tied", {"pp": 2}, 4, {"dtype": "bfloat16"}),
+        (2, "tied", {"pp": 2, "vpp": 2}, 4, {}),
+        (4, "moe", {"tp": 2, "ep": 2}, 1, {"sequence_parallel": True}),
+        (4, "tied", {"tp": 2, "pp": 2}, 3, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+    ],
+)
+def test_activation_peak(
+    pool: Any,
+    checkpoints: dict[str, Path],
+    world: int,
+    model: str,
+    mesh: dict[str, int],
+    micro_batches: int,
+    megatron: dict[str, Any],
+) -> None:
+    """Compare the peak of an update with that of torch's memory profiler: within 10 %."""
+    measured: list[int] = pool(world).run(
+        planner_cases.measured_peak,
+        checkpoint=str(checkpoints[model]),
+        mesh=mesh,
+        micro_batches=micro_batches,
+        **megatron,
+    )
+    shape = HFReader(str(checkpoints[model])).shape()
+    ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
+    config = MegatronConfig(**{"dtype": "float32", "tensor_model_parallel_size": ranks.tp, **megatron})
+    sequences = planner_cases.SEQUENCES
+    tokens = sequences * (planner_cases.PROMPT + planner_cases.RESPONSE)
+    work = Pass(tokens, sequences * planner_cases.RESPONSE, micro_batches)
+    found = [
+        update_peak(shape, config, ranks, ranks.coordinate(rank).pp, work, cuda=False, entropy=True)
+        for rank in range(world)
+    ]
+    assert found == pytest.approx(measured, rel=0.1)
