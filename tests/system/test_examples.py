@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import forked
+import pyarrow.parquet as pq
 import pytest
 import torch
 from gsm8k import gsm8k_lines
 from tiny import make_checkpoint
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_mc.algorithms.advantages import EstimatorInputs
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
@@ -154,3 +158,64 @@ def test_grpo_gsm8k(tmp_path: Path) -> None:
         assert row["prompt_length/mean"] > 100 and row["actor/skipped"] == 0.0
         assert "critic/vf_loss" not in row
     assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+# ---------------------------------------------------------------- a reward model
+
+TARGET_KL = 0.1
+EPOCH = 5
+
+
+def held_out_accuracy(reward_model: Path, questions: Path) -> float:
+    """Return the share of random pairs of two-digit answers, one for each question, whose larger answer the reward
+    model scores higher. It is transformers' model, on tokens that are put together here."""
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    rng = random.Random(99)
+    answers = []
+    texts = []
+    for row in pq.read_table(questions).to_pylist():
+        pair = rng.sample(range(10, 100), 2)
+        answers.append(pair)
+        texts += [f"<|user|>{row['prompt'][0]['content']}<|assistant|>{answer}<|end|>" for answer in pair]
+    with torch.no_grad():
+        scores = model(torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])).logits.view(-1, 2)
+    numbers = torch.tensor(answers)
+    return float(((scores[:, 0] > scores[:, 1]) == (numbers[:, 0] > numbers[:, 1])).float().mean())
+
+
+@pytest.fixture(scope="module")
+def reward_model_run(quickstart_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the output of examples/reward_model.py with 20 steps of PPO."""
+    out = tmp_path_factory.mktemp("reward_model")
+    output = run_example("reward_model.py", ["--quickstart", str(quickstart_made), "--output", str(out), "--steps=20"])
+    epochs = ["steps 1 to 5", "steps 6 to 10", "steps 11 to 15", "steps 16 to 20"]
+    assert [line.partition(":")[0] for line in output if line.startswith("steps ")] == epochs
+    return out
+
+
+def test_reward_model_prefers_the_larger_answer(reward_model_run: Path, quickstart_made: Path) -> None:
+    assert held_out_accuracy(reward_model_run / "model", quickstart_made / "val.parquet") > 0.9
+
+
+def test_reward_model_score_rises_at_the_target_kl(reward_model_run: Path) -> None:
+    """Check bounds that follow from the runs in docs/results.md."""
+    rows = [row for row in metrics(reward_model_run / "ppo") if "critic/score/mean" in row]
+    scores = [row["critic/score/mean"] for row in rows]
+    kls = [row["actor/reward_kl_penalty"] for row in rows]
+    assert max(map(abs, kls[:EPOCH])) < 1e-4  # the actor is not updated yet
+    assert fmean(scores[-EPOCH:]) - fmean(scores[:EPOCH]) > 0.25
+    assert TARGET_KL / 2 < fmean(kls[-EPOCH:]) < TARGET_KL * 2
+    coefficients = [row["actor/reward_kl_penalty_coeff"] for row in rows]
+    for kl, before, after in zip(kls, coefficients, coefficients[1:], strict=False):
+        error = min(max(kl / TARGET_KL - 1.0, -0.2), 0.2)
+        assert after == pytest.approx(before * (1.0 + error * 256 / 500))  # sequences of a step / horizon
+
+
+def test_reward_model_on_two_ranks(reward_model_run: Path, quickstart_made: Path, tmp_path: Path) -> None:
+    arguments = ["--quickstart", str(quickstart_made), "--output", str(tmp_path), "--steps", "1"]
+    done = forked.run_ranks(2, [str(EXAMPLES / "reward_model.py"), *arguments])
+    assert done.returncode != 0 and "error: --reward-model is needed on several ranks" in done.stderr
+    run_example("reward_model.py", [*arguments, "--reward-model", str(reward_model_run / "model")], world=2)
+    first = [metrics(directory / "ppo")[1]["critic/score/mean"] for directory in (reward_model_run, tmp_path)]
+    assert first[1] == pytest.approx(first[0], abs=1e-4)  # the same responses as on one rank
