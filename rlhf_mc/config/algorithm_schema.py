@@ -69,13 +69,14 @@ ESTIMATOR_NEEDS: dict[str, Needs] = {
 
 @dataclass
 class KLCtrlConfig:
-    """The coefficient of the KL term in the reward."""
+    """The coefficient of the KL in the reward (use_kl_in_reward); without it, and with type adaptive, that of the KL
+    loss (actor.use_kl_loss)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: kl_coef is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019, arXiv
-    1909.08593)."""
+    """fixed: the coefficient is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019,
+    arXiv 1909.08593)."""
     kl_coef: float = 0.001
-    """The coefficient; with adaptive, its initial value."""
+    """The coefficient in the reward; with adaptive, its initial value. That of the KL loss is actor.kl_loss_coef."""
     target_kl: float = 0.1
     """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
     horizon: int = 10000

@@ -24,6 +24,11 @@ def uses_reference(cfg: Config) -> bool:
     return cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss
 
 
+def adapts_kl_loss(cfg: Config) -> bool:
+    """Return whether the controller of algorithm.kl_ctrl sets the coefficient of the KL loss."""
+    return cfg.algorithm.kl_ctrl.type == "adaptive" and not cfg.algorithm.use_kl_in_reward
+
+
 def absent_roles(cfg: Config) -> list[str]:
     """Return the sections of models that the run does not have."""
     is_present = {

@@ -263,8 +263,8 @@ def _check_algorithm(cfg: Config) -> None:
     if kl_ctrl.type == "adaptive":
         _range(cfg, "algorithm.kl_ctrl.target_kl", lambda value: value > 0, "above 0 where kl_ctrl.type is adaptive")
         _require(
-            cfg.algorithm.use_kl_in_reward,
-            "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward: true",
+            cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss,
+            "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward or actor.use_kl_loss: true",
         )
 
 

@@ -294,6 +294,7 @@ def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
 
 
 def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
+    # verl's coefficient of the KL loss is constant.
     if value == "adaptive" and not verl.get("algorithm.use_kl_in_reward"):
         return Line("not needed", "algorithm.use_kl_in_reward is false")
     return None

@@ -26,17 +26,17 @@ def advantages_and_returns(
 ) -> tuple[RaggedBatch, dict[str, float], float]:
     """Compute token rewards with the KL penalty, then advantages and, where the estimator defines them, returns.
 
-    Return the batch with both, metrics, and the KL that the controller sees, in nats (0 without a KL term)."""
+    Return the batch with both, metrics, and the KL that the controller sees, in nats (0 where it sees none)."""
     assert batch.scores is not None and batch.old_log_probs is not None
     _, mask = pad_responses(batch.old_log_probs, batch.response_lens)
     kl: torch.Tensor | None = None
     sequence_kl = 0.0
-    if algorithm.use_kl_in_reward:
+    if algorithm.use_kl_in_reward or algorithm.kl_ctrl.type == "adaptive":
         assert batch.ref_log_probs is not None
         token_kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         kl, _ = pad_responses(token_kl, batch.response_lens)
         sequence_kl = mean_sequence_kl(kl, mask)
-    rewards = token_rewards(batch.scores, kl, kl_coef, mask)
+    rewards = token_rewards(batch.scores, kl if algorithm.use_kl_in_reward else None, kl_coef, mask)
     inputs = EstimatorInputs(
         rewards=rewards,
         mask=mask,
@@ -68,6 +68,8 @@ def advantages_and_returns(
     if algorithm.use_kl_in_reward:
         metrics["actor/reward_kl_penalty"] = sequence_kl
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
+    elif algorithm.kl_ctrl.type == "adaptive":
+        metrics["actor/controlled_kl"] = sequence_kl
     return batch, metrics, sequence_kl
 
 

@@ -38,6 +38,7 @@ from rlhf_mc.trainer.update import (
     actor_objective,
     critic_objective,
     entropy_coeff,
+    kl_loss_coef,
     mini_batches,
     step_generator,
     update,
@@ -203,9 +204,8 @@ def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> Ragged
         batch, metrics, kl = advantages.advantages_and_returns(
             batch, algorithm, run.kl_controller.value, n, run.estimator
         )
-        if algorithm.use_kl_in_reward:
-            if algorithm.kl_ctrl.type == "adaptive":
-                advantages.check_kl(kl, batch, state.step)
+        if algorithm.kl_ctrl.type == "adaptive":
+            advantages.check_kl(kl, batch, state.step)
             run.kl_controller.update(kl, batch.num_sequences)
         state.metrics.update(metrics)
         batch, metrics = corrected(batch, algorithm.rollout_correction)
@@ -253,6 +253,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         terms = ActorTerms(
             policy_loss=run.policy_loss,
             entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
+            kl_loss_coef=kl_loss_coef(cfg, run.kl_controller),
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
         )

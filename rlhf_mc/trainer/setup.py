@@ -21,10 +21,9 @@ from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.checkpoint.input_fingerprints import Inputs, read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
-from rlhf_mc.config.algorithm_schema import KLCtrlConfig
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.load import validate
-from rlhf_mc.config.roles import uses_critic, uses_reference
+from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.conversations import ConversationTokenizer
@@ -173,7 +172,7 @@ def build_run(cfg: Config) -> Run:
         offload_schedule=offload_schedule,
         estimator=estimator,
         policy_loss=policy_loss,
-        kl_controller=_kl_controller(cfg.algorithm.kl_ctrl),
+        kl_controller=_kl_controller(cfg),
         log_prob_check=_log_prob_check(cfg, tokenizer),
         skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
     )
@@ -382,7 +381,9 @@ def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(sorted(ids))
 
 
-def _kl_controller(cfg: KLCtrlConfig) -> KLController:
-    if cfg.type == "adaptive":
-        return AdaptiveKLController(cfg.kl_coef, cfg.target_kl, cfg.horizon)
-    return FixedKLController(cfg.kl_coef)
+def _kl_controller(cfg: Config) -> KLController:
+    control = cfg.algorithm.kl_ctrl
+    if control.type == "adaptive":
+        initial = cfg.actor.kl_loss_coef if adapts_kl_loss(cfg) else control.kl_coef
+        return AdaptiveKLController(initial, control.target_kl, control.horizon)
+    return FixedKLController(control.kl_coef)

@@ -23,7 +23,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.setup import Run
-from rlhf_mc.trainer.update import entropy_coeff
+from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
 @dataclass
@@ -63,7 +63,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     seq_lens = batch.seq_lens.tolist()
     state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
     if run.config.actor.use_kl_loss:
-        state.metrics["actor/kl_coef"] = run.config.actor.kl_loss_coef
+        state.metrics["actor/kl_coef"] = kl_loss_coef(run.config, run.kl_controller)
     if run.config.actor.entropy_coeff_end is not None:
         coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
         state.metrics["actor/entropy_coeff"] = coeff

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
+from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import ActorConfig, CriticConfig
+from rlhf_mc.config.roles import adapts_kl_loss
+from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine
@@ -52,6 +54,8 @@ class ActorTerms:
     """Of actor.policy_loss.loss_mode."""
     entropy_coeff: float
     """Coefficient of the entropy bonus in this step."""
+    kl_loss_coef: float
+    """Coefficient of the KL loss in this step; 0 without one."""
     loss_scale_factor: int
     """Divisor of loss_agg_mode seq-mean-token-sum-norm."""
     draws: torch.Generator
@@ -64,6 +68,14 @@ def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
         return cfg.entropy_coeff
     done = (step - 1) / (total_steps - 1)
     return cfg.entropy_coeff + done * (cfg.entropy_coeff_end - cfg.entropy_coeff)
+
+
+def kl_loss_coef(cfg: Config, controller: KLController) -> float:
+    """Return the coefficient of the KL loss in this step; 0 without one. The controller, where it sets the coefficient,
+    has seen the KL of this step."""
+    if not cfg.actor.use_kl_loss:
+        return 0.0
+    return controller.value if adapts_kl_loss(cfg) else cfg.actor.kl_loss_coef
 
 
 def step_generator(seed: int, step: int) -> torch.Generator:
@@ -120,7 +132,7 @@ def actor_objective(
             inputs,
             terms.policy_loss.function,
             entropy_coeff=terms.entropy_coeff,
-            kl_loss_coef=cfg.kl_loss_coef if cfg.use_kl_loss else 0.0,
+            kl_loss_coef=terms.kl_loss_coef,
             kl_loss_type=cfg.kl_loss_type,
         )
 

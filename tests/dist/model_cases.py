@@ -195,7 +195,7 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
         engine = make_engine(checkpoint, "actor", groups, use_distributed_optimizer=True)
         engine.make_trainable(OptimConfig(), total_steps=1)
         vocab = engine.shape.vocab_size
-        terms = ActorTerms(POLICY_LOSSES["vanilla"], 0.0, 1, torch.Generator())
+        terms = ActorTerms(POLICY_LOSSES["vanilla"], 0.0, 0.0, 1, torch.Generator())
         old = score_tokens(engine, batch, log_prob_head(vocab, TEMPERATURE), 64)
         batch = batch.with_fields(old_log_probs=old, ref_log_probs=old)
         order = mini_batches(batch.num_sequences, 1, batch.num_sequences, epochs=1, shuffle=True, seed=(1, 2))

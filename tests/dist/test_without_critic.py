@@ -14,7 +14,9 @@ from tiny import make_workspace, write_config
 
 from rlhf_mc.checkpoint.training_state import stored_models
 
-GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=3"]
+KL_LOSS = ["algorithm.use_kl_in_reward=false", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.05"]
+"""The controller of the workspace's algorithm.kl_ctrl then sets the coefficient of the loss."""
+GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=3", *KL_LOSS]
 COMPARED = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/advantages/max")
 
 
@@ -71,3 +73,16 @@ def test_layouts_agree_without_a_critic(pool: Any, config: Path, tmp_path: Path,
         assert one["steps"][0]["critic/greedy_score/mean"] == two["steps"][0]["critic/greedy_score/mean"]
         assert [step["actor/entropy_coeff"] for step in one["steps"]] == [0.01, 0.0]
         assert one["steps"][0]["actor/pg_clipfrac"] > 0
+    else:
+        _check_kl_coefficients(one["steps"])
+
+
+def _check_kl_coefficients(steps: list[dict[str, float]]) -> None:
+    """Check the coefficient of each step's KL loss against the controller's formula (arXiv 1909.08593, section 2.2):
+    24 sequences a step, horizon 100, target 0.1."""
+    coefficient = 0.05
+    for step in steps:
+        error = max(-0.2, min(0.2, step["actor/controlled_kl"] / 0.1 - 1))
+        coefficient *= 1 + error * 24 / 100
+        assert step["actor/kl_coef"] == pytest.approx(coefficient)
+        assert "actor/reward_kl_penalty" not in step

@@ -52,6 +52,7 @@ from rlhf_mc.config.schema import FROZEN_ROLES
         ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0"),
         ("trainer.test_freq=5", "data.val_files=v.parquet", "trainer.target_val_acc=0.9"),
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
+        ("algorithm.kl_ctrl.type=adaptive", "actor.use_kl_loss=true"),
         ("rollout.quantization=fp8", "reshard.share_weights=false"),
         ("algorithm.kl_ctrl.target_kl=0",),  # not used by the fixed controller
     ],
@@ -232,7 +233,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("trainer.test_freq=0",), ("trainer.test_freq is 0",)),
         (("trainer.target_val_acc=0.9",), ("trainer.target_val_acc is 0.9", "trainer.test_freq")),
         (("algorithm.kl_ctrl.horizon=0",), ("algorithm.kl_ctrl.horizon is 0",)),
-        (("algorithm.kl_ctrl.type=adaptive",), ("algorithm.use_kl_in_reward",)),
+        (("algorithm.kl_ctrl.type=adaptive",), ("algorithm.use_kl_in_reward", "actor.use_kl_loss")),
         (("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0"),
          ("algorithm.kl_ctrl.target_kl is 0.0",)),
         (("trainer.seed=-1",), ("trainer.seed is -1",)),

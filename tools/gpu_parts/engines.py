@@ -178,7 +178,9 @@ def objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Los
     if engine.name == "critic":
         return critic_objective(batch, critic_config(mode), LOSS_SCALE_FACTOR)
     cfg = actor_config(mode)
-    terms = ActorTerms(POLICY_LOSSES["vanilla"], cfg.entropy_coeff, LOSS_SCALE_FACTOR, torch.Generator())
+    terms = ActorTerms(
+        POLICY_LOSSES["vanilla"], cfg.entropy_coeff, cfg.kl_loss_coef, LOSS_SCALE_FACTOR, torch.Generator()
+    )
     return actor_objective(batch, cfg, engine.shape.vocab_size, TEMPERATURE, terms)
 
 
