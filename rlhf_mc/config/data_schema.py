@@ -21,7 +21,7 @@ class DataConfig:
     """Column of the prompt: chat messages (list of {role, content}, of one or several turns) or a plain string."""
     reward_fn_key: str = "data_source"
     """Column with the name of the rule that scores the row. This column and reward_model may be absent with
-    custom_reward_function.path, and from training files with reward_model.model_path."""
+    custom_reward_function.path, and from training files with a reward model."""
     train_max_samples: int = -1
     """Number of rows of the training set to use, from the first; -1: all."""
     val_max_samples: int = -1
