@@ -4,8 +4,9 @@
     python tools/from_verl.py run_verl.sh [key=value ...] > ours.yaml
     python tools/from_verl.py key=value ... > ours.yaml
 
-Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` are read, and the variables that the
-script assigns are replaced; nothing is run. Overrides on this command line replace the file's, and '~key' removes one.
+Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
+the variables that the script assigns are replaced; nothing is run. Overrides on this command line replace the file's,
+and '~key' removes one.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
 standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'

@@ -16,8 +16,10 @@ from rlhf_mc.config.verl import Conversion, Given, convert
 from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
-_BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
-"""verl's own configs, whose defaults verl.py knows."""
+_BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "_self_")
+"""verl's own configs, whose defaults verl.py knows. Those of recipe/dapo have the same."""
+_PROGRAMS = ("verl.trainer.main_ppo", "main_ppo.py", "dapo.main_dapo", "dapo.src.main_dapo", "main_dapo.py")
+"""Ends of the words by which a command starts verl."""
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}")
 _MOST_REFERENCES = 10
 
@@ -120,12 +122,12 @@ def _script_words(path: str) -> list[Word]:
     found: list[list[Word]] = []
     for words in commands(_text(path), path):
         texts = [word.text for word in words]
-        at = next((i for i, text in enumerate(texts) if text.endswith(("verl.trainer.main_ppo", "main_ppo.py"))), None)
+        at = next((i for i, text in enumerate(texts) if text.endswith(_PROGRAMS)), None)
         if at is not None:
             found.append(words[at + 1 :])
     if len(found) != 1:
         what = "no command" if not found else f"{len(found)} commands"
-        raise UserError(f"{path}: {what} with `-m verl.trainer.main_ppo`; expected one")
+        raise UserError(f"{path}: {what} with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; expected one")
     overrides = []
     rest = iter(found[0])
     for word in rest:

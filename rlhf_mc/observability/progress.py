@@ -87,6 +87,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
         "reward": (metrics.get("critic/score/mean"), "reward {:.3f}"),
         "accuracy": (statistics.fmean(accuracies) if accuracies else None, "val acc {:.3f}"),
         "kl": (metrics.get("actor/reward_kl_penalty", metrics.get("actor/ppo_kl")), "KL {:.4f}"),
+        "batches": (metrics.get("train/num_gen_batches"), "{:.0f} batches"),
         "throughput": (metrics.get("perf/throughput"), "{:,.0f} tokens/s per rank"),
     }
     return {

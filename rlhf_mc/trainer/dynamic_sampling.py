@@ -136,13 +136,14 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
 
 def _too_few(cfg: Config, groups: Groups, num_batches: int, step: int) -> str:
     """Return the message of TooFewGroups."""
-    common = ", ".join(f"{count} times {value:g}" for value, count in groups.dropped.most_common(2))
-    others = f" (the others' most frequent: {common})" if common else ""
+    common = ", ".join(f"{value:g} in {count}" for value, count in groups.dropped.most_common(2))
+    common += ", ..." if len(groups.dropped) > 2 else ""
+    others = f" (the others have one value: {common})" if common else ""
     key = "algorithm.filter_groups.max_num_gen_batches"
     most = cfg.algorithm.filter_groups.max_num_gen_batches
     bound = f"{key} is {most}: raise it, or" if most else f"{key} is 0, one pass over the training prompts:"
     return (
-        f"step {step}: of {groups.num_drawn} groups in {num_batches} batches the responses of {groups.num_kept} differ"
-        f" in {groups.metric}{others}, and data.train_batch_size is {cfg.data.train_batch_size}; {bound} use prompts"
-        " that the model answers partly right, a larger rollout.n or a smaller data.train_batch_size"
+        f"step {step}: in {num_batches} batches {groups.num_kept} of {groups.num_drawn} groups have responses that"
+        f" differ in {groups.metric}{others}, and data.train_batch_size is {cfg.data.train_batch_size}; {bound} use"
+        " prompts that the model answers partly right, a larger rollout.n or a smaller data.train_batch_size"
     )

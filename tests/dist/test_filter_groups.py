@@ -95,7 +95,7 @@ def test_too_few_groups_end_the_run_after_a_save(pool: Any, config: Path, on_two
     overrides += [f"custom_reward_function.path={config.parent / 'constant.py'}"]
     result = pool(1).run(filter_cases.train, config_path=str(config), overrides=overrides)[0]
     assert result["steps"] == [] and result["error"] == (
-        "step 3: of 30 groups in 5 batches the responses of 0 differ in acc (the others' most frequent: 30 times 1),"
+        "step 3: in 5 batches 0 of 30 groups have responses that differ in acc (the others have one value: 1 in 30),"
         " and data.train_batch_size is 4; algorithm.filter_groups.max_num_gen_batches is 5: raise it, or use prompts"
         " that the model answers partly right, a larger rollout.n or a smaller data.train_batch_size; the checkpoint of"
         " step 2 is complete"

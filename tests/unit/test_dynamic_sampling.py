@@ -134,10 +134,10 @@ def test_too_few_groups_is_one_line(
         filtered_rollout(run, state, stop)
     assert drawing.drawn == drawn
     message = str(caught.value)
-    others = {1: "1 times 0, 1 times 1", 2: "4 times 1, 1 times 0", 3: "7 times 1, 1 times 0"}[drawn]
+    others = {1: "0 in 1, 1 in 1", 2: "1 in 4, 0 in 1", 3: "1 in 7, 0 in 1"}[drawn]
     assert message.startswith(
-        f"step 4: of {3 * drawn} groups in {drawn} batches the responses of 1 differ in acc (the others' most frequent:"
-        f" {others}), and data.train_batch_size is 2; {FILTER}.max_num_gen_batches is {most}"
+        f"step 4: in {drawn} batches 1 of {3 * drawn} groups have responses that differ in acc (the others have one"
+        f" value: {others}), and data.train_batch_size is 2; {FILTER}.max_num_gen_batches is {most}"
     )
     assert ("raise it" in message) == (most > 0) and "\n" not in message
 

@@ -381,6 +381,27 @@ def test_mistake_in_a_script_names_the_line(tmp_path: Path, line: str, words: st
     assert words in str(caught.value) and str(script) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("module", ["recipe.dapo.main_dapo", "recipe.dapo.src.main_dapo"])
+def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "on=True\nsize=512\ngen=$((size * 3))\n"
+        f"ray job submit --no-wait -- python3 -m {module} --config-name=dapo_trainer \\\n"
+        "    data.train_batch_size=${size} data.gen_batch_size=${gen} actor_rollout_ref.rollout.n=16 \\\n"
+        "    algorithm.adv_estimator=grpo algorithm.filter_groups.enable=${on} algorithm.filter_groups.metric=acc \\\n"
+        "    algorithm.filter_groups.max_num_gen_batches=10\n"
+    )
+    found = convert(read_verl(str(script), []))
+    assert not found.refused()
+    assert {key: found.settings[key] for key in found.settings if "filter" in key or "batch_size" in key} == {
+        "data.train_batch_size": 512,
+        "data.gen_batch_size": 1536,
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "acc",
+        "algorithm.filter_groups.max_num_gen_batches": 10,
+    }
+
+
 def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)

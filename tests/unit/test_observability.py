@@ -187,7 +187,12 @@ def test_progress_line_in_a_file() -> None:
         clock.now += seconds
         progress.update(
             step,
-            {"critic/score/mean": 0.5 + step / 100, "actor/reward_kl_penalty": float("nan"), "perf/throughput": 1234.4},
+            {
+                "critic/score/mean": 0.5 + step / 100,
+                "actor/reward_kl_penalty": float("nan"),
+                "perf/throughput": 1234.4,
+                "train/num_gen_batches": 3,
+            },
         )
     progress.close()
     lines = stream.getvalue().splitlines()
@@ -195,7 +200,7 @@ def test_progress_line_in_a_file() -> None:
     # median of 60, 10, 12, 11 is 11.5; 36 steps are left: 414 s
     assert lines[4] == (
         f"step 4/40 [##{'.' * 18}]  10% | 2:03 elapsed, 6:54 left"
-        " | val acc 0.500 | reward 0.540 | 1,234 tokens/s per rank"
+        " | val acc 0.500 | reward 0.540 | 3 batches | 1,234 tokens/s per rank"
     )
     assert len(lines) == 5
 
