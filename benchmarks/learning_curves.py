@@ -1,0 +1,240 @@
+"""Learning curves of the advantage estimators on the quickstart's task: greedy accuracy on the held-out additions over
+steps, for several seeds. Each run is a process of its own. It takes the model and data of `make quickstart`:
+
+    OMP_NUM_THREADS=1 python benchmarks/learning_curves.py --processes 2
+
+Each finished run is appended to results.jsonl in the output directory at once, and is not repeated by the next start.
+table.md and curves.png there have all runs so far. A run that fails is a row of the table with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from rlhf_mc.observability.plots import COLORS, read_metrics
+from rlhf_mc.observability.progress import validation_accuracies
+
+ROOT = Path(__file__).resolve().parents[1]
+HIGHEST_START = 0.50
+"""A run counts only if its accuracy before the first step is at most this."""
+LOWEST_END = 0.90
+"""A run has learnt the task if its accuracy after the last step is at least this."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An estimator with the settings of its runs, beside those of its config."""
+
+    name: str
+    """Name in the table."""
+    config: str = "configs/quickstart_grpo.yaml"
+    settings: tuple[str, ...] = ()
+    """key=value, as on the command line."""
+
+
+def _without_critic(estimator: str, *settings: str) -> Variant:
+    return Variant(estimator, settings=(f"algorithm.adv_estimator={estimator}", *settings))
+
+
+VARIANTS = (
+    Variant("gae", "configs/quickstart.yaml"),
+    _without_critic("grpo"),
+    _without_critic("grpo_passk"),
+    # As many responses in groups of 2: a group of 8 seldom has exactly one right response, and no gradient otherwise.
+    Variant(
+        "grpo_passk_n2",
+        settings=(
+            "algorithm.adv_estimator=grpo_passk",
+            "rollout.n=2",
+            "data.train_batch_size=128",
+            "actor.ppo_mini_batch_size=32",
+        ),
+    ),
+    _without_critic("rloo"),
+    _without_critic("reinforce_plus_plus"),
+    _without_critic("reinforce_plus_plus_baseline"),
+    _without_critic("remax"),
+    _without_critic("opo"),
+    _without_critic("gpg"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished or failed run, and a line of results.jsonl."""
+
+    variant: str
+    seed: int
+    num_steps: int
+    settings: list[str]
+    """Of the variant."""
+    points: list[tuple[int, float]]
+    """(step, greedy accuracy), from step 0; of a failed run those that it reached."""
+    error: str | None = None
+    """Last line of a failed process."""
+
+    @property
+    def has_learnt(self) -> bool:
+        """The run has finished, and its accuracy rose from at most HIGHEST_START to at least LOWEST_END."""
+        return self.error is None and self.points[0][1] <= HIGHEST_START and self.points[-1][1] >= LOWEST_END
+
+
+def command_of(variant: Variant, seed: int, num_steps: int, directory: Path, launch: str) -> list[str]:
+    """Return the command of a run that validates every 5 steps, and ends once the accuracy is 0.95 (target_val_acc of
+    the quickstart). It writes its metrics to `directory`."""
+    settings = [
+        *variant.settings,
+        f"trainer.seed={seed}",
+        f"trainer.total_training_steps={num_steps}",
+        "trainer.test_freq=5",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={directory}",
+    ]
+    return [*shlex.split(launch), "-m", "rlhf_mc", variant.config, *settings]
+
+
+def greedy_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
+    """Return (step, accuracy) of each validation in a metrics.jsonl; an empty list if there is no such file."""
+    if not metrics_file.is_file():
+        return []
+    points = []
+    for row in read_metrics(metrics_file):
+        points += [(row["step"], accuracy) for accuracy in validation_accuracies(row).values()]
+    return points
+
+
+def run(variant: Variant, seed: int, num_steps: int, output: Path, launch: str) -> Result:
+    """Run one process to its end, and return its curve."""
+    directory = output / f"{variant.name}_seed{seed}"
+    directory.mkdir(parents=True, exist_ok=True)
+    command = command_of(variant, seed, num_steps, directory, launch)
+    with open(directory / "console.log", "w") as log:
+        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+    error = None
+    if code != 0:
+        lines = (directory / "console.log").read_text().split("\n")
+        error = f"exit code {code}: " + next((line for line in reversed(lines) if line.strip()), "no output")
+    points = greedy_accuracies(directory / "metrics.jsonl")
+    return Result(variant.name, seed, num_steps, list(variant.settings), points, error)
+
+
+def read_results(path: Path) -> list[Result]:
+    """Return the newest result of each variant and seed, in the order of VARIANTS; [] if there is no file."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    found = [Result(**json.loads(line)) for line in lines]
+    newest = {(result.variant, result.seed): result for result in found}
+    names = [variant.name for variant in VARIANTS]
+    return sorted(newest.values(), key=lambda result: (names.index(result.variant), result.seed))
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return a Markdown table of a row per run: its accuracies, and the error of a failed run."""
+    steps = sorted({step for result in results for step, _ in result.points})
+    lines = [
+        "| estimator | seed | " + " | ".join(f"step {step}" for step in steps) + " | learnt |",
+        "|" + "---|" * (len(steps) + 3),
+    ]
+    for result in results:
+        accuracy = dict(result.points)
+        cells = [f"{accuracy[step]:.3f}" if step in accuracy else "–" for step in steps]
+        learnt = result.error or ("yes" if result.has_learnt else "no")
+        cells = [f"`{result.variant}`", str(result.seed), *cells, learnt.replace("|", "/")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: Sequence[Result], output: Path) -> None:
+    """Write a PNG of a panel per variant with a curve per seed."""
+    names = list(dict.fromkeys(result.variant for result in results))
+    columns = min(5, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(2.7 * columns, 2.2 * rows), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)  # needs no display and no global state
+    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for name, axes in zip(names, panels, strict=False):
+        _panel(axes, name, [result for result in results if result.variant == name])
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("greedy accuracy", fontsize=9)
+    figure.savefig(output, format="png")
+
+
+def _panel(axes: Axes, name: str, results: Sequence[Result]) -> None:
+    """Draw the curves of one variant, and a line at LOWEST_END."""
+    axes.set_title(name, loc="left", fontsize=9, fontweight="bold")
+    axes.axhline(LOWEST_END, color="#9ca3af", linewidth=0.8, linestyle="--")
+    for result, color in zip(results, COLORS, strict=False):
+        if result.points:
+            axes.plot(*zip(*result.points, strict=True), "o-", color=color, markersize=3, label=f"seed {result.seed}")
+    axes.set_ylim(0, 1.03)
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+
+
+def report(output: Path) -> list[Result]:
+    """Write table.md and curves.png of results.jsonl, and return the results."""
+    results = read_results(output / "results.jsonl")
+    (output / "table.md").write_text(table(results))
+    plot(results, output / "curves.png")
+    return results
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the parsed arguments; an unknown name of a variant is an error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variants", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
+    parser.add_argument("--launch", default=sys.executable, help="command that starts Python, such as torchrun ...")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "learning_curves")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse_arguments()
+    args.output.mkdir(parents=True, exist_ok=True)
+    results_file = args.output / "results.jsonl"
+    done = {
+        (result.variant, result.seed, result.num_steps, tuple(result.settings))
+        for result in read_results(results_file)
+        if result.error is None
+    }
+    runs = [
+        (variant, seed)
+        for seed in args.seeds
+        for variant in VARIANTS
+        if variant.name in args.variants and (variant.name, seed, args.steps, variant.settings) not in done
+    ]
+    with ThreadPoolExecutor(args.processes) as pool, open(results_file, "a") as file:
+        futures = [
+            pool.submit(run, variant, seed, args.steps, args.output.resolve(), args.launch) for variant, seed in runs
+        ]
+        for future in as_completed(futures):
+            result = future.result()
+            file.write(json.dumps(asdict(result)) + "\n")
+            file.flush()
+            print(table([result]), flush=True)
+    results = report(args.output)
+    print((args.output / "table.md").read_text())
+    print(f"{sum(result.has_learnt for result in results)} of {len(results)} runs have learnt the task")
+
+
+if __name__ == "__main__":
+    main()
