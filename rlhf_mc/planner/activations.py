@@ -148,20 +148,43 @@ def update_peak(
     return work.tokens * stored + backward
 
 
+def forward_peak(shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool) -> float:
+    """Return the bytes of activations at the peak of a pass without gradients, on a rank of the stage."""
+    sizes = _Sizes.of(shape, megatron)
+    # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product.
+    layer = sizes.states + shape.hidden_size + 3 * sizes.ffn + 2 * sizes.expert_inputs
+    found = work.tokens * layer * sizes.itemsize
+    if stage < mesh.pp - 1:
+        return found
+    states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize
+    return max(found, states + _logit_bytes(shape, megatron, work.logits, cuda, 2 * _FLOAT32))
+
+
 def _head_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, entropy: bool) -> float:
     """Return the bytes of the output layer and its gradients (models/heads.py)."""
     itemsize = ITEMSIZES[megatron.dtype]
     states = 2 * logits * shape.hidden_size * itemsize
     if shape.value_head:
         return states
-    columns = padded_vocab_size(shape.vocab_size, megatron.tensor_model_parallel_size)
-    columns //= megatron.tensor_model_parallel_size
-    chunk = min(logits, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns)
     # The product, its float32 copy, the gradient, and the gradient in the weights' type.
     narrow = 0 if megatron.dtype == "float32" else itemsize
     per_logit = _FLOAT32 + _FLOAT32 + (_FLOAT32 if entropy else 0) + 2 * narrow
-    weight = columns * shape.hidden_size * (_FLOAT32 + narrow)
-    return states + chunk * columns * per_logit + weight
+    weight = _columns(shape, megatron) * shape.hidden_size * (_FLOAT32 + narrow)
+    return states + _logit_bytes(shape, megatron, logits, cuda, per_logit) + weight
+
+
+def _logit_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, per_logit: int) -> float:
+    """Return the bytes of a chunk of logits; 0 for a value head."""
+    if shape.value_head:
+        return 0.0
+    columns = _columns(shape, megatron)
+    return min(logits, max(1, CHUNK_LOGITS * (GPU_CHUNKS if cuda else 1) // columns)) * columns * per_logit
+
+
+def _columns(shape: ModelShape, megatron: MegatronConfig) -> int:
+    """Return the columns of the output layer on a rank."""
+    tp = megatron.tensor_model_parallel_size
+    return padded_vocab_size(shape.vocab_size, tp) // tp
 
 
 def layers_in_flight(num_layers: int, mesh: Mesh, stage: int, num_micro_batches: int) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_mc.config.model_schema import MegatronConfig
+
 Axis = Literal["tp", "ep", "expert_dp", "pp"]
 """Axes of a mesh. The data-parallel axis of the dense layers is split into "ep", the shard of the experts, and
 "expert_dp", the replica of that shard."""
@@ -117,6 +119,19 @@ class Mesh:
         sizes[0] = even if first is None else first
         sizes[-1] = even if last is None else last
         return sizes
+
+
+def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
+    """Return the training mesh of the settings."""
+    return Mesh(
+        world,
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
+        last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+    )
 
 
 def rollout_groups(mesh: Mesh, rollout_tp: int) -> list[list[int]]:

@@ -1,62 +1,22 @@
-"""The offload schedule: TABLE gives the device placement of each phase, and OffloadSchedule offloads and onloads what
-changes between two phases. Tensors are moved by models/offload.py, vLLM sleeps by rollout/vllm_engine.py.
+"""The offload schedule: what changes between the device placements of two phases (config/placement.py) is offloaded and
+onloaded. Tensors are moved by models/offload.py, vLLM sleeps by rollout/vllm_engine.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.placement import Row, row_of
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine
 
-UNCHANGED = None
-"""Row of a phase that needs nothing on the device: the placement stays."""
-ROLES = ("actor", "critic", "ref", "vllm", "reward_model")
-
-# fmt: off
-TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
-    #                   actor                     critic                    reference  vLLM                reward model
-    "update_weights":  ("params",                 "",                       "",        "weights",            ""),
-    "gen":             ("",                       "",                       "",        "weights kv_cache",   ""),
-    "testing":         ("",                       "",                       "",        "weights kv_cache",   ""),
-    "reward":          UNCHANGED,
-    "old_log_prob":    ("params",                 "",                       "",        "",                   ""),
-    "ref":             ("",                       "",                       "params",  "",                   ""),
-    "reward_model":    ("",                       "",                       "",        "",                 "params"),
-    "values":          ("",                       "params",                 "",        "",                   ""),
-    "adv":             UNCHANGED,
-    "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
-    "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),
-    "load_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
-    "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
-    "export":          ("params",                 "",                       "",        "",                   ""),
-}
-# fmt: on
-"""The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
-optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
-rollout.free_cache_engine. Each of reward_models has a phase of its own, like reward_model. Weights that vLLM shares
-with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and vLLM's sleep
-skips them."""
-
-Row = Mapping[str, frozenset[str]]
 _NOTHING: frozenset[str] = frozenset()
-
-
-def row_of(phase: str) -> Row | None:
-    """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase of a reward model is
-    named after its role, and needs that model."""
-    row = TABLE[unnamed(phase)]
-    if row is None:
-        return None
-    roles = (*ROLES[:-1], phase if unnamed(phase) == "reward_model" else "reward_model")
-    return {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}
 
 
 def check_offload(rollout: RolloutConfig) -> None:

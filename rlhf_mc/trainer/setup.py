@@ -49,7 +49,7 @@ from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.runtime.run_lock import check_free
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
-from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.topology.mesh import mesh_of
 from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
@@ -207,19 +207,6 @@ def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: boo
     # A prompt has n samples.
     num_texts = math.ceil(cfg.trainer.log_val_generations / cfg.rollout.val_kwargs.n)
     return train, load("data.val_files", data.val_files, data.val_max_samples, num_texts)
-
-
-def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
-    """Return the training mesh of the settings."""
-    return Mesh(
-        world,
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
-        last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
-        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
-    )
 
 
 def layouts_of(engine: ModelEngine) -> list[Layout]:

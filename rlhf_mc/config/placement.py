@@ -1,0 +1,48 @@
+"""The device placement of each phase: what the offload schedule establishes and the planner counts. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlhf_mc.config.reward_schema import unnamed
+
+UNCHANGED = None
+"""Row of a phase that needs nothing on the device: the placement stays."""
+ROLES = ("actor", "critic", "ref", "vllm", "reward_model")
+
+# fmt: off
+TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
+    #                   actor                     critic                    reference  vLLM                reward model
+    "update_weights":  ("params",                 "",                       "",        "weights",            ""),
+    "gen":             ("",                       "",                       "",        "weights kv_cache",   ""),
+    "testing":         ("",                       "",                       "",        "weights kv_cache",   ""),
+    "reward":          UNCHANGED,
+    "old_log_prob":    ("params",                 "",                       "",        "",                   ""),
+    "ref":             ("",                       "",                       "params",  "",                   ""),
+    "reward_model":    ("",                       "",                       "",        "",                 "params"),
+    "values":          ("",                       "params",                 "",        "",                   ""),
+    "adv":             UNCHANGED,
+    "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
+    "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),
+    "load_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
+    "save_checkpoint": ("params optimizer",       "params optimizer",       "",        "",                   ""),
+    "export":          ("params",                 "",                       "",        "",                   ""),
+}
+# fmt: on
+"""The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
+optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
+rollout.free_cache_engine. Each of reward_models has a phase of its own, like reward_model. Weights that vLLM shares
+with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and vLLM's sleep
+skips them."""
+
+Row = Mapping[str, frozenset[str]]
+
+
+def row_of(phase: str) -> Row | None:
+    """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase of a reward model is
+    named after its role, and needs that model."""
+    row = TABLE[unnamed(phase)]
+    if row is None:
+        return None
+    roles = (*ROLES[:-1], phase if unnamed(phase) == "reward_model" else "reward_model")
+    return {role: frozenset(names.split()) for role, names in zip(roles, row, strict=True)}

@@ -1,0 +1,93 @@
+"""Print the memory of a run before it is queued, and end with code 2 if it does not fit.
+
+python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8] [--gpu h100] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.validate import validate
+from rlhf_mc.models.checks import check_layout
+from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.planner.gpus import MEMORY, memory_of
+from rlhf_mc.planner.memory import RankMemory, plan_memory
+from rlhf_mc.planner.report import as_json, remedy, table, verdict
+from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.runtime.exit_codes import EXIT_USER_ERROR
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit code."""
+    arguments = _parser().parse_intermixed_args(argv)
+    try:
+        device_bytes = memory_of(arguments.gpu)
+        world = arguments.nodes * arguments.gpus_per_node
+        cfg, plan = _plan(arguments.config, arguments.overrides, world, device_bytes)
+        found = verdict(cfg, plan, device_bytes)
+        if arguments.json:
+            print(json.dumps(as_json(plan, found)))
+        else:
+            print(table(cfg, plan, device_bytes))
+        if found.problem is not None:
+            raise UserError(f"does not fit: {found.problem}; {_advice(arguments, cfg, found.phase, device_bytes)}")
+    except UserError as error:
+        print(f"rlhf_mc: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if not arguments.json:
+        print(f"fits: the fullest phase is {found.phase}, and leaves {found.spare / 1e9:.1f} GB of each device")
+    return 0
+
+
+def _plan(config: str, overrides: Sequence[str], world: int, device_bytes: int) -> tuple[Config, list[RankMemory]]:
+    cfg = load_config(config, list(overrides))
+    validate(cfg, world)
+    shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
+    for role, shape in shapes.items():
+        check_layout(shape, layouts(cfg)[role], role)
+    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    return cfg, plan_memory(cfg, shapes, world, device_bytes)
+
+
+def _advice(arguments: argparse.Namespace, cfg: Config, phase: str, device_bytes: int) -> str:
+    """Return what would make the run fit."""
+    world = arguments.nodes * arguments.gpus_per_node
+
+    def fits(settings: Sequence[str]) -> bool:
+        try:
+            changed, plan = _plan(arguments.config, [*arguments.overrides, *settings], world, device_bytes)
+        except UserError:
+            return False
+        return verdict(changed, plan, device_bytes).problem is None
+
+    settings = remedy(cfg, phase, fits)
+    if settings is None:
+        return "use more GPUs, or larger tensor- or pipeline-parallel sizes"
+    return f"it fits with {' '.join(settings)}"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m rlhf_mc.planner", description="The memory of a run on GPUs.")
+    parser.add_argument("config", help="the config of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("--nodes", type=_positive, default=1, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8)
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(MEMORY)}, or the bytes of its memory")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

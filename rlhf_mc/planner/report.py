@@ -1,0 +1,149 @@
+"""The verdict on a plan, and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mc.config.roles import uses_critic
+from rlhf_mc.config.schema import Config
+from rlhf_mc.planner.memory import RankMemory
+
+GB = 10**9
+KV_CACHE = "kv_cache"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a plan."""
+
+    problem: str | None
+    """A sentence on the memory that is too small; None: the run fits."""
+    phase: str
+    """The fullest phase; KV_CACHE where vLLM has too little memory in its share."""
+    spare: float
+    """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
+
+
+def verdict(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> Verdict:
+    """Return the verdict on a plan."""
+    fullest = max(plan, key=lambda ranks: ranks.fullest.total)
+    phase = fullest.fullest
+    spare = device_bytes - phase.total
+    if spare < 0:
+        largest = max(phase.parts, key=lambda part: phase.parts[part])
+        problem = (
+            f"phase {phase.name} on {_ranks(fullest.ranks)} takes {phase.total / GB:.1f} GB of {device_bytes / GB:.1f},"
+            f" {-spare / GB:.1f} too much; the largest part is {largest}, {phase.parts[largest] / GB:.1f} GB"
+        )
+        return Verdict(problem, phase.name, spare)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    for ranks in plan:
+        rollout = ranks.rollout
+        needed = longest * rollout.kv_bytes_per_token
+        if rollout.kv_cache < needed:
+            problem = (
+                f"rollout.gpu_memory_utilization {cfg.rollout.gpu_memory_utilization} gives vLLM"
+                f" {rollout.budget / GB:.1f} GB on {_ranks(ranks.ranks)}: {rollout.weights / GB:.1f} of weights and"
+                f" {rollout.activations / GB:.1f} of activations leave {max(rollout.kv_cache, 0) / GB:.2f} for keys"
+                f" and values, and one sequence of {longest} tokens needs {needed / GB:.2f}"
+            )
+            return Verdict(problem, KV_CACHE, spare)
+    return Verdict(None, phase.name, spare)
+
+
+def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
+    """Return the text of a plan: for each class of ranks its phases, each with the bytes of its parts."""
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    lines = []
+    for ranks in plan:
+        lines.append(f"{_ranks(ranks.ranks)}, GB of {device_bytes / GB:.1f} on each device:")
+        for phase in ranks.phases:
+            parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in phase.parts.items() if size >= GB / 20)
+            lines.append(f"  {phase.name:<16} {phase.total / GB:6.1f}   {parts}")
+        rollout = ranks.rollout
+        cache = max(rollout.kv_cache, 0.0)
+        count = cache / rollout.kv_bytes_per_token / longest
+        lines.append(
+            f"  vLLM: weights {rollout.weights / GB:.1f}, an engine step {rollout.activations / GB:.1f}, keys and"
+            f" values {cache / GB:.1f}: {count:.0f} sequences of {longest} tokens"
+        )
+    return "\n".join(lines)
+
+
+def as_json(plan: Sequence[RankMemory], found: Verdict) -> dict[str, Any]:
+    """Return the plan as plain data, in bytes."""
+    return {
+        "fits": found.problem is None,
+        "problem": found.problem,
+        "fullest_phase": found.phase,
+        "spare_bytes": found.spare,
+        "ranks": [
+            {
+                "ranks": list(ranks.ranks),
+                "phases": {phase.name: dict(phase.parts) for phase in ranks.phases},
+                "vllm": {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
+            }
+            for ranks in plan
+        ],
+    }
+
+
+def remedy(cfg: Config, phase: str, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
+    """Return settings that make the run fit: one change that is enough alone, else the first changes that are enough
+    together; None: no changes of the list are. fits: whether the config with these overrides does."""
+    known = list(_remedies(cfg, phase))
+    for settings in known:
+        if fits(settings):
+            return settings
+    together: list[str] = []
+    for settings in known:
+        together += settings
+        if fits(together):
+            return together
+    return None
+
+
+def _remedies(cfg: Config, phase: str) -> Iterator[list[str]]:
+    """Yield changes that reduce memory in a phase, from those that cost least time to those that cost most."""
+    roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
+    if not cfg.rollout.free_cache_engine:
+        yield ["rollout.free_cache_engine=true"]
+    for part in ("grad", "optimizer", "param"):
+        if part == "param" and cfg.reshard.share_weights:
+            continue  # the actor's weights are then vLLM's too
+        if found := _unset(cfg, roles, f"{part}_offload", True):
+            yield found
+    if phase in ("update_actor", "update_critic"):
+        if cfg.actor.megatron.tensor_model_parallel_size > 1 and not cfg.actor.megatron.sequence_parallel:
+            yield ["actor.megatron.sequence_parallel=true"]
+        if cfg.actor.megatron.recompute_granularity is None:
+            yield _unset(cfg, roles, "recompute_granularity", "selective")
+        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+        budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
+        if cfg.actor.use_dynamic_bsz and min(budgets.values()) >= longest:
+            yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
+        if found := _unset(cfg, roles, "recompute_granularity", "full"):
+            yield found
+    share = cfg.rollout.gpu_memory_utilization
+    for tenth in range(9, 1, -1):
+        if tenth / 10 < share and phase != KV_CACHE:
+            yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
+    for tenth in range(2, 10):
+        if tenth / 10 > share and phase == KV_CACHE:
+            yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
+
+
+def _unset(cfg: Config, roles: Sequence[str], name: str, value: str | bool) -> list[str]:
+    """Return the overrides that give megatron.<name> this value for the roles that have another."""
+    text = str(value).lower()
+    return [f"{role}.megatron.{name}={text}" for role in roles if getattr(getattr(cfg, role).megatron, name) != value]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:3]))}, ...)"
