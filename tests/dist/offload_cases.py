@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cases import built_run
 from model_cases import _my_micro_batches, _objective, make_engine, mesh_groups
 
+from rlhf_mc.config.placement import TABLE
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
@@ -23,7 +24,7 @@ from rlhf_mc.observability.sinks import METRICS_FILE
 from rlhf_mc.platform import SideStream
 from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop, offload_schedule, setup
+from rlhf_mc.trainer import loop, setup
 from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
 
 OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
@@ -40,7 +41,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
     phase = PhaseTimer.phase
 
     def record_phase(timer: PhaseTimer, name: str) -> Any:
-        if name in offload_schedule.TABLE:
+        if name in TABLE:
             on_device[name] = {role: groups_on_device(engine) for role, engine in run.offload_schedule._engines.items()}
         return phase(timer, name)
 

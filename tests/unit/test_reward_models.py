@@ -12,12 +12,12 @@ from rlhf_mc.checkpoint.input_fingerprints import paths
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, validate
 from rlhf_mc.config.paths import inputs_of
+from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.roles import absent_roles
 from rlhf_mc.config.schema import Config, layouts, part_of, reward_models
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.trainer.micro_batching import micro_batch_limits
-from rlhf_mc.trainer.offload_schedule import row_of
 
 SECTIONS = """
 actor: {megatron: {tensor_model_parallel_size: 2, recompute_granularity: full}}
