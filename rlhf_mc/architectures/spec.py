@@ -170,8 +170,7 @@ class ModelShape(Traits):
         takes 2 FLOPs per token, causal attention 2 n^2 FLOPs per query dimension."""
         q = self.num_heads * self.head_dim
         kv = self.num_kv_heads * self.head_dim
-        ffn = self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
-        weights = self.hidden_size * (2 * q + 2 * kv + 3 * ffn)
+        weights = self.hidden_size * (2 * q + 2 * kv + 3 * self.active_ffn_size)
         return num_tokens + num_tokens**2 * q / weights
 
     @property
@@ -183,6 +182,11 @@ class ModelShape(Traits):
     def has_experts(self) -> bool:
         """The layers are mixtures of experts."""
         return self.num_experts > 0
+
+    @property
+    def active_ffn_size(self) -> int:
+        """The intermediate size that one token uses: that of a dense layer, or of the token's experts together."""
+        return self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
 
     @property
     def has_lm_head(self) -> bool:

@@ -69,7 +69,6 @@ class _Sizes:
     def of(cls, shape: ModelShape, megatron: MegatronConfig) -> _Sizes:
         tp = megatron.tensor_model_parallel_size
         experts = shape.experts_per_token
-        ffn = experts * shape.expert_ffn_hidden_size if shape.has_experts else shape.ffn_hidden_size
         return cls(
             itemsize=ITEMSIZES[megatron.dtype],
             states=shape.hidden_size / (tp if megatron.sequence_parallel else 1),
@@ -77,7 +76,7 @@ class _Sizes:
             keys=max(shape.num_kv_heads / tp, 1) * shape.head_dim,
             head_dim=shape.head_dim,
             heads=shape.num_heads / tp,
-            ffn=ffn / tp,
+            ffn=shape.active_ffn_size / tp,
             # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
             expert_inputs=float(experts * shape.hidden_size),
             num_experts=shape.num_experts,

@@ -102,7 +102,6 @@ class _Model:
 
     def __init__(self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, layout: Layout, rank: int) -> None:
         self.role = role
-        self._cfg = cfg
         self._shape = shape
         self._mesh = mesh
         self._stage = mesh.coordinate(rank).pp
@@ -214,10 +213,9 @@ def _rollout(cfg: Config, shape: ModelShape, layout: Layout, tp_rank: int, devic
     kv_heads = max(shape.num_kv_heads // tp, 1)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     tokens = max(cfg.rollout.max_num_batched_tokens, longest)
-    ffn = shape.experts_per_token * shape.expert_ffn_hidden_size if shape.has_experts else shape.ffn_hidden_size
     # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each
     # sequence.
-    states = tokens * (3 * shape.hidden_size + 3 * ffn / tp) * itemsize
+    states = tokens * (3 * shape.hidden_size + 3 * shape.active_ffn_size / tp) * itemsize
     logits = cfg.rollout.max_num_seqs * shape.vocab_size * (itemsize + 4)
     return Rollout(
         budget=cfg.rollout.gpu_memory_utilization * device_bytes,

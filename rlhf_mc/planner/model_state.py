@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_mc.config.model_schema import MegatronConfig
@@ -66,7 +66,7 @@ class _Buffer:
     own_bucket: Collection[str]
     """Parameters that have a bucket of their own: an embedding that two stages share."""
     numel: int = 0
-    """With padding."""
+    """With the distributed optimizer's padding."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
     """[start, end) of each parameter."""
     buckets: list[tuple[int, int]] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _Buffer:
 
 def frozen_state(layout: Layout, megatron: MegatronConfig) -> ModelState:
     """Return the bytes of a model that is never trained."""
-    return ModelState(_numel(layout.stacked_shapes) * ITEMSIZES[megatron.dtype], 0, 0)
+    return ModelState(sum(map(math.prod, layout.stacked_shapes.values())) * ITEMSIZES[megatron.dtype], 0, 0)
 
 
 def trained_state(
@@ -133,26 +133,24 @@ def trained_state(
     during the backward pass. tied_embedding: the output layer is the embedding."""
     itemsize = ITEMSIZES[megatron.dtype]
     own_bucket = {name for name in layout.shapes if tied_embedding and mesh.pp > 1 and _is_at_an_end(name)}
-    total = ModelState(0, 0, 0)
+    copies = _MOMENTS + (megatron.dtype != "float32")
+    params = 0
+    grads = 0
+    optimizer = 0
     for sizes in _chunks(layout).values():
         trained = [(name, numel) for name, numel in sizes if name not in frozen]
         is_expert = [mesh.ep > 1 and ".experts." in name for name, _ in trained]
-        held = sum(numel for name, numel in sizes if name in frozen) * itemsize
+        params += sum(numel for name, numel in sizes if name in frozen) * itemsize
         for ranks, expert in ((mesh.dp, False), (mesh.dp // mesh.ep, True)):
             mine = [found for found, e in zip(trained, is_expert, strict=True) if e == expert]
             # Stages after the first reduce all gradients at once.
             bucket = max(_BUCKET_NUMEL, 1_000_000 * mesh.dp) if overlaps_reduction and stage == 0 else None
             buffer = _Buffer(ranks, megatron.use_distributed_optimizer, bucket, own_bucket)
             buffer.fill(mine)
-            held += (buffer.numel if buffer.is_sharded else sum(numel for _, numel in mine)) * itemsize
-            copies = _MOMENTS + (megatron.dtype != "float32")
-            total = ModelState(
-                total.params,
-                total.grads + buffer.numel * _FLOAT32,
-                total.optimizer + buffer.largest_share() * copies * _FLOAT32,
-            )
-        total = ModelState(total.params + held, total.grads, total.optimizer)
-    return total
+            params += buffer.numel * itemsize
+            grads += buffer.numel * _FLOAT32
+            optimizer += buffer.largest_share() * copies * _FLOAT32
+    return ModelState(params, grads, optimizer)
 
 
 def _chunks(layout: Layout) -> dict[str, list[tuple[str, int]]]:
@@ -176,7 +174,3 @@ def _place(name: str) -> list[int]:
 
 def _is_at_an_end(name: str) -> bool:
     return "word_embeddings" in name or "output_layer" in name
-
-
-def _numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(size) for size in shapes.values())

@@ -1,4 +1,4 @@
-"""Functions that the ranks run in test_planner.py. Each is called on every rank with the same arguments."""
+"""Functions that the ranks run in test_planned_memory.py. Each is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
