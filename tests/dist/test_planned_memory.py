@@ -87,7 +87,7 @@ def test_model_state_is_exact(
     ("world", "model", "mesh", "micro_batches", "megatron"),
     [
         (1, "untied", {}, 1, {}),
-        (1, "moe", {}, 1, {"recompute_granularity": "full"}),
+        (1, "untied", {}, 1, {"recompute_granularity": "full"}),
         (2, "tied", {"tp": 2}, 1, {"sequence_parallel": True, "dtype": "bfloat16"}),
         (2, "tied", {"tp": 2}, 2, {}),
         (2, "tied", {"pp": 2}, 4, {"dtype": "bfloat16"}),
