@@ -16,7 +16,7 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.shapes import model_shapes
-from rlhf_mc.planner.gpus import MEMORY, memory_of
+from rlhf_mc.planner.gpus import GPUS, gpu_of
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import as_json, remedy, table, verdict
 from rlhf_mc.reshard.layout import check_vllm
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
     try:
-        device_bytes = memory_of(arguments.gpu)
+        device_bytes = gpu_of(arguments.gpu).memory
         world = arguments.nodes * arguments.gpus_per_node
         cfg, plan = _plan(arguments.config, arguments.overrides, world, device_bytes)
         found = verdict(cfg, plan, device_bytes)
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--nodes", type=_positive, default=1, help="number of nodes")
     parser.add_argument("--gpus-per-node", type=_positive, default=8)
-    parser.add_argument("--gpu", default="h100", help=f"{', '.join(MEMORY)}, or the bytes of its memory")
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, or the bytes of its memory")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser
 

@@ -1,24 +1,87 @@
-"""GPUs by name."""
+"""GPUs by name: their memory and their rates by the vendor's data sheets, without structured sparsity.
+
+A bandwidth that a data sheet gives for both directions together is halved: the planner counts each direction.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlhf_mc.config.errors import UserError
 
-MEMORY = {"a100": 80 << 30, "h100": 80 << 30, "h200": 141 * 10**9, "b200": 180 * 10**9}
-"""Bytes of device memory by the vendor's data sheets. The driver keeps some hundred MB of it (memory.RESERVED)."""
+NETWORK_BANDWIDTH = 50e9
+"""Bytes per second and direction of the network, per GPU: one adapter of 400 Gb/s for each GPU, as in a DGX H100 or
+DGX B200 (NVIDIA's user guides of both)."""
 
 
-def memory_of(gpu: str) -> int:
-    """Return the bytes of device memory of a GPU, which is named or given by its bytes. Raise UserError if it is
-    neither."""
-    if gpu.lower() in MEMORY:
-        return MEMORY[gpu.lower()]
+@dataclass(frozen=True)
+class Rates:
+    """Peak rates of a GPU, per second. A run reaches a part of each."""
+
+    bfloat16: float
+    """FLOPs of dense bfloat16 products."""
+    fp8: float | None
+    """FLOPs of dense fp8 products; None: the GPU has none."""
+    float32: float
+    """FLOPs of float32 products, without TF32."""
+    memory: float
+    """Bytes to and from device memory."""
+    nvlink: float
+    """Bytes to other GPUs of the node, and as many from them at the same time."""
+    host: float
+    """Bytes to host memory, and as many from it at the same time."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU."""
+
+    memory: int
+    """Bytes of device memory. The driver keeps some hundred MB of it (memory.RESERVED)."""
+    rates: Rates | None = None
+    """None: the GPU was given by its bytes alone, so that no times are known."""
+
+
+GPUS = {
+    "a100": Gpu(80 << 30, Rates(312e12, None, 19.5e12, 2.039e12, 300e9, 32e9)),
+    "h100": Gpu(80 << 30, Rates(989e12, 1979e12, 67e12, 3.35e12, 450e9, 64e9)),
+    "h200": Gpu(141 * 10**9, Rates(989e12, 1979e12, 67e12, 4.8e12, 450e9, 64e9)),
+    "b200": Gpu(180 * 10**9, Rates(2250e12, 4500e12, 75e12, 8e12, 900e9, 64e9)),
+}
+"""The SXM variant of each GPU. Sources: NVIDIA's data sheets "A100 80GB SXM" (PCIe 4.0: 64 GB/s, NVLink 600 GB/s),
+"H100 SXM" and "H200 SXM" (tensor cores "with sparsity" halved; PCIe 5.0: 128 GB/s, NVLink 900 GB/s), "DGX B200" (eight
+GPUs: 1,440 GB, 64 TB/s, 36 PFLOP/s bfloat16 and 72 PFLOP/s fp8 with sparsity, NVLink 14.4 TB/s; its hosts have PCIe
+5.0) and "HGX B200" (float32)."""
+
+DEVICE_BFLOAT16 = {
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "B100": 1750e12,
+    "L40S": 362e12,
+}
+"""Dense bfloat16 FLOP/s by a part of the name that a device reports; the first that matches counts."""
+
+
+def gpu_of(text: str) -> Gpu:
+    """Return a GPU that is named or given by the bytes of its memory. Raise UserError if the text is neither."""
+    if text.lower() in GPUS:
+        return GPUS[text.lower()]
     try:
-        found = int(float(gpu))
+        found = int(float(text))
     except (ValueError, OverflowError):
         found = 0
     if found < 1 << 30:
-        raise UserError(
-            f"--gpu is {gpu!r}; it must be one of {', '.join(MEMORY)}, or its memory in bytes, such as 80e9"
-        )
-    return found
+        raise UserError(f"--gpu is {text!r}; it must be one of {', '.join(GPUS)}, or its memory in bytes, such as 80e9")
+    return Gpu(found)
+
+
+def device_bfloat16(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a device by the name that it reports; None where it is not known."""
+    return next((rate for part, rate in DEVICE_BFLOAT16.items() if part in name), None)

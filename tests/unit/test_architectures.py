@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from families import config_of, shape_of
 
+from rlhf_mc.architectures.operations import forward_flops, layer_flops, training_flops
 from rlhf_mc.architectures.parameters import PARAMS
 from rlhf_mc.architectures.spec import FAMILIES, Activation, ModelShape, Traits
 from rlhf_mc.checkpoint.training_state import check_shape
@@ -182,3 +183,16 @@ def test_sequence_cost_is_proportional_to_flops() -> None:
 
     for n in (1, 100, 4000):
         assert shape.sequence_cost(n) / shape.sequence_cost(10) == pytest.approx(flops(n) / flops(10))
+
+
+def test_flops_of_70b() -> None:
+    """Compare with hand-computed numbers of Llama-3 70B: 8192 x (8192 + 2 x 1024 + 8192 + 3 x 28672) weights a layer.
+    tests/dist/test_operations.py compares tiny models with torch."""
+    sizes = {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_heads": 64, "num_kv_heads": 8}
+    shape = replace(shape_of("llama"), **sizes, head_dim=128, vocab_size=128256)
+    layer = layer_flops(shape)
+    assert layer.projections + layer.feed_forward == 2 * 855_638_016
+    assert layer.attention == 4 * 8192
+    two = forward_flops(shape, [2.0], 1)
+    assert two.total == 2 * (2 * 80 * 855_638_016 + 3 * 80 * 2 * 8192 + 128256 * 8192)
+    assert training_flops(shape, [2.0], 1) == 3 * two.total

@@ -11,21 +11,7 @@ from pathlib import Path
 import torch
 
 from rlhf_mc import platform
-
-DATA_SHEET_TFLOPS = {
-    "H200": 989.0,
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "B200": 2250.0,
-    "B100": 1750.0,
-    "L40S": 362.0,
-}
-"""Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name; the first that matches counts."""
+from rlhf_mc.planner.gpus import device_bfloat16
 
 
 def seconds(action: Callable[[], object], repeats: int = 3, warm_up: int = 1) -> float:
@@ -90,5 +76,4 @@ def data_sheet_flops() -> float | None:
     """Return the dense bfloat16 FLOP/s of this GPU's data sheet; None where it is not known."""
     if not platform.use_cuda():
         return None
-    name = torch.cuda.get_device_name()
-    return next((1e12 * rate for part, rate in DATA_SHEET_TFLOPS.items() if part in name), None)
+    return device_bfloat16(torch.cuda.get_device_name())

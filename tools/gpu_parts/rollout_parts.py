@@ -19,9 +19,9 @@ from gpu_parts import measure
 from gpu_parts.engines import shared_directory
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
-from gpu_parts.speed_parts import forward_flops
 from gpu_parts.tiny import REWARD, make_checkpoint, make_prompts
 from rlhf_mc import platform
+from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.config.load import load_config
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.runtime.preemption import StopRequests
@@ -155,6 +155,7 @@ def step_speed(report: Report, sizes: Sizes) -> None:
         shape = run.actor.shape
         world = run.groups.mesh.world
     lens = batch.seq_lens.tolist()
+    responses = int(batch.response_lens.sum())
     peak = measure.matmul_rate(sizes.matmul)
     sheet = measure.data_sheet_flops()
     passes = {"gen": 1, "old_log_prob": 1, "values": 1, "update_critic": 3, "update_actor": 3}
@@ -162,7 +163,7 @@ def step_speed(report: Report, sizes: Sizes) -> None:
     for phase in PHASES:
         seconds = times[f"timing_s/{phase}"]
         tokens = int(batch.response_lens.sum() if phase == "gen" else batch.seq_lens.sum()) / seconds / world
-        share = passes[phase] * forward_flops(shape, lens) / seconds / world / (sheet or peak)
+        share = passes[phase] * forward_flops(shape, lens, responses).total / seconds / world / (sheet or peak)
         report.record(**{f"{phase}_tokens_per_s": tokens, f"{phase}_share_of_peak": share})
         texts.append(f"{phase} {tokens:.0f} ({share:.1%})")
     copied = run.weight_sync.metrics["reshard/copied_bytes"] + run.weight_sync.metrics["reshard/received_bytes"]

@@ -23,7 +23,7 @@ from gpu_parts.engines import (
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
-from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
@@ -129,12 +129,13 @@ def throughput(report: Report, sizes: Sizes) -> None:
         micro_batches = my_micro_batches(engine, batch, sum(lens) // 2)
         packing = PackingCache()
         actions: dict[str, tuple[Callable[..., None], int]] = {"score": (_score, 1), "train_step": (_train_step, 3)}
+        responses = sum(n - n // 4 for n in lens)
         peak = measure.matmul_rate(sizes.matmul)
         sheet = measure.data_sheet_flops()
         found: dict[str, float] = {}
         for name, (action, passes) in actions.items():
             seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches, packing))
-            flops = passes * forward_flops(engine.shape, list(lens)) / seconds
+            flops = passes * forward_flops(engine.shape, lens, responses).total / seconds
             found[name] = flops / (sheet or peak)
             report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})
             report.record(**{f"{name}_share_of_matmul": flops / peak})
@@ -150,14 +151,3 @@ def throughput(report: Report, sizes: Sizes) -> None:
         for name, share in found.items()
     ]
     report.summarize(f"{layers}: {', '.join(texts)}")
-
-
-def forward_flops(shape: ModelShape, lens: list[int]) -> float:
-    """Return the FLOPs of a forward pass: two per weight of a layer and token, causal attention as
-    ModelShape.sequence_cost counts it, and the output layer at three quarters of the tokens, the responses."""
-    q = shape.num_heads * shape.head_dim
-    kv = shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * q + 2 * kv + 3 * shape.ffn_hidden_size)
-    layers = 2.0 * layer * shape.num_layers * sum(shape.sequence_cost(n) for n in lens)
-    head = 2.0 * shape.vocab_size * shape.hidden_size * sum(n - n // 4 for n in lens)
-    return layers + head

@@ -1,0 +1,87 @@
+"""Floating-point operations (FLOPs) of a model's forward and backward pass over packed sequences. Only products of
+matrices are counted, a multiplication and an addition each; norms, activations, softmax and rotary positions are not.
+No torch here.
+
+Causal attention counts the pairs that the mask leaves: a sequence of n tokens has n (n + 1) / 2. Kernels that also
+compute masked pairs do up to twice that. In a mixture of experts each token counts its own experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+
+BACKWARD = 2
+"""FLOPs of the backward pass over those of the forward pass: one product for the gradient of the input, and one for
+that of the weight (or, in attention, of the other factor)."""
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """FLOPs of one layer's forward pass."""
+
+    projections: float
+    """Per token: to queries, keys and values, and from the attention's output."""
+    feed_forward: float
+    """Per token: gate, up and down of the dense network or of the token's experts, and the router."""
+    attention: float
+    """Per pair of a query and a key: the score, and the value's share of the output."""
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of a forward pass through all layers."""
+
+    projections: float
+    feed_forward: float
+    attention: float
+    output: float
+    """The output layer or value head, at the positions where it is computed."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.projections + self.feed_forward + self.attention + self.output
+
+
+def layer_flops(shape: ModelShape) -> LayerFlops:
+    """Return the FLOPs of one layer: 2 per weight and token, and 4 per query dimension and pair."""
+    q = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
+    return LayerFlops(
+        projections=2.0 * shape.hidden_size * (2 * q + 2 * kv),
+        feed_forward=2.0 * shape.hidden_size * (3 * shape.active_ffn_size + shape.num_experts),
+        attention=4.0 * q,
+    )
+
+
+def output_flops(shape: ModelShape) -> float:
+    """Return the FLOPs of the output layer at one position, padding columns included; of a value head 2 per weight."""
+    return 2.0 * shape.hidden_size * (1 if shape.value_head else padded_vocab_size(shape.vocab_size, 1))
+
+
+def num_pairs(seq_lens: Iterable[float]) -> float:
+    """Return the pairs of a query and a key that it sees, of causal sequences of these lengths."""
+    return sum(n * (n + 1) / 2 for n in seq_lens)
+
+
+def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> ForwardFlops:
+    """Return the FLOPs of a forward pass. num_positions: positions at which the output layer is computed, such as the
+    number of response tokens for log-probs, or the number of sequences for a reward model."""
+    lens = list(seq_lens)
+    layer = layer_flops(shape)
+    tokens = shape.num_layers * sum(lens)
+    return ForwardFlops(
+        projections=tokens * layer.projections,
+        feed_forward=tokens * layer.feed_forward,
+        attention=shape.num_layers * num_pairs(lens) * layer.attention,
+        output=num_positions * output_flops(shape),
+    )
+
+
+def training_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> float:
+    """Return the FLOPs of a forward and a backward pass. Nothing that is recomputed is counted: neither by
+    recompute_granularity, nor the logits, which models/heads.py computes again in the backward pass."""
+    return (1 + BACKWARD) * forward_flops(shape, seq_lens, num_positions).total

@@ -1,0 +1,61 @@
+"""FLOPs by architectures/operations.py are those that torch counts in real Megatron-Core models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import operation_cases
+import pytest
+from operation_cases import PROMPTS, RESPONSES
+from tiny import make_checkpoint
+from workers import Workers
+
+from rlhf_mc.architectures.operations import BACKWARD, forward_flops, num_pairs
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize(
+    ("family", "role", "megatron"),
+    [
+        ("qwen2", "actor", {}),  # grouped queries, biases of queries, keys and values
+        ("qwen3_moe", "actor", {}),
+        ("llama", "critic", {}),
+        ("qwen2", "actor", {"recompute_granularity": "full"}),
+    ],
+)
+def test_flops_are_those_of_torch(
+    pool: Callable[[int], Workers],
+    tmp_path: Path,
+    family: str,
+    role: str,
+    megatron: dict[str, Any],
+) -> None:
+    """Compare products with weights exactly, and attention by the formula of its difference."""
+    checkpoint = str(make_checkpoint(tmp_path / "model", family))
+    (found,) = pool(1).run(operation_cases.counted_flops, checkpoint=checkpoint, role=role, **megatron)
+    shape = ModelShape.from_hf_config(HFReader(checkpoint).config, value_head=role == "critic")
+    lens = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    expected = forward_flops(shape, lens, sum(RESPONSES))
+    weights = expected.projections + expected.feed_forward
+
+    def products(counts: dict[str, int]) -> int:
+        return counts["aten.mm"] + counts.get("aten.addmm", 0)
+
+    assert products(found["forward"]) == weights + expected.output
+    passes = 2 if "recompute_granularity" in megatron else 1
+    # heads.py computes the logits again in the backward pass.
+    output = expected.output * (1 + BACKWARD + (role == "actor"))
+    assert products(found["update"]) == weights * (passes + BACKWARD) + output
+
+    # torch counts masked pairs too: n * n instead of n * (n + 1) / 2.
+    all_pairs = expected.attention / num_pairs(lens) * sum(n * n for n in lens)
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert found["forward"][attention] == all_pairs
+    assert found["update"][attention] == passes * all_pairs
+    # Flash attention has five products in its backward pass, one of them the scores again; BACKWARD counts four.
+    assert found["update"][f"{attention}_backward"] == (BACKWARD + 0.5) * all_pairs
