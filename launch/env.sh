@@ -1,6 +1,12 @@
 # shellcheck shell=bash
-# Environment variables that must be set before Python starts; every launcher sources this file. Values that are set
-# already stay.
+# Environment variables that must be set before Python starts, and the site file's settings (launch/site.sh); every
+# launcher sources this file. Values that are set already stay.
+# shellcheck source=launch/site.sh
+source "$(dirname "${BASH_SOURCE[0]}")/site.sh"
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON=${site_python:-$(command -v "$site_root/.venv/bin/python" || command -v python3)}
+fi
+export PYTHON
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Models are local directories; nothing is downloaded during a run.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"

@@ -9,7 +9,8 @@
 #
 # Environment variables, read from the environment of sbatch, with their defaults in brackets:
 #   NPROC         ranks per node [the node's GPUs, or 1]
-#   PYTHON        the interpreter, on every node [.venv/bin/python if there is one, or python3]
+#   PYTHON        the interpreter, on every node [the site file's, .venv/bin/python if there is one, or python3]
+#   RLHF_MC_SITE  the site file: container, modules, further srun options (launch/site.example.ini) [site.ini, if it exists]
 #   LOG_ROOT      folder of the ranks' logs, on storage that all nodes share [runs/slurm]
 #   MAX_RESTARTS  number of times that a job is requeued after a crash; the crashed attempt must have written a new
 #                 checkpoint [0]
@@ -33,20 +34,17 @@ if [[ ! "${MAX_RESTARTS:=0}" =~ ^[0-9]+$ ]]; then
     exit 2
 fi
 # Not the folder of $0: sbatch runs a copy of the script from its spool folder.
-cd "$SLURM_SUBMIT_DIR" || exit 2
+# -P: a container has the repository at this path.
+cd -P "$SLURM_SUBMIT_DIR" || exit 2
 # shellcheck source=launch/env.sh
 source launch/env.sh
 # sbatch passes its own environment on. With these variables in it every task would take itself for the same rank.
-unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID
 
 readonly EXIT_REQUEUE=75 EXIT_USER_ERROR=2 EXIT_INTERRUPTED=130 # runtime/exit_codes.py
 tasks_per_node=${SLURM_NTASKS_PER_NODE:-1}
 if [[ "$tasks_per_node" -gt 1 ]]; then NPROC=$tasks_per_node; fi
 export NPROC="${NPROC:-${SLURM_GPUS_ON_NODE:-1}}"
-if [[ -z "${PYTHON:-}" ]]; then
-    PYTHON=$(command -v "$PWD/.venv/bin/python" || command -v python3)
-fi
-export PYTHON
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # The port is below the system's ephemeral ports, and differs between jobs that share a node.
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
@@ -59,8 +57,18 @@ say() { echo "slurm_job: $*" >&2; }
 
 # Every node writes its facts to a file: srun mixes the printed lines of the nodes.
 preflight() {
-    "${step[@]}" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$PYTHON" -m launch.preflight probe "$LOG_DIR" "$@"
-    "$PYTHON" -m launch.preflight compare "$LOG_DIR" "$SLURM_JOB_NUM_NODES"
+    "${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        "${site_wrapper[@]}" launch/python.sh -m launch.preflight probe "$LOG_DIR" "$@"
+    python_here -m launch.preflight compare "$LOG_DIR" "$SLURM_JOB_NUM_NODES"
+}
+
+# Run the interpreter once, within the container if there is one. Only srun enters a container of pyxis.
+python_here() {
+    if [[ "${RLHF_MC_CONTAINER:-}" == pyxis ]]; then
+        "${step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 launch/python.sh "$@"
+    else
+        "${site_wrapper[@]}" launch/python.sh "$@"
+    fi
 }
 
 # Print the job's state, or nothing if Slurm's controller does not answer.
@@ -78,7 +86,7 @@ state() {
 # writes the name of its newest checkpoint to a file.
 made_no_progress() {
     local attempt=${SLURM_RESTART_COUNT:-0} job=${LOG_DIR%/*} newest before
-    newest=$("$PYTHON" -m launch.progress "$@") || return 1
+    newest=$(python_here -m launch.progress "$@") || return 1
     echo "$newest" >"$LOG_DIR/newest_checkpoint"
     for before in $((attempt - 1)) $((attempt - 2)); do
         [[ "$(cat "$job/attempt_$before/newest_checkpoint" 2>/dev/null)" == "$newest" ]] || return 1
@@ -101,7 +109,7 @@ why_no_restart() {
     fi
     now=$(state)
     if [[ -n "$now" && "$now" != RUNNING ]]; then echo "the job is being ended" && return; fi
-    newest=$("$PYTHON" -m launch.progress "$@") || { echo "its checkpoints cannot be listed" && return; }
+    newest=$(python_here -m launch.progress "$@") || { echo "its checkpoints cannot be listed" && return; }
     # A run that did not resume has moved the earlier run's checkpoints away.
     if [[ "$newest" == "$newest_at_start" || "$newest" == "the start" ]]; then
         echo "this attempt has written no checkpoint (the newest is $newest)" && return
@@ -129,11 +137,16 @@ say "$SLURM_JOB_NUM_NODES nodes x $NPROC ranks, attempt ${SLURM_RESTART_COUNT:-0
 
 # The tasks share all CPUs of the node: by default a step's task gets one.
 cpus=$((SLURM_CPUS_ON_NODE / tasks_per_node))
-step=(srun --nodes="$SLURM_JOB_NUM_NODES" --cpu-bind=none)
+step=(srun --cpu-bind=none "${site_srun[@]}")
+if [[ -n "${RLHF_MC_CONTAINER:-}" && -z "${SLURM_JOB_END_TIME:-}" ]]; then
+    # For trainer.stop_before_minutes: a container has no squeue.
+    end=$(date --date="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null) &&
+        export SLURM_JOB_END_TIME=$end
+fi
 
 preflight "$@" || [[ -n "$stop" ]] || exit 2
 newest_at_start=""
-if [[ "$MAX_RESTARTS" -gt 0 ]]; then newest_at_start=$("$PYTHON" -m launch.progress "$@"); fi
+if [[ "$MAX_RESTARTS" -gt 0 ]]; then newest_at_start=$(python_here -m launch.progress "$@"); fi
 
 if [[ "$tasks_per_node" -gt 1 ]]; then
     program=(launch/slurm_rank.sh "$@")
@@ -145,8 +158,9 @@ if [[ -n "$stop" ]]; then
     ended_with=$EXIT_REQUEUE
 else
     # In the background: bash runs a trap only after a foreground command has ended, but `wait` returns at once.
-    "${step[@]}" --ntasks=$((SLURM_JOB_NUM_NODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
-        --cpus-per-task="$cpus" --kill-on-bad-exit=1 "${program[@]}" &
+    "${step[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks_per_node)) \
+        --ntasks-per-node="$tasks_per_node" --cpus-per-task="$cpus" --kill-on-bad-exit=1 \
+        "${site_wrapper[@]}" "${program[@]}" &
     srun_pid=$!
     [[ -z "$stop" ]] || kill -USR1 "$srun_pid" # the signal came before srun_pid was set
     while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid"; done

@@ -2,7 +2,8 @@
 # One rank, started by torchrun (launch/slurm_node.sh) or by srun (one task per rank). Its output goes to the job's log
 # and to a file of its own, named by rank and node.
 set -euo pipefail
-if [[ -z "${RANK:-}" ]]; then
+# Not by RANK: a hook of enroot sets RANK and WORLD_SIZE in some images.
+if [[ -z "${TORCHELASTIC_RUN_ID:-}" ]]; then
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$NPROC
 fi
 log=$LOG_DIR/rank_$(printf %04d "$RANK").$SLURMD_NODENAME.log

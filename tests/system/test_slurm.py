@@ -191,7 +191,7 @@ STAND_IN = f"""#!/usr/bin/env bash
 # In place of the interpreter: does the launchers' work, but not the training.
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     echo "$RANK $WORLD_SIZE $LOCAL_RANK $(hostname) $SLURMD_NODENAME $MASTER_ADDR $MASTER_PORT $CUDA_VISIBLE_DEVICES" \\
-        "| ${{*:3}}"
+        "${{IN_IMAGE:-none}} ${{NCCL_IB_HCA:-none}} | ${{*:3}}"
     [[ "$RANK" != 0 ]] || echo 0 >"$RLHF_MC_EXIT_CODE_FILE"
     exit 0
 fi
@@ -220,12 +220,45 @@ def overrides_70b(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("header", [[], [f"--ntasks-per-node={GPUS}"]], ids=["torchrun", "a task per GPU"])
+APPTAINER = """#!/usr/bin/env bash
+# In place of Apptainer: reads the options of `exec` as it does, and runs the program without a container. The variables
+# with its prefix win over the image's.
+[[ "$1 $2" == "exec --nv" ]] || exit 64
+shift 2
+while [[ "$1" == --* ]]; do
+    case $1 in
+        --bind) [[ "$2" =~ ^/[^:]*:/[^:]*:r[ow]$ && -e "${2%%:*}" ]] || exit 65; shift 2 ;;
+        --pwd) cd "$2" || exit 66; shift 2 ;;
+        --no-home) shift ;;
+        *) exit 67 ;;
+    esac
+done
+export IN_IMAGE=$1 NCCL_IB_HCA=${APPTAINERENV_NCCL_IB_HCA:-of the image}
+shift
+exec "$@"
+"""
+
+
+def apptainer_site(folder: Path) -> dict[str, str]:
+    """Write a site file with Apptainer, and a stand-in for it. Return the environment that names them."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "apptainer").write_text(APPTAINER)
+    (folder / "bin" / "apptainer").chmod(0o755)
+    (folder / "image.sif").touch()
+    lines = ["[container]", "runtime = apptainer", f"image = {folder}/image.sif"]
+    lines += [f"mounts = {folder}/data:{folder}/data:ro", "options = --no-home"]
+    lines += ["[launch]", f"python = {folder}/python", "[environment]", "NCCL_IB_HCA = a,b"]
+    (folder / "site.ini").write_text("\n".join(lines))
+    return {"PATH": f"{folder}/bin:{_PATH}", "PYTHON": "", "RLHF_MC_SITE": str(folder / "site.ini")}
+
+
+@pytest.mark.parametrize("header", [[], [f"--ntasks-per-node={GPUS}"]], ids=["torchrun", "a task per GPU, a container"])
 def test_the_70b_job_starts_64_ranks_as_they_should_be(
     stand_in: dict[str, str], tmp_path: Path, header: list[str]
 ) -> None:
     overrides = overrides_70b(tmp_path)
-    job = Job(stand_in, tmp_path, [*header, "slurm/ppo_70b.sh", *overrides])
+    site = apptainer_site(tmp_path) if header else {}
+    job = Job({**stand_in, **site}, tmp_path, [*header, "slurm/ppo_70b.sh", *overrides])
     assert job.wait(300) == "COMPLETED 0", job.said()
     lines = [path.read_text() for path in (job.logs / job.id / "attempt_0").glob("rank_*.log")]
     told = {int(line.split()[0]): line for line in lines}
@@ -234,7 +267,8 @@ def test_the_70b_job_starts_64_ranks_as_they_should_be(
     assert len(nodes) == 8
     for rank, line in told.items():
         facts, _, arguments = line.strip().partition(" | ")
-        world, local, host, node, master, port, devices = facts.split()[1:]
+        world, local, host, node, master, port, devices, image, adapters = facts.split()[1:]
+        assert (image, adapters) == ((f"{tmp_path}/image.sif", "a,b") if site else ("none", "none"))
         assert (int(world), int(local), node) == (64, rank % GPUS, nodes[rank // GPUS])
         assert host == node or os.getuid() != 0  # only root can give a virtual node a name of its own
         assert (master, port) == (nodes[0], str(20000 + int(job.id) % 10000))

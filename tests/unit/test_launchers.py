@@ -27,6 +27,7 @@ echo "$*" >>requeues
     "squeue": """head -n 1 answers; [[ "$(wc -l <answers)" -le 1 ]] || sed -i 1d answers""",
     "sleep": "true",
     "srun": """
+echo "$*" >>steps
 cd "$SLURM_SUBMIT_DIR"
 while [[ "$1" == --* ]]; do shift; done
 if [[ "${SIGNAL_AT_START:-}" && "$*" != *preflight* ]]; then kill -USR1 $PPID; kill -USR1 $$; fi
@@ -156,6 +157,29 @@ def test_checkpoints_moved_away_are_no_progress(slurm: Path) -> None:
     code, output, requeues = attempt(slurm, 0, **crash)
     assert (code, requeues) == (1, 0) and "this attempt has written no checkpoint (the newest is the start)" in output
     assert attempt(slurm, 1, **{**crash, "REMOVES_RUN": ""}, SAVES_STEP="1")[2] == 1
+
+
+def test_every_step_runs_in_the_sites_container(slurm: Path) -> None:
+    """Check the pre-flight's steps, the training and the listing of checkpoints with pyxis, which srun alone enters."""
+    (slurm / "image.sqsh").touch()
+    site = f"[container]\nruntime = pyxis\nimage = {slurm}/image.sqsh\n[launch]\npython = {slurm}/python\n"
+    (slurm / "site.ini").write_text(f"{site}srun_options = --mpi=none\n[environment]\nNCCL_IB_HCA = a,b\n")
+    code, output, requeues = attempt(slurm, RLHF_MC_SITE=str(slurm / "site.ini"), PYTHON="", SLURM_NTASKS_PER_NODE="2")
+    assert (code, requeues) == (75, 1), output
+    steps = [line.partition(" launch/") for line in (slurm / "steps").read_text().splitlines()]
+    one = "--nodes=1 --ntasks=1 --ntasks-per-node=1"
+    programs = [
+        "python.sh -m launch.preflight",
+        "python.sh -m launch.preflight",
+        "slurm_rank.sh",
+        "python.sh -m launch.prog",
+    ]
+    tasks = [one, one, "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=1 --kill-on-bad-exit=1", one]
+    container = f"--container-image={slurm}/image.sqsh --container-name=rlhf_mc_7"
+    container += f" --container-mounts={ROOT}:{ROOT},{slurm}/logs:{slurm}/logs --container-workdir={ROOT}"
+    options = f"--cpu-bind=none --mpi=none {container} --no-container-entrypoint --container-env=NCCL_IB_HCA"
+    assert [options_of for options_of, _, _ in steps] == [f"{options} {task}" for task in tasks]
+    assert all(program.startswith(name) for (_, _, program), name in zip(steps, programs, strict=True))
 
 
 @pytest.mark.parametrize(
