@@ -1,4 +1,4 @@
-"""Print the memory of a run before it is queued, and end with code 2 if it does not fit.
+"""Print the memory and the times of a run before it is queued, and end with code 2 if it does not fit.
 
 python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8] [--gpu h100] [--json]
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.shapes import model_shapes
-from rlhf_mc.planner.gpus import GPUS, gpu_of
+from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import as_json, remedy, table, verdict
+from rlhf_mc.planner.times import Machine, lengths_of, plan_times
+from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.runtime.exit_codes import EXIT_USER_ERROR
 
@@ -27,14 +31,21 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
     try:
-        device_bytes = gpu_of(arguments.gpu).memory
+        gpu = gpu_of(arguments.gpu)
+        device_bytes = gpu.memory
         world = arguments.nodes * arguments.gpus_per_node
         cfg, plan = _plan(arguments.config, arguments.overrides, world, device_bytes)
         found = verdict(cfg, plan, device_bytes)
+        lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+        times = None
+        if gpu.rates is not None:
+            machine = Machine(world, arguments.gpus_per_node, gpu.rates, arguments.network_bandwidth)
+            times = plan_times(cfg, shapes_of(cfg), plan, machine, lengths)
         if arguments.json:
-            print(json.dumps(as_json(plan, found)))
+            print(json.dumps({**as_json(plan, found), "times": times and times_json(times, lengths)}))
         else:
             print(table(cfg, plan, device_bytes))
+            print(times_table(times, lengths) if times else NO_TIMES)
         if found.problem is not None:
             raise UserError(f"does not fit: {found.problem}; {_advice(arguments, cfg, found.phase, device_bytes)}")
     except UserError as error:
@@ -48,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def _plan(config: str, overrides: Sequence[str], world: int, device_bytes: int) -> tuple[Config, list[RankMemory]]:
     cfg = load_config(config, list(overrides))
     validate(cfg, world)
-    shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
+    shapes = shapes_of(cfg)
     for role, shape in shapes.items():
         check_layout(shape, layouts(cfg)[role], role)
     check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
@@ -72,19 +83,46 @@ def _advice(arguments: argparse.Namespace, cfg: Config, phase: str, device_bytes
     return f"it fits with {' '.join(settings)}"
 
 
+def shapes_of(cfg: Config) -> dict[str, ModelShape]:
+    """Return the shapes of the run's models, by role."""
+    return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)
 
 
+def _bandwidth(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 1e6 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes per second of at least 1e6, such as 50e9")
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m rlhf_mc.planner", description="The memory of a run on GPUs.")
+    parser = argparse.ArgumentParser(
+        "python -m rlhf_mc.planner", description="The memory and the times of a run on GPUs."
+    )
     parser.add_argument("config", help="the config of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--nodes", type=_positive, default=1, help="number of nodes")
     parser.add_argument("--gpus-per-node", type=_positive, default=8)
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, or the bytes of its memory")
+    parser.add_argument(
+        "--network-bandwidth",
+        type=_bandwidth,
+        default=NETWORK_BANDWIDTH,
+        metavar="BYTES",
+        help="bytes per second that each GPU sends to other nodes (default 50e9: a 400 Gb/s adapter for each)",
+    )
+    for name in ("prompt", "response"):
+        about = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"
+        parser.add_argument(f"--mean-{name}-length", type=_positive, metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser
 

@@ -14,7 +14,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
-from rlhf_mc.planner.model_state import ITEMSIZES, frozen_state, trained_state
+from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, trained_state
 from rlhf_mc.reshard.aliasing import find_aliases
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, vllm_layout
@@ -66,6 +66,8 @@ class RankMemory:
     ranks: tuple[int, ...]
     phases: tuple[Phase, ...]
     rollout: Rollout
+    states: Mapping[str, ModelState]
+    """Of each model, by role, wherever it is."""
 
     @property
     def fullest(self) -> Phase:
@@ -89,11 +91,12 @@ def plan_memory(cfg: Config, shapes: Mapping[str, ModelShape], world: int, devic
         rollout = _rollout(cfg, shapes["actor"], layout["actor"], tp_rank[ranks[0]], device_bytes)
         models = {role: _Model(cfg, role, shapes[role], meshes[role], layout[role], ranks[0]) for role in shapes}
         phases = tuple(_phases(cfg, models, rollout))
+        states = {role: model.state for role, model in models.items()}
         same = next((other for other in found if (other.phases, other.rollout) == (phases, rollout)), None)
         if same is None:
-            found.append(RankMemory(tuple(ranks), phases, rollout))
+            found.append(RankMemory(tuple(ranks), phases, rollout, states))
         else:
-            found[found.index(same)] = RankMemory(tuple(sorted((*same.ranks, *ranks))), phases, rollout)
+            found[found.index(same)] = RankMemory(tuple(sorted((*same.ranks, *ranks))), phases, rollout, states)
     return found
 
 
