@@ -1,4 +1,4 @@
-"""Print the memory and the times of a run before it is queued, and end with code 2 if it does not fit.
+"""Print the memory, the times and the traffic of a run before it is queued, and end with code 2 if it does not fit.
 
 python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8] [--gpu h100] [--json]
 """
@@ -19,10 +19,12 @@ from rlhf_mc.config.validate import validate
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.shapes import model_shapes
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
+from rlhf_mc.planner.lengths import lengths_of
 from rlhf_mc.planner.memory import RankMemory, plan_memory
-from rlhf_mc.planner.report import as_json, remedy, table, verdict
-from rlhf_mc.planner.times import Machine, lengths_of, plan_times
+from rlhf_mc.planner.report import as_json, remedy, table, traffic_table, verdict
+from rlhf_mc.planner.times import Machine, plan_times
 from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
+from rlhf_mc.planner.traffic import plan_traffic
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.runtime.exit_codes import EXIT_USER_ERROR
 
@@ -41,10 +43,11 @@ def main(argv: Sequence[str]) -> int:
         if gpu.rates is not None:
             machine = Machine(world, arguments.gpus_per_node, gpu.rates, arguments.network_bandwidth)
             times = plan_times(cfg, shapes_of(cfg), plan, machine, lengths)
+        transfers = plan_traffic(cfg, shapes_of(cfg), world, arguments.gpus_per_node, lengths)
         if arguments.json:
-            print(json.dumps({**as_json(plan, found), "times": times and times_json(times, lengths)}))
+            print(json.dumps({**as_json(plan, found, transfers), "times": times and times_json(times, lengths)}))
         else:
-            print(table(cfg, plan, device_bytes))
+            print(table(cfg, plan, device_bytes), traffic_table(transfers), sep="\n")
             print(times_table(times, lengths) if times else NO_TIMES)
         if found.problem is not None:
             raise UserError(f"does not fit: {found.problem}; {_advice(arguments, cfg, found.phase, device_bytes)}")

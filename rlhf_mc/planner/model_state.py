@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_mc.config.model_schema import MegatronConfig
@@ -54,9 +54,11 @@ class ModelState:
 
 
 @dataclass
-class _Buffer:
+class Buffer:
     """A flat buffer of parameters, given in the order of named_parameters, that have the same data-parallel group."""
 
+    is_of_experts: bool
+    """Its group is that of the replicas of an expert."""
     ranks: int
     """Data-parallel size."""
     is_sharded: bool
@@ -129,28 +131,43 @@ def trained_state(
 ) -> ModelState:
     """Return the bytes of a trained model on that data-parallel rank of this stage which updates most elements.
 
-    layout: the rank's. frozen: names of its parameters that are not trained. overlaps_reduction: gradients are reduced
-    during the backward pass. tied_embedding: the output layer is the embedding."""
+    layout: the rank's. frozen: names of its parameters that are not trained. overlaps_reduction, tied_embedding: see
+    `buffers_of`."""
     itemsize = ITEMSIZES[megatron.dtype]
-    own_bucket = {name for name in layout.shapes if tied_embedding and mesh.pp > 1 and _is_at_an_end(name)}
     copies = _MOMENTS + (megatron.dtype != "float32")
-    params = 0
-    grads = 0
-    optimizer = 0
+    buffers = list(buffers_of(layout, megatron, mesh, stage, frozen, overlaps_reduction, tied_embedding))
+    not_trained = sum(math.prod(size) for name, size in layout.shapes.items() if name in frozen)
+    numel = sum(buffer.numel for buffer in buffers)
+    shares = sum(buffer.largest_share() for buffer in buffers)
+    return ModelState((not_trained + numel) * itemsize, numel * _FLOAT32, shares * copies * _FLOAT32)
+
+
+def buffers_of(
+    layout: Layout,
+    megatron: MegatronConfig,
+    mesh: Mesh,
+    stage: int,
+    frozen: Collection[str],
+    overlaps_reduction: bool,
+    tied_embedding: bool,
+) -> Iterator[Buffer]:
+    """Yield the buffers of a trained model on a rank of this stage: for each virtual pipeline chunk one of experts, if
+    they are sharded, and one of all else.
+
+    overlaps_reduction: gradients are reduced during the backward pass. tied_embedding: the output layer is the
+    embedding."""
+    own_bucket = {name for name in layout.shapes if tied_embedding and mesh.pp > 1 and _is_at_an_end(name)}
     for sizes in _chunks(layout).values():
         trained = [(name, numel) for name, numel in sizes if name not in frozen]
         is_expert = [mesh.ep > 1 and ".experts." in name for name, _ in trained]
-        params += sum(numel for name, numel in sizes if name in frozen) * itemsize
         for ranks, expert in ((mesh.dp, False), (mesh.dp // mesh.ep, True)):
             mine = [found for found, e in zip(trained, is_expert, strict=True) if e == expert]
             # Stages after the first reduce all gradients at once.
             bucket = max(_BUCKET_NUMEL, 1_000_000 * mesh.dp) if overlaps_reduction and stage == 0 else None
-            buffer = _Buffer(ranks, megatron.use_distributed_optimizer, bucket, own_bucket)
+            buffer = Buffer(expert, ranks, megatron.use_distributed_optimizer, bucket, own_bucket)
             buffer.fill(mine)
-            params += buffer.numel * itemsize
-            grads += buffer.numel * _FLOAT32
-            optimizer += buffer.largest_share() * copies * _FLOAT32
-    return ModelState(params, grads, optimizer)
+            if mine:
+                yield buffer
 
 
 def _chunks(layout: Layout) -> dict[str, list[tuple[str, int]]]:

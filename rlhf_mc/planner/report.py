@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.traffic import Transfer
 
 GB = 10**9
 KV_CACHE = "kv_cache"
@@ -72,7 +73,33 @@ def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def as_json(plan: Sequence[RankMemory], found: Verdict) -> dict[str, Any]:
+def traffic_table(transfers: Sequence[Transfer]) -> str:
+    """Return the text of the traffic of a step: a line for each phase."""
+    lines = [
+        "traffic of a step, max over ranks of the GB received in the node, from other nodes; by purpose: in | from"
+    ]
+    for phase in dict.fromkeys(transfer.phase for transfer in transfers):
+        mine = [transfer for transfer in transfers if transfer.phase == phase]
+        sides = [
+            _by_purpose([(t.name, t.intra_node) for t in mine]),
+            _by_purpose([(t.name, t.inter_node) for t in mine]),
+        ]
+        totals = "".join(f" {sum(side.values()) / GB:8.1f}" for side in sides)
+        texts = [
+            ", ".join(f"{name} {size / GB:.1f}" for name, size in side.items() if size >= GB / 20) for side in sides
+        ]
+        lines.append(f"  {phase:<16}{totals}   {' | '.join(texts) if texts[1] else texts[0]}")
+    return "\n".join(lines)
+
+
+def _by_purpose(sizes: Sequence[tuple[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, size in sizes:
+        found[name] = found.get(name, 0.0) + size
+    return found
+
+
+def as_json(plan: Sequence[RankMemory], found: Verdict, transfers: Sequence[Transfer]) -> dict[str, Any]:
     """Return the plan as plain data, in bytes."""
     return {
         "fits": found.problem is None,
@@ -87,6 +114,7 @@ def as_json(plan: Sequence[RankMemory], found: Verdict) -> dict[str, Any]:
             }
             for ranks in plan
         ],
+        "traffic": [dict(vars(transfer)) for transfer in transfers],
     }
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import needs_of
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.gpus import Rates
+from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.topology.mesh import mesh_of
@@ -36,19 +35,6 @@ class Machine:
     rates: Rates
     network: float
     """Bytes per second and direction of the network, per GPU."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of each prompt and of each response."""
-
-    prompt: float
-    response: float
-
-    @property
-    def total(self) -> float:
-        """Tokens of each sequence."""
-        return self.prompt + self.response
 
 
 @dataclass(frozen=True)
@@ -92,16 +78,6 @@ class StepTimes:
         return sum(phase.parts.get("bubble", 0.0) for phase in self.phases) / self.seconds
 
 
-def lengths_of(cfg: Config, prompt: float | None, response: float | None) -> Lengths:
-    """Return the lengths to plan with: the given ones, and otherwise the configured maxima. Raise UserError if a given
-    one is above the maximum."""
-    for name, given in (("prompt", prompt), ("response", response)):
-        most = getattr(cfg.data, f"max_{name}_length")
-        if given is not None and given > most:
-            raise UserError(f"--mean-{name}-length is {given}; it must be at most data.max_{name}_length, {most}")
-    return Lengths(prompt or cfg.data.max_prompt_length, response or cfg.data.max_response_length)
-
-
 def plan_times(
     cfg: Config, shapes: Mapping[str, ModelShape], plan: Sequence[RankMemory], machine: Machine, lengths: Lengths
 ) -> StepTimes:
@@ -134,16 +110,6 @@ def step_times(
 
 
 # ---------------------------------------------------------------- generation
-
-
-def drawn_prompts(cfg: Config) -> int:
-    """Return the prompts of one call of the engines; with filter_groups a step has one such call at least."""
-    return (cfg.algorithm.filter_groups.enable and cfg.data.gen_batch_size) or cfg.data.train_batch_size
-
-
-def responses_per_prompt(cfg: Config) -> int:
-    """Return the responses to a prompt, the greedy one of remax included."""
-    return cfg.rollout.n + needs_of(cfg.algorithm).greedy_baseline
 
 
 def sequences_at_a_time(cfg: Config, world: int, lengths: Lengths, kv_tokens: float) -> int:
@@ -233,16 +199,6 @@ class _Rate:
         return in_layers + (flops.attention + flops.output) / self._wide
 
 
-@dataclass(frozen=True)
-class Share:
-    """One replica's share of a pass over a batch."""
-
-    sequences: int
-    micro_batches: int
-    dummies: int
-    """Dummy micro-batches, of one sequence each: virtual pipeline chunks need a multiple of the stages."""
-
-
 class _Model:
     """One role's model."""
 
@@ -259,10 +215,7 @@ class _Model:
 
     def share(self, num_sequences: int, limit: int, dynamic: bool) -> Share:
         """Return a replica's share of a batch. limit: tokens of a micro-batch (dynamic), or its sequences."""
-        mine = math.ceil(num_sequences / self.mesh.dp)
-        at_most = max(1, int(limit // self._lengths.total)) if dynamic else limit
-        count = math.ceil(mine / at_most)
-        return Share(mine, count, -count % self.mesh.pp if self.mesh.vpp > 1 else 0)
+        return share_of(self.mesh, num_sequences, limit, dynamic, self._lengths)
 
     def forward(self, share: Share, per_sequence: bool = False) -> dict[str, float]:
         """Return the parts of a pass without gradients. per_sequence: the output is of the last token alone."""

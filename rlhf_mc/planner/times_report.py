@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_mc.planner.times import Lengths, StepTimes
+from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.times import StepTimes
 
 NO_TIMES = "no times: of a GPU that is given by its bytes no rates are known"
 

@@ -1,0 +1,258 @@
+"""Collectives of a pass over a model, as Megatron-Core 0.16.1 and models/heads.py call them: name, group, bytes.
+
+Counted from the sources: tensor_parallel/layers.py (and Transformer Engine's linear layers, which communicate the
+same), transformer/moe/token_dispatcher.py, pipeline_parallel/schedules.py, distributed/. Collectives whose size does
+not grow with the tokens or the model are left out: the norm of the gradient, statistics, numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.planner.model_state import ITEMSIZES, buffers_of
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.topology.mesh import Axis, Mesh
+
+_FLOAT32 = 4
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "receive"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one collective for one purpose, on one rank."""
+
+    name: str
+    """Its purpose: "tensor parallel", "experts", "pipeline", "gradients", ..."""
+    kind: Kind
+    group: tuple[int, ...]
+    """Global ranks, ascending. For "receive": this rank and the sender."""
+    num_bytes: float
+    """Of all calls: of the complete vector; for an all-to-all those that the rank passes in; for "receive" those that
+    it receives."""
+    calls: float
+
+    def times(self, factor: float) -> Collective:
+        """Return `factor` times as many calls."""
+        return replace(self, num_bytes=self.num_bytes * factor, calls=self.calls * factor)
+
+    def received(self, rank: int, gpus_per_node: int) -> tuple[float, float]:
+        """Return the bytes that the rank receives (from its own node, from other nodes).
+
+        Rings (Patarasuk and Yuan 2009): of n ranks each receives 2 (n - 1) / n of the bytes in an all-reduce, and
+        (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a node once. NCCL makes
+        as many rings as a node has members, each with another member at its entrance: of k members on its node a rank
+        receives 1 / k of its bytes from another node. An all-to-all brings 1 / n from each rank."""
+        here = [other // gpus_per_node == rank // gpus_per_node for other in self.group]
+        n = len(here)
+        k = sum(here)
+        if self.kind == "receive":
+            return (self.num_bytes, 0.0) if k == n else (0.0, self.num_bytes)
+        if self.kind == "all_to_all":
+            return self.num_bytes * (k - 1) / n, self.num_bytes * (n - k) / n
+        total = self.num_bytes * (2 if self.kind == "all_reduce" else 1) * (n - 1) / n
+        across = total / k if k < n else 0.0
+        return total - across, across
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tokens of a pass over one replica."""
+
+    tokens: float
+    """Prompts and responses, with the padding for sequence parallelism."""
+    results: float
+    """Positions at which the output layer is computed: response tokens."""
+    all_results: float
+    """Results of all replicas together."""
+    num_micro_batches: int
+
+
+class Passes:
+    """The collectives of the passes over one model on one rank."""
+
+    def __init__(self, shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, rank: int, cuda: bool) -> None:
+        """cuda: on a GPU, with Transformer Engine, which recomputes other modules than local layers."""
+        self._shape = shape
+        self._megatron = megatron
+        self._mesh = mesh
+        self._rank = rank
+        self._cuda = cuda
+        self._stage = mesh.coordinate(rank).pp
+        self._itemsize = ITEMSIZES[megatron.dtype]
+        self._tp = group_of(mesh, rank, "tp")
+        self._ep = group_of(mesh, rank, "ep")
+        self._pp = group_of(mesh, rank, "pp")
+        self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
+        self._is_first = self._stage == 0
+        self._is_last = self._stage == mesh.pp - 1
+
+    def forward(self, work: Work) -> list[Collective]:
+        """Return those of a pass without gradients. All ranks get its results."""
+        results = Collective("results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1)
+        return _merged([*self._forward(work), *self._stages(work, backward=False), results])
+
+    def update(self, work: Work, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
+        """Return those of one optimizer step. layout: the rank's; all parameters are trained."""
+        found = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
+        found += [*self._stages(work, backward=False), *self._stages(work, backward=True)]
+        return _merged([*found, *self._gradients(layout, overlaps_reduction)])
+
+    def _forward(self, work: Work) -> Iterator[Collective]:
+        yield from self._repeat(self._layer(work), self._layers)
+        states = self._states(work)
+        if self._is_first:
+            yield self._tensor_parallel("reduce_scatter" if self._is_sequence_parallel else "all_reduce", states, work)
+        if self._is_last:
+            if self._is_sequence_parallel:
+                yield self._tensor_parallel("all_gather", states, work)
+            if not self._shape.value_head:  # the largest logits, then three sums
+                yield self._tensor_parallel("all_reduce", work.results * _FLOAT32, work)
+                yield self._tensor_parallel("all_reduce", 3 * work.results * _FLOAT32, work)
+
+    def _backward(self, work: Work) -> Iterator[Collective]:
+        yield from self._repeat(self._layer_backward(work), self._layers)
+        if self._is_first and self._is_sequence_parallel:
+            yield self._tensor_parallel("all_gather", self._states(work), work)
+        if self._is_last and not self._shape.value_head:
+            yield self._tensor_parallel("all_reduce", work.results * self._shape.hidden_size * self._itemsize, work)
+
+    def _recomputation(self, work: Work) -> Iterator[Collective]:
+        """Yield the collectives of forward passes that are repeated: of whole layers, or of dense MLPs on a GPU."""
+        granularity = self._megatron.recompute_granularity
+        if granularity == "full":
+            yield from self._repeat(self._layer(work), self._layers)
+        elif granularity == "selective" and self._cuda and not self._shape.has_experts:
+            yield from self._repeat(self._sharded_layers(work, 1), self._layers)
+
+    def _layer(self, work: Work) -> Iterator[Collective]:
+        """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
+        if self._shape.num_kv_heads < self._mesh.tp:
+            yield self._tensor_parallel("all_gather", self._qkv(work), work)
+        if not self._shape.has_experts:
+            yield from self._sharded_layers(work, 2)
+            return
+        yield from self._sharded_layers(work, 1)
+        yield from self._experts(work, "all_gather", "reduce_scatter")
+
+    def _layer_backward(self, work: Work) -> Iterator[Collective]:
+        if self._shape.num_kv_heads < self._mesh.tp:
+            yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
+        pairs = 1 if self._shape.has_experts else 2
+        yield from self._sharded_layers(work, pairs)
+        if self._is_sequence_parallel:
+            # The inputs of column-parallel layers are gathered again, for the gradients of their weights.
+            yield self._tensor_parallel("all_gather", pairs * self._states(work), work, pairs)
+        if self._shape.has_experts:
+            yield from self._experts(work, "reduce_scatter", "all_gather")
+
+    def _sharded_layers(self, work: Work, pairs: int) -> Iterator[Collective]:
+        """Yield the collectives of pairs of a column-parallel and a row-parallel layer, which are the same forward and
+        backward: the tokens are gathered before and scattered after, or summed once."""
+        states = pairs * self._states(work)
+        if self._is_sequence_parallel:
+            yield self._tensor_parallel("all_gather", states, work, pairs)
+            yield self._tensor_parallel("reduce_scatter", states, work, pairs)
+        else:
+            yield self._tensor_parallel("all_reduce", states, work, pairs)
+
+    def _experts(self, work: Work, dispatch: Kind, combine: Kind) -> Iterator[Collective]:
+        """Yield the collectives of the "alltoall" dispatcher, for evenly routed tokens: states and float32
+        probabilities go to the experts' ranks and to all tensor-parallel ranks, and the outputs back. The outputs' sum
+        over tensor-parallel ranks has the type of the probabilities. dispatch, combine: the collectives over
+        tensor-parallel ranks, which the backward pass exchanges."""
+        rows = work.tokens * self._shape.experts_per_token / self._mesh.tp
+        hidden = self._shape.hidden_size
+        calls = work.num_micro_batches
+        for row_bytes, times in ((hidden * self._itemsize, 2), (_FLOAT32, 1)):
+            yield Collective("experts", "all_to_all", self._ep, times * rows * row_bytes, times * calls)
+        gathered = rows * self._mesh.tp
+        for row_bytes in (hidden * self._itemsize, _FLOAT32):
+            yield Collective("experts", dispatch, self._tp, gathered * row_bytes, calls)
+        yield Collective("experts", combine, self._tp, gathered * hidden * _FLOAT32, calls)
+
+    def _stages(self, work: Work, backward: bool) -> Iterator[Collective]:
+        """Yield the messages that this stage receives: from the previous stage, or gradients from the next. Every
+        virtual pipeline chunk receives them, except the one that begins the model, or ends it."""
+        chunks = self._mesh.vpp - (self._is_last if backward else self._is_first)
+        peer = self._pp[(self._stage + (1 if backward else -1)) % self._mesh.pp]
+        size = self._states(work) / (self._mesh.tp if self._is_sequence_parallel else 1)
+        group = tuple(sorted({self._rank, peer}))
+        yield Collective("pipeline", "receive", group, chunks * size, chunks * work.num_micro_batches)
+
+    def _gradients(self, layout: Layout, overlaps_reduction: bool) -> Iterator[Collective]:
+        """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
+        embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
+        shares = self._shape.shares_embeddings
+        buffers = list(buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares))
+        # Sharded experts have an optimizer of their own, and each of the two gathers all parameters.
+        gathers = 2 if any(buffer.is_of_experts for buffer in buffers) else 1
+        for buffer in buffers:
+            axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
+            group = group_of(self._mesh, self._rank, *axes)
+            calls = len(buffer.buckets)
+            if not self._megatron.use_distributed_optimizer:
+                yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)
+                continue
+            yield Collective("gradients", "reduce_scatter", group, buffer.numel * _FLOAT32, calls)
+            yield Collective("parameters", "all_gather", group, buffer.numel * self._itemsize, calls).times(gathers)
+        norms = sum(math.prod(size) for name, size in layout.shapes.items() if self._is_summed(name))
+        if norms:
+            yield Collective("gradients", "all_reduce", self._tp, norms * _FLOAT32, 1)
+        if shares and self._mesh.pp > 1 and (self._is_first or self._is_last):
+            table = next(size for name, size in layout.shapes.items() if "embedding" in name or "output_layer" in name)
+            ends = tuple(sorted({self._pp[0], self._pp[-1]}))
+            yield Collective("gradients", "all_reduce", ends, table[0] * table[1] * _FLOAT32, 1)
+
+    def _is_summed(self, name: str) -> bool:
+        """Return True for a parameter of which each tensor-parallel rank has the gradient of a part of the tokens."""
+        if "q_layernorm" in name or "k_layernorm" in name:
+            return True
+        parts = ("layernorm", "layer_norm", "router", "linear_proj.bias")
+        return self._is_sequence_parallel and any(part in name for part in parts)
+
+    def _states(self, work: Work) -> float:
+        """Return the bytes of the hidden states of all tokens."""
+        return work.tokens * self._shape.hidden_size * self._itemsize
+
+    def _qkv(self, work: Work) -> float:
+        """Return the bytes of queries, keys and values, which all ranks need where they are more than KV heads."""
+        heads = self._shape.num_heads + 2 * self._shape.num_kv_heads
+        return work.tokens * heads * self._shape.head_dim * self._itemsize
+
+    @property
+    def _is_sequence_parallel(self) -> bool:
+        return self._megatron.sequence_parallel
+
+    def _tensor_parallel(self, kind: Kind, num_bytes: float, work: Work, times: int = 1) -> Collective:
+        return Collective("tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches)
+
+    def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:
+        return (found.times(count) for found in collectives)
+
+
+@functools.cache
+def _groups(mesh: Mesh, axes: tuple[Axis, ...]) -> dict[int, tuple[int, ...]]:
+    return {rank: tuple(ranks) for ranks in mesh.groups_along(*axes) for rank in ranks}
+
+
+def group_of(mesh: Mesh, rank: int, *axes: Axis) -> tuple[int, ...]:
+    """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
+    return _groups(mesh, axes)[rank]
+
+
+def _merged(collectives: Sequence[Collective]) -> list[Collective]:
+    """Return one Collective for each purpose, kind and group; none for groups of one rank."""
+    found: dict[tuple[str, Kind, tuple[int, ...]], Collective] = {}
+    for one in collectives:
+        key = (one.name, one.kind, one.group)
+        if len(one.group) == 1 or not one.calls:
+            continue
+        before = found.get(key, Collective(*key, 0.0, 0.0))
+        found[key] = replace(one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls)
+    return list(found.values())

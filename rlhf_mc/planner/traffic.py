@@ -1,0 +1,217 @@
+"""Bytes that move between ranks in one step, by phase and purpose, inside nodes and across them.
+
+Counted are the bytes that a rank receives. Each phase has those of the rank that receives most from other nodes, and
+among equals most in all. collectives.py has the collectives of Megatron-Core, reshard/plan.py the weight update. All
+sequences have the same length. Validation and exports are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.planner.collectives import Collective, Passes, Work
+from rlhf_mc.planner.lengths import Lengths, drawn_prompts, responses_per_prompt, share_of
+from rlhf_mc.planner.model_state import ITEMSIZES
+from rlhf_mc.reshard.grouping import choose_rollout_groups
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.topology.mesh import mesh_of
+
+UPDATE_WEIGHTS = "update_weights"
+GEN = "gen"
+_FLOAT32 = 4
+_TOKEN_BYTES = 8
+"""Bytes of a response token in the exchange of responses: token and log-prob (data/responses.py)."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One kind of collective for one purpose: bytes that a rank receives in one step. The rank is the one that receives
+    most in the phase."""
+
+    phase: str
+    name: str
+    """The purpose: "tensor parallel", "pipeline", "gradients", "parameters", "experts", "results", "weights",
+    "logits", "responses"."""
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, or receive: point-to-point messages."""
+    intra_node: float
+    """Bytes received from ranks of its own node."""
+    inter_node: float
+    """Bytes received from other nodes."""
+    count: float
+    """Calls of the collective, or messages."""
+
+
+def plan_traffic(
+    cfg: Config,
+    shapes: Mapping[str, ModelShape],
+    world: int,
+    gpus_per_node: int,
+    lengths: Lengths,
+) -> list[Transfer]:
+    """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
+    held = {role: training_layouts(shapes[role], mesh_of(layouts(cfg)[role], world), True) for role in shapes}
+    found = [_weight_update(cfg, shapes["actor"], held["actor"], world, gpus_per_node)]
+    steps = [(GEN, _Rollout(cfg, shapes["actor"], world, gpus_per_node, lengths).collectives)]
+    for work in phase_work(cfg, shapes, world, lengths):
+        steps.append((work.phase, _Model(cfg, work, shapes[work.role], held[work.role]).collectives))
+    for phase, collectives in steps:
+        received = [_received(phase, collectives(rank), rank, gpus_per_node) for rank in range(world)]
+        found.append(max(received, key=_load))
+    return [transfer for transfers in found for transfer in transfers]
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """A phase of passes over one model."""
+
+    phase: str
+    role: str
+    is_update: bool
+    work: Work
+    """Of one pass: one mini-batch in an update, else all sequences."""
+    passes: int
+
+
+def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths) -> Iterator[PhaseWork]:
+    """Yield the phases in which a model computes, in the order of a step."""
+    roll = cfg.rollout
+    actor = cfg.actor
+    critic = cfg.critic
+
+    def of(phase: str, role: str, limit: tuple[int, int | None], count: int, passes: int | None = None) -> PhaseWork:
+        mesh = mesh_of(layouts(cfg)[role], world)
+        most = limit[0] if actor.use_dynamic_bsz else limit[1] or actor.ppo_micro_batch_size_per_gpu or 1
+        share = share_of(mesh, count, most, actor.use_dynamic_bsz, lengths)
+        # A reward model has one result for each sequence.
+        results = 1.0 if role in reward_models(cfg) else lengths.response
+        work = Work(
+            (share.sequences + share.dummies) * lengths.total,
+            share.sequences * results,
+            count * results,
+            share.micro_batches + share.dummies,
+        )
+        return PhaseWork(phase, role, passes is not None, work, passes or 1)
+
+    sampled = cfg.data.train_batch_size * roll.n
+    if not cfg.algorithm.rollout_correction.bypass_mode:
+        limit = (roll.log_prob_max_token_len_per_gpu, roll.log_prob_micro_batch_size_per_gpu)
+        yield of("old_log_prob", "actor", limit, sampled)
+    if "ref" in shapes:
+        limit = (cfg.ref.log_prob_max_token_len_per_gpu, cfg.ref.log_prob_micro_batch_size_per_gpu)
+        yield of("ref", "ref", limit, sampled)
+    if "critic" in shapes:
+        limit = (critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu)
+        yield of("values", "critic", limit, sampled)
+    for role, scorer in reward_models(cfg).items():
+        limit = (scorer.forward_max_token_len_per_gpu, scorer.forward_micro_batch_size_per_gpu)
+        yield of(role, role, limit, cfg.data.train_batch_size * responses_per_prompt(cfg))
+    for role, settings in (("critic", critic), ("actor", actor)):
+        if role in shapes:
+            prompts = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
+            epochs = settings.ppo_epochs or actor.ppo_epochs
+            passes = epochs * math.ceil(cfg.data.train_batch_size / prompts)
+            limit = (settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu)
+            yield of(f"update_{role}", role, limit, prompts * roll.n, passes)
+
+
+class _Model:
+    """The collectives of a phase of one model."""
+
+    def __init__(self, cfg: Config, phase: PhaseWork, shape: ModelShape, held: Sequence[Layout]) -> None:
+        self._phase = phase
+        self._shape = shape
+        self._megatron = layouts(cfg)[phase.role]
+        self._held = held
+        self._mesh = mesh_of(self._megatron, len(held))
+        overlaps = self._megatron.overlap_grad_reduce
+        self._overlaps = self._mesh.dp > 1 if overlaps is None else overlaps
+
+    def collectives(self, rank: int) -> list[Collective]:
+        """Return those of all passes, on this rank."""
+        passes = Passes(self._shape, self._megatron, self._mesh, rank, cuda=True)
+        if self._phase.is_update:
+            found = passes.update(self._phase.work, self._held[rank], self._overlaps)
+        else:
+            found = passes.forward(self._phase.work)
+        return [one.times(self._phase.passes) for one in found]
+
+
+class _Rollout:
+    """The collectives of vLLM's engines, which are tensor parallel, and of the exchange of responses."""
+
+    def __init__(self, cfg: Config, shape: ModelShape, world: int, gpus_per_node: int, lengths: Lengths) -> None:
+        mesh = mesh_of(cfg.actor.megatron, world)
+        groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+        self._group = {rank: tuple(sorted(group)) for group in groups for rank in group}
+        self._world = tuple(range(world))
+        self._shape = shape
+        self._lengths = lengths
+        self._itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
+        prompts = drawn_prompts(cfg)
+        self._responses = prompts * responses_per_prompt(cfg)
+        of_engine = self._responses / len(groups)
+        self._sampled = of_engine * lengths.response
+        # The responses of a prompt are generated by different engines, each of which computes the prompt once.
+        prefilled = prompts * min(responses_per_prompt(cfg), len(groups)) / len(groups) * lengths.prompt
+        self._tokens = self._sampled + prefilled
+        decoding = lengths.response * math.ceil(of_engine / cfg.rollout.max_num_seqs)
+        self._steps = prefilled / cfg.rollout.max_num_batched_tokens + decoding
+
+    def collectives(self, rank: int) -> list[Collective]:
+        """Return those of one step, on this rank: sums after the embedding and each layer's attention and MLP, and for
+        each sampled token its float32 logits."""
+        shape = self._shape
+        sums = 2 * shape.num_layers + 1
+        states = self._tokens * shape.hidden_size * self._itemsize
+        columns = padded_vocab_size(shape.vocab_size, 1)
+        logits = self._sampled * columns * _FLOAT32
+        responses = self._responses * self._lengths.response * _TOKEN_BYTES
+        group = self._group[rank]
+        found = [
+            Collective("tensor parallel", "all_reduce", group, sums * states, sums * self._steps),
+            Collective("logits", "all_gather", group, logits, self._steps),
+            Collective("responses", "all_gather", self._world, responses, 1),
+        ]
+        return [one for one in found if len(one.group) > 1]
+
+
+def _received(phase: str, collectives: Sequence[Collective], rank: int, gpus_per_node: int) -> list[Transfer]:
+    """Return what this rank receives, one Transfer for each purpose and kind."""
+    found: dict[tuple[str, str], Transfer] = {}
+    for one in collectives:
+        intra, inter = one.received(rank, gpus_per_node)
+        before = found.get((one.name, one.kind), Transfer(phase, one.name, one.kind, 0.0, 0.0, 0.0))
+        found[one.name, one.kind] = Transfer(
+            phase, one.name, one.kind, before.intra_node + intra, before.inter_node + inter, before.count + one.calls
+        )
+    return list(found.values())
+
+
+def _load(transfers: Sequence[Transfer]) -> tuple[float, float]:
+    inter = sum(transfer.inter_node for transfer in transfers)
+    return inter, inter + sum(transfer.intra_node for transfer in transfers)
+
+
+def _weight_update(
+    cfg: Config, shape: ModelShape, held: Sequence[Layout], world: int, gpus_per_node: int
+) -> list[Transfer]:
+    """Return what the rank that receives most receives in the weight update, from its plan."""
+    mesh = mesh_of(cfg.actor.megatron, world)
+    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+    plan = make_plan(
+        held,
+        rollout_layouts(shape, groups),
+        ITEMSIZES[cfg.actor.megatron.dtype],
+        cfg.reshard.bucket_megabytes << 20,
+        gpus_per_node,
+        cfg.reshard.share_weights,
+    )
+    inter, total = max(zip(plan.received_from_other_nodes, plan.received_bytes, strict=True))
+    return [Transfer(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(plan.buckets))] if total else []

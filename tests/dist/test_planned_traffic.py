@@ -1,0 +1,127 @@
+"""The planner's collectives are those that Megatron-Core calls."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import traffic_cases
+from tiny import make_checkpoint
+from traffic_cases import Counts
+
+from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.planner.collectives import Collective, Passes, Work
+from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.topology.mesh import Mesh
+
+MICRO_BATCHES = 2
+SEQUENCE_PARALLEL: dict[str, Any] = {"sequence_parallel": True, "dtype": "bfloat16"}
+DISTRIBUTED: dict[str, Any] = {"use_distributed_optimizer": True, "dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("traffic")
+    return {
+        "qwen2": make_checkpoint(root / "qwen2"),
+        "qwen3": make_checkpoint(root / "qwen3", family="qwen3", tied=False, num_kv_heads=1),
+        "moe": make_checkpoint(root / "moe", family="qwen3_moe", tied=False),
+    }
+
+
+def planned(
+    checkpoint: Path, role: str, mesh: Mesh, trains: bool, rank: int, megatron: dict[str, Any]
+) -> list[Collective]:
+    """Return the collectives that the planner counts for traffic_cases.recorded."""
+    shape = HFReader(str(checkpoint)).shape(value_head=role == "critic")
+    config = MegatronConfig(**{"dtype": "float32", "use_distributed_optimizer": False, **megatron})
+    passes = Passes(shape, config, mesh, rank, cuda=False)
+    sequence = traffic_cases.PROMPT + traffic_cases.RESPONSE
+    results = MICRO_BATCHES * traffic_cases.RESPONSE
+    work = Work(MICRO_BATCHES * sequence, results, mesh.dp * results, MICRO_BATCHES)
+    if not trains:
+        return passes.forward(work)
+    return passes.update(work, training_layouts(shape, mesh)[rank], overlaps_reduction=False)
+
+
+def counted(collectives: Sequence[Collective]) -> Counts:
+    """Return the collectives as traffic_cases.recorded counts them."""
+    found: dict[Any, list[float]] = defaultdict(lambda: [0, 0])
+    for one in collectives:
+        key = (one.kind, () if one.kind == "receive" else one.group)
+        found[key][0] += one.num_bytes
+        found[key][1] += one.calls
+    return {key: (int(size), int(calls)) for key, (size, calls) in found.items()}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("world", "model", "role", "mesh", "megatron"),
+    [
+        (2, "qwen2", "actor", {"tp": 2}, {}),
+        (2, "qwen3", "actor", {"tp": 2}, {**SEQUENCE_PARALLEL, "recompute_granularity": "full"}),
+        (2, "qwen2", "critic", {"tp": 2}, SEQUENCE_PARALLEL),
+        (2, "qwen2", "critic", {"pp": 2, "vpp": 2}, {}),
+        (4, "qwen2", "actor", {"pp": 2}, DISTRIBUTED),
+        (4, "qwen2", "actor", {"tp": 2, "pp": 2}, {"sequence_parallel": True, "recompute_granularity": "selective"}),
+    ],
+)
+def test_collectives_are_exact(
+    pool: Any,
+    checkpoints: dict[str, Path],
+    world: int,
+    model: str,
+    role: str,
+    mesh: dict[str, int],
+    megatron: dict[str, Any],
+    trains: bool,
+) -> None:
+    """Compare bytes and calls of each collective in each group, on every rank."""
+    measured: list[Counts] = pool(world).run(
+        traffic_cases.recorded,
+        checkpoint=str(checkpoints[model]),
+        role=role,
+        mesh=mesh,
+        micro_batches=MICRO_BATCHES,
+        trains=trains,
+        **megatron,
+    )
+    ranks = Mesh(world, **{"tp": 1, "pp": 1, **mesh})
+    for rank in range(world):
+        assert counted(planned(checkpoints[model], role, ranks, trains, rank, megatron)) == measured[rank]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "megatron"), [({"ep": 2}, DISTRIBUTED), ({"tp": 2, "ep": 2}, {**SEQUENCE_PARALLEL, **DISTRIBUTED})]
+)
+def test_collectives_of_experts(
+    pool: Any, checkpoints: dict[str, Path], mesh: dict[str, int], megatron: dict[str, Any]
+) -> None:
+    """Compare the sums over all ranks: tokens are not routed evenly, and gloo gathers uneven parts by
+    all-to-all."""
+    measured: list[Counts] = pool(4).run(
+        traffic_cases.recorded,
+        checkpoint=str(checkpoints["moe"]),
+        role="actor",
+        mesh=mesh,
+        micro_batches=MICRO_BATCHES,
+        trains=True,
+        **megatron,
+    )
+    ranks = Mesh(4, **{"tp": 1, "pp": 1, **mesh})
+    found = [counted(planned(checkpoints["moe"], "actor", ranks, True, rank, megatron)) for rank in range(4)]
+    assert by_group(found) == by_group(measured)
+
+
+def by_group(ranks: Sequence[Counts]) -> dict[tuple[int, int], list[int]]:
+    """Return bytes and calls of all collectives of all ranks, by (ranks of the group, distance of its first two)."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+    for counts in ranks:
+        for (_, group), (size, calls) in counts.items():
+            found[len(group), group[1] - group[0]][0] += size
+            found[len(group), group[1] - group[0]][1] += calls
+    return dict(found)

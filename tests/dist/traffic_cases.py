@@ -1,0 +1,102 @@
+"""Functions that the ranks run in test_planned_traffic.py. Each is called on every rank with the same arguments."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_parts.engines import Role, make_engine, mesh_groups, objective, token_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.trainer.scoring import log_prob_head, value_head
+
+PROMPT = 24
+"""Tokens."""
+RESPONSE = 40
+"""Tokens."""
+_SMALL = 8
+"""Bytes. The norm of a gradient has no more."""
+Counts = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
+"""(collective, ranks of its group, or none for messages) -> (bytes, number of calls)."""
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "recv_": "receive",
+}
+"""Operator of torch's c10d -> collective."""
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the bytes of collectives: of the complete vector, for an all-to-all those that this rank passes in, and
+    for point-to-point messages those that it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+        self._calls: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace == "c10d":
+            self._count(name.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def counts(self) -> Counts:
+        return {key: (self._bytes[key], self._calls[key]) for key in self._bytes}
+
+    def _count(self, operator: str, args: Any) -> None:
+        if operator == "send":
+            return
+        group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sides = [_tensors(side) for side in args[:2]]
+        # Statistics are float64, objects bytes, numbers of tokens integers.
+        is_counted = {t.dtype for side in sides for t in side} <= {torch.float32, torch.bfloat16}
+        sizes = [sum(t.nbytes for t in side) for side in sides]
+        size = sizes[1] if operator == "alltoall_base_" else max(sizes)
+        if len(ranks) > 1 and is_counted and size > _SMALL:
+            key = (_KINDS[operator], () if operator == "recv_" else ranks)
+            self._bytes[key] += size
+            self._calls[key] += 1
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    """Return a tensor, or the tensors of nested lists, as a list."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    return [t for part in found for t in _tensors(part)] if isinstance(found, list | tuple) else []
+
+
+def recorded(
+    checkpoint: str, role: Role, mesh: dict[str, int], micro_batches: int, trains: bool, **megatron: Any
+) -> Counts:
+    """Return the collectives of an optimizer step, or of a pass without gradients, on this rank. Each replica has
+    `micro_batches` micro-batches of one sequence."""
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
+        engine = make_engine(checkpoint, role, groups, **megatron)
+        replicas = groups.mesh.dp
+        batch = token_batch(250, [PROMPT] * micro_batches * replicas, [RESPONSE] * micro_batches * replicas)
+        plan = [[start] for start in range(groups.coordinate.dp, batch.num_sequences, replicas)]
+        if not trains:
+            head = log_prob_head(engine.shape.vocab_size, 1.0) if role == "actor" else value_head
+            with Recorder() as recorder:
+                engine.score(batch, plan, head)
+            return recorder.counts()
+        engine.make_trainable(OptimConfig(), 1)
+        zeros = batch.rollout_log_probs
+        batch = replace(
+            batch, advantages=zeros + 1, old_log_probs=zeros, ref_log_probs=zeros, values=zeros, returns=zeros + 1
+        )
+        with Recorder() as recorder:
+            engine.train_step(batch, plan, objective(engine, batch, "token-mean"))
+        return recorder.counts()

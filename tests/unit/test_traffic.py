@@ -1,0 +1,84 @@
+"""The planner's traffic: how collectives split over nodes, and a 70B run by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_shipped_configs import LLAMA_3_70B, REPO
+
+from rlhf_mc.config.load import load_config
+from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.planner.collectives import Collective
+from rlhf_mc.planner.lengths import lengths_of
+from rlhf_mc.planner.traffic import Transfer, plan_traffic
+
+WORLD = 64
+NODE = 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "expected"),
+    [
+        ("all_reduce", (0, 1, 2, 3), (150, 0)),
+        ("all_gather", (0, 1, 2, 3), (75, 0)),
+        ("reduce_scatter", (0, 8, 16, 24), (0, 75)),
+        # Two members on each node: half of what the ring brings comes from the other node.
+        ("all_reduce", (0, 1, 8, 9), (75, 75)),
+        ("all_to_all", (0, 1, 8, 9), (25, 50)),
+        ("receive", (0, 7), (100, 0)),
+        ("receive", (0, 8), (0, 100)),
+    ],
+)
+def test_received_bytes(kind: str, group: tuple[int, ...], expected: tuple[int, int]) -> None:
+    assert Collective("", kind, group, 100, 1).received(0, NODE) == expected  # type: ignore[arg-type]
+
+
+def traffic_70b(directory: Path, *overrides: str, world: int = WORLD) -> dict[tuple[str, str, str], Transfer]:
+    (directory / "config.json").write_text(json.dumps({**LLAMA_3_70B, "architectures": ["LlamaForCausalLM"]}))
+    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [f"model.path={directory}", *overrides])
+    shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
+    return {(t.phase, t.name, t.kind): t for t in plan_traffic(cfg, shapes, world, NODE, lengths_of(cfg, None, None))}
+
+
+def test_70b_by_hand(tmp_path: Path) -> None:
+    """TP 8 x PP 4 (4 chunks) x DP 2, rollout TP 8, 1024 sequences of 3072 tokens."""
+    found = traffic_70b(tmp_path)
+    states = 512 * 3072 * 8192 * 2  # bytes, of a replica
+    # Each of a stage's 20 layers gathers its tokens twice forward and twice backward, and twice for weights' gradients.
+    gathers = found["update_actor", "tensor parallel", "all_gather"]
+    assert gathers.intra_node == pytest.approx(6 * 20 * states * 7 / 8)
+    assert gathers.inter_node == 0
+    messages = found["update_actor", "pipeline", "receive"]
+    assert (messages.intra_node, messages.inter_node) == (0, 2 * 4 * states / 8)  # activations and gradients, 4 chunks
+    parameters = found["update_actor", "parameters", "all_gather"]
+    gradients = found["update_actor", "gradients", "reduce_scatter"]
+    # Half of 4.3 GB in each of 4 optimizer steps.
+    assert parameters.inter_node == pytest.approx(4 * 70.6e9 / 32 * 2 / 2, rel=0.05)
+    assert gradients.inter_node == pytest.approx(2 * parameters.inter_node)
+    generation = found["gen", "tensor parallel", "all_reduce"]
+    assert generation.intra_node == pytest.approx(161 * states / 512 * 128 * 2 * 7 / 8)
+    assert found["gen", "responses", "all_gather"].count == 1
+
+
+def test_tensor_parallelism_over_two_nodes(tmp_path: Path) -> None:
+    """Check that each of the 8 members on a node receives an eighth of its bytes from the other node."""
+    inside = traffic_70b(tmp_path)["old_log_prob", "tensor parallel", "all_gather"]
+    over_two = traffic_70b(
+        tmp_path,
+        "actor.megatron.tensor_model_parallel_size=16",
+        "actor.megatron.pipeline_model_parallel_size=2",
+        "actor.megatron.virtual_pipeline_model_parallel_size=null",
+    )["old_log_prob", "tensor parallel", "all_gather"]
+    assert inside.inter_node == 0
+    assert over_two.inter_node == pytest.approx(over_two.intra_node / 7)
+
+
+def test_recomputation_repeats_the_forward_pass(tmp_path: Path) -> None:
+    key = ("update_actor", "tensor parallel", "reduce_scatter")
+    none, selective, full = (
+        traffic_70b(tmp_path, f"actor.megatron.recompute_granularity={value}")[key].intra_node
+        for value in ("null", "selective", "full")
+    )
+    assert (selective - none, full - none) == pytest.approx((none / 4, none / 2), rel=0.05)
