@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -43,6 +44,17 @@ def synchronize() -> None:
     """Wait for the queued work of the device, so that the time read next includes it."""
     if use_cuda():
         torch.cuda.synchronize()
+
+
+def device_memory() -> int:
+    """Return the bytes of memory of this process's GPU, used or not."""
+    return torch.cuda.get_device_properties(device()).total_memory
+
+
+def process_memory() -> int:
+    """Return the bytes of host memory that this process has now, with the pages that it shares."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def peak_memory_gb() -> float:

@@ -1,9 +1,9 @@
-"""The models that a run has besides the actor, as its settings say. No torch here."""
+"""Conclusions from the settings: the models that a run has besides the actor, and what null stands for. No torch."""
 
 from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
-from rlhf_mc.config.schema import Config, reward_models, roles
+from rlhf_mc.config.schema import Config, MegatronConfig, reward_models, roles
 
 
 def needs_of(algorithm: AlgorithmConfig) -> Needs:
@@ -27,6 +27,13 @@ def uses_reference(cfg: Config) -> bool:
 def adapts_kl_loss(cfg: Config) -> bool:
     """Return whether the controller of algorithm.kl_ctrl sets the coefficient of the KL loss."""
     return cfg.algorithm.kl_ctrl.type == "adaptive" and not cfg.algorithm.use_kl_in_reward
+
+
+def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> bool:
+    """Return True where each bucket of gradients is reduced over the replicas as soon as it is complete."""
+    if megatron.overlap_grad_reduce is None:
+        return cuda and replicas > 1
+    return megatron.overlap_grad_reduce
 
 
 def absent_roles(cfg: Config) -> list[str]:

@@ -220,6 +220,16 @@ def scale_embeddings(model: Any, hidden_size: int) -> None:
     model.embedding.register_forward_hook(lambda module, inputs, out: out * factor.to(out))
 
 
+def enable_input_gradients(embedding: torch.nn.Module) -> None:
+    """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP has gradients for its
+    parameters only where its input requires one."""
+
+    def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.requires_grad_() if torch.is_grad_enabled() else out
+
+    embedding.register_forward_hook(require)
+
+
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
     model.rotary_pos_emb = PackedRotaryEmbedding(

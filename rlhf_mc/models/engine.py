@@ -16,17 +16,17 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.build import DTYPES, PackedGPT, build_model
+from rlhf_mc.models.build import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
 from rlhf_mc.models.fp8 import token_multiple
-from rlhf_mc.models.freeze import enable_input_gradients
 from rlhf_mc.models.megatron_patches import megatron_calls
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.models.pipeline import PlannedShapes
-from rlhf_mc.models.reduction import loss_of_dummy, overlaps_reduction, set_reduction
+from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
 from rlhf_mc.models.schedule import learning_rate_schedule
 from rlhf_mc.models.statistics import StatisticSums
 from rlhf_mc.reshard.placement import chunk_prefix
@@ -91,7 +91,7 @@ class ModelEngine:
         with megatron_calls():
             ddp_config = DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh),
+                overlap_grad_reduce=overlaps_reduction(self._megatron, self.groups.mesh.dp, platform.use_cuda()),
                 use_distributed_optimizer=self._megatron.use_distributed_optimizer,
             )
             self._ddp = [
@@ -302,7 +302,7 @@ class ModelEngine:
             return (cache.micro_batch(batch, list(m), multiple_of) for m in micro_batches)
 
         several = len(self.chunks) > 1
-        overlap = not forward_only and overlaps_reduction(self._megatron, self.groups.mesh)
+        overlap = not forward_only and overlaps_reduction(self._megatron, self.groups.mesh.dp, platform.use_cuda())
         set_reduction(self.chunks[0].config, self._ddp if overlap else ())
         with megatron_calls():
             get_forward_backward_func(pp, len(self.chunks) if several else None)(

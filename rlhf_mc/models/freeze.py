@@ -1,4 +1,4 @@
-"""Frozen parameters of a model, from patterns of the tensor names of its Hugging Face checkpoint."""
+"""Frozen parameters of a model, from patterns of the tensor names of its Hugging Face checkpoint. No torch here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
-
-import torch
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
 
 
@@ -21,7 +17,7 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
     """Return the checkpoint's tensors that one of the patterns matches (* is any text).
 
     Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if only some of the
-    tensors match that Megatron-Core holds as one parameter, or Transformer Engine as one module."""
+    tensors match that Megatron-Core holds as one parameter."""
     names = list(logical_shapes(shape))
     frozen: set[str] = set()
     for pattern in patterns:
@@ -39,18 +35,16 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
                 f"{key} freezes {min(tensors & frozen)} but not {', '.join(sorted(tensors - frozen))}; Megatron-Core"
                 " holds them as one parameter: freeze all of them or none"
             )
-    if uses_transformer_engine():
-        check_experts(key, frozen, names)
     if len(frozen) == len(names):
         raise UserError(f"{key} freezes every tensor of the model; at least one must be left to train")
     return frozenset(frozen)
 
 
-def check_experts(key: str, frozen: Collection[str], names: Collection[str]) -> None:
+def check_experts(key: str, frozen: Collection[str], shape: ModelShape) -> None:
     """Raise UserError if some of the experts of a layer are frozen and others are not. Transformer Engine computes
     their gradients in one call, and asks the first expert's weight whether they are needed."""
     experts: dict[str, set[str]] = defaultdict(set)
-    for name in names:
+    for name in logical_shapes(shape):
         experts[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)].add(name)
     for stack, members in experts.items():
         if (of_stack := members.intersection(frozen)) and of_stack != members:
@@ -63,13 +57,3 @@ def check_experts(key: str, frozen: Collection[str], names: Collection[str]) -> 
 def frozen_parameters(tensors: Collection[str], layout: Layout) -> frozenset[str]:
     """Return the names of a rank's parameters that hold these tensors."""
     return frozenset(shard.local for shard in layout.shards if shard.tensor in tensors)
-
-
-def enable_input_gradients(embedding: torch.nn.Module) -> None:
-    """Let a frozen embedding return a tensor that requires a gradient. A recomputed layer or MLP has gradients for its
-    parameters only where its input requires one."""
-
-    def require(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
-        return out.requires_grad_() if torch.is_grad_enabled() else out
-
-    embedding.register_forward_hook(require)

@@ -7,18 +7,8 @@ from typing import Any
 
 import torch
 
-from rlhf_mc import platform
-from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.heads import output_weight
-from rlhf_mc.topology.mesh import Mesh
-
-
-def overlaps_reduction(megatron: MegatronConfig, mesh: Mesh) -> bool:
-    """Return True where each bucket of gradients is reduced as soon as it is complete."""
-    if megatron.overlap_grad_reduce is None:
-        return platform.use_cuda() and mesh.dp > 1
-    return megatron.overlap_grad_reduce
 
 
 def set_reduction(config: Any, replicated: Sequence[Any]) -> None:

@@ -11,21 +11,15 @@ import math
 import sys
 from collections.abc import Sequence
 
-from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.config.validate import validate
-from rlhf_mc.models.checks import check_layout
-from rlhf_mc.models.shapes import model_shapes
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
 from rlhf_mc.planner.lengths import lengths_of
-from rlhf_mc.planner.memory import RankMemory, plan_memory
-from rlhf_mc.planner.report import as_json, remedy, table, traffic_table, verdict
+from rlhf_mc.planner.report import as_json, table, traffic_table, verdict
+from rlhf_mc.planner.start import Capacity, complaint, plan_run, shapes_of
 from rlhf_mc.planner.times import Machine, plan_times
 from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
 from rlhf_mc.planner.traffic import plan_traffic
-from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.runtime.exit_codes import EXIT_USER_ERROR
 
 
@@ -36,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
         gpu = gpu_of(arguments.gpu)
         device_bytes = gpu.memory
         world = arguments.nodes * arguments.gpus_per_node
-        cfg, plan = _plan(arguments.config, arguments.overrides, world, device_bytes)
+        capacity = Capacity(world, device_bytes)
+        cfg = load_config(arguments.config, arguments.overrides)
+        plan = plan_run(cfg, capacity)
         found = verdict(cfg, plan, device_bytes)
         lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
         times = None
@@ -50,45 +46,13 @@ def main(argv: Sequence[str]) -> int:
             print(table(cfg, plan, device_bytes), traffic_table(transfers), sep="\n")
             print(times_table(times, lengths) if times else NO_TIMES)
         if found.problem is not None:
-            raise UserError(f"does not fit: {found.problem}; {_advice(arguments, cfg, found.phase, device_bytes)}")
+            raise UserError(complaint(cfg, capacity, found))
     except UserError as error:
         print(f"rlhf_mc: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     if not arguments.json:
         print(f"fits: the fullest phase is {found.phase}, and leaves {found.spare / 1e9:.1f} GB of each device")
     return 0
-
-
-def _plan(config: str, overrides: Sequence[str], world: int, device_bytes: int) -> tuple[Config, list[RankMemory]]:
-    cfg = load_config(config, list(overrides))
-    validate(cfg, world)
-    shapes = shapes_of(cfg)
-    for role, shape in shapes.items():
-        check_layout(shape, layouts(cfg)[role], role)
-    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
-    return cfg, plan_memory(cfg, shapes, world, device_bytes)
-
-
-def _advice(arguments: argparse.Namespace, cfg: Config, phase: str, device_bytes: int) -> str:
-    """Return what would make the run fit."""
-    world = arguments.nodes * arguments.gpus_per_node
-
-    def fits(settings: Sequence[str]) -> bool:
-        try:
-            changed, plan = _plan(arguments.config, [*arguments.overrides, *settings], world, device_bytes)
-        except UserError:
-            return False
-        return verdict(changed, plan, device_bytes).problem is None
-
-    settings = remedy(cfg, phase, fits)
-    if settings is None:
-        return "use more GPUs, or larger tensor- or pipeline-parallel sizes"
-    return f"it fits with {' '.join(settings)}"
-
-
-def shapes_of(cfg: Config) -> dict[str, ModelShape]:
-    """Return the shapes of the run's models, by role."""
-    return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
 
 def _positive(text: str) -> int:

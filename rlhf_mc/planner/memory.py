@@ -7,12 +7,17 @@ the share of the device that rollout.gpu_memory_utilization gives it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.placement import row_of
-from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.config.roles import overlaps_reduction
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.data.balance import Limit, Sequences
+from rlhf_mc.data.micro_batch_limits import micro_batch_limits
+from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, trained_state
 from rlhf_mc.reshard.aliasing import find_aliases
@@ -24,7 +29,18 @@ from rlhf_mc.topology.mesh import Mesh, mesh_of
 RESERVED = 3 << 30
 """Bytes that no sum has: CUDA's context, kernels, workspaces of cuBLAS, NCCL's buffers. An assumption: no run on a GPU
 has been measured yet."""
-TRAINED = ("actor", "critic")
+RESERVED_ON_CPU = 3 << 28
+"""Bytes of a process with its libraries. The peak of a rank of the quickstart without its KV cache is 0.73 GiB."""
+
+_ROLES_OF_PASSES = {
+    "old_log_prob": "actor",
+    "values": "critic",
+    "update_actor": "actor",
+    "update_critic": "critic",
+}
+"""The model of each pass; the others are named after it."""
+_QUANTIZED = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
+"""Weights that rollout.quantization quantizes: those of linear layers, without embeddings and router."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class Rollout:
     """The share of the device that vLLM takes in all."""
     weights: int
     """Its weights, without those that alias the actor's."""
+    staged: int
+    """With rollout.quantization: the unquantized weights that an update writes."""
     activations: float
     """Of one engine step."""
     kv_bytes_per_token: int
@@ -75,10 +93,15 @@ class RankMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def plan_memory(cfg: Config, shapes: Mapping[str, ModelShape], world: int, device_bytes: int) -> list[RankMemory]:
-    """Return the memory of each class of ranks of a run on GPUs. shapes: of the run's models, by role."""
+def plan_memory(
+    cfg: Config, shapes: Mapping[str, ModelShape], world: int, device_bytes: int, cuda: bool = True
+) -> list[RankMemory]:
+    """Return the memory of each class of ranks of a run.
+
+    shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
+    are a rank's share of the memory of its node."""
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in shapes}
-    held = {role: training_layouts(shapes[role], mesh, transformer_engine=True) for role, mesh in meshes.items()}
+    held = {role: training_layouts(shapes[role], mesh, transformer_engine=cuda) for role, mesh in meshes.items()}
     groups = choose_rollout_groups(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size)
     tp_rank = {rank: place for group in groups for place, rank in enumerate(group)}
     alike: dict[object, list[int]] = {}
@@ -88,9 +111,9 @@ def plan_memory(cfg: Config, shapes: Mapping[str, ModelShape], world: int, devic
     found: list[RankMemory] = []
     for ranks in alike.values():
         layout = {role: of_ranks[ranks[0]] for role, of_ranks in held.items()}
-        rollout = _rollout(cfg, shapes["actor"], layout["actor"], tp_rank[ranks[0]], device_bytes)
-        models = {role: _Model(cfg, role, shapes[role], meshes[role], layout[role], ranks[0]) for role in shapes}
-        phases = tuple(_phases(cfg, models, rollout))
+        rollout = _rollout(cfg, shapes["actor"], layout["actor"], tp_rank[ranks[0]], device_bytes, cuda)
+        models = {role: _Model(cfg, role, shapes[role], meshes[role], layout[role], ranks[0], cuda) for role in shapes}
+        phases = tuple(_phases(cfg, models, rollout, cuda))
         states = {role: model.state for role, model in models.items()}
         same = next((other for other in found if (other.phases, other.rollout) == (phases, rollout)), None)
         if same is None:
@@ -103,21 +126,24 @@ def plan_memory(cfg: Config, shapes: Mapping[str, ModelShape], world: int, devic
 class _Model:
     """One role's model on one rank."""
 
-    def __init__(self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, layout: Layout, rank: int) -> None:
+    def __init__(
+        self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, layout: Layout, rank: int, cuda: bool
+    ) -> None:
         self.role = role
         self._shape = shape
         self._mesh = mesh
         self._stage = mesh.coordinate(rank).pp
         self._megatron = layouts(cfg)[role]
-        if role in TRAINED:
-            overlaps = self._megatron.overlap_grad_reduce
+        self._cuda = cuda
+        patterns = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}
+        if role in patterns:
             self.state = trained_state(
                 layout,
                 self._megatron,
                 mesh,
                 self._stage,
-                (),
-                mesh.dp > 1 if overlaps is None else overlaps,
+                frozen_parameters(frozen_tensors(f"{role}.freeze", patterns[role], shape), layout),
+                overlaps_reduction(self._megatron, mesh.dp, cuda),
                 shape.shares_embeddings,
             )
         else:
@@ -127,20 +153,21 @@ class _Model:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
         settings = self._megatron
         offloads = {
-            "params": settings.param_offload,
+            # On a CPU what is offloaded stays in the same memory; gradients are freed.
+            "params": settings.param_offload and self._cuda,
             "grads": settings.grad_offload,
-            "optimizer": settings.optimizer_offload,
+            "optimizer": settings.optimizer_offload and self._cuda,
         }
         sizes = vars(self.state)
         return {f"{self.role} {part}": sizes[part] for part in offloads if part in needed or not offloads[part]}
 
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""
-        return forward_peak(self._shape, self._megatron, self._mesh, self._stage, work, cuda=True)
+        return forward_peak(self._shape, self._megatron, self._mesh, self._stage, work, self._cuda)
 
     def update(self, work: Pass, entropy: bool) -> float:
         """Return the bytes of activations of an update."""
-        return update_peak(self._shape, self._megatron, self._mesh, self._stage, work, cuda=True, entropy=entropy)
+        return update_peak(self._shape, self._megatron, self._mesh, self._stage, work, self._cuda, entropy)
 
     @property
     def replicas(self) -> int:
@@ -148,10 +175,12 @@ class _Model:
         return self._mesh.dp
 
 
-def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout) -> Iterator[Phase]:
+def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: bool) -> Iterator[Phase]:
     """Yield the phases that hold tensors on the device."""
+    reserved = RESERVED if cuda else RESERVED_ON_CPU
     work = _activations(cfg, models)
-    work["update_weights"] = {"reshard buckets": 2.0 * (cfg.reshard.bucket_megabytes << 20)}
+    buckets = 2.0 * (cfg.reshard.bucket_megabytes << 20)
+    work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
     for name in ("update_weights", "gen", *(phase for phase in work if phase != "update_weights")):
         row = row_of(name)
         assert row is not None
@@ -163,66 +192,65 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout) -> Iter
         elif "weights" in row["vllm"]:
             parts["vLLM weights"] = float(rollout.weights)
         yield Phase(
-            name, {key: size for key, size in {**parts, **work.get(name, {}), "reserved": RESERVED}.items() if size}
+            name, {key: size for key, size in {**parts, **work.get(name, {}), "reserved": reserved}.items() if size}
         )
 
 
 def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[str, float]]:
     """Return the activations of each pass over the models, by phase."""
-    roll = cfg.rollout
-    actor = cfg.actor
-    critic = cfg.critic
     found = {}
-
-    def add(phase: str, role: str, tokens: int, sequences: int | None, mini_batch: int | None = None) -> None:
+    for phase, limit in micro_batch_limits(cfg).items():
+        role = _ROLES_OF_PASSES.get(phase, phase)
         if role not in models:
-            return
+            continue
         model = models[role]
-        work = _pass(cfg, tokens, sequences, model.replicas, mini_batch)
-        entropy = role == "actor" and (actor.entropy_coeff != 0 or actor.entropy_coeff_end is not None)
-        size = model.forward(work) if mini_batch is None else model.update(work, entropy)
+        if phase in ("update_actor", "update_critic"):
+            mini_batch = cfg.actor.ppo_mini_batch_size
+            if role == "critic":
+                mini_batch = cfg.critic.ppo_mini_batch_size or mini_batch
+            entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
+            size = model.update(_pass(cfg, limit, model.replicas, mini_batch), role == "actor" and entropy)
+        else:
+            size = model.forward(_pass(cfg, limit, model.replicas, cfg.data.train_batch_size))
         found[phase] = {"activations": size}
-
-    add("old_log_prob", "actor", roll.log_prob_max_token_len_per_gpu, roll.log_prob_micro_batch_size_per_gpu)
-    add("ref", "ref", cfg.ref.log_prob_max_token_len_per_gpu, cfg.ref.log_prob_micro_batch_size_per_gpu)
-    add("values", "critic", critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu)
-    for role, scorer in reward_models(cfg).items():
-        add(role, role, scorer.forward_max_token_len_per_gpu, scorer.forward_micro_batch_size_per_gpu)
-    mini_batch = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    add("update_critic", "critic", critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu, mini_batch)
-    mini_batch = actor.ppo_mini_batch_size
-    add("update_actor", "actor", actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, mini_batch)
     return found
 
 
-def _pass(cfg: Config, tokens: int, sequences: int | None, replicas: int, mini_batch: int | None) -> Pass:
-    """Return the largest micro-batch of a pass, all of whose tokens may be responses, and the largest number of
-    micro-batches."""
+def _pass(cfg: Config, limit: Limit, replicas: int, prompts: int) -> Pass:
+    """Return the largest micro-batch of a pass over the responses to these prompts, all of whose tokens may be
+    responses, and the largest number of micro-batches."""
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    if not cfg.actor.use_dynamic_bsz:
-        tokens = longest * (sequences or cfg.actor.ppo_micro_batch_size_per_gpu or 1)
-    prompts = cfg.data.train_batch_size if mini_batch is None else mini_batch
+    tokens = longest * limit.at_most if isinstance(limit, Sequences) else limit
     all_tokens = math.ceil(prompts * cfg.rollout.n / replicas) * longest
     return Pass(min(tokens, all_tokens), min(tokens, all_tokens), math.ceil(all_tokens / tokens))
 
 
-def _rollout(cfg: Config, shape: ModelShape, layout: Layout, tp_rank: int, device_bytes: int) -> Rollout:
-    megatron = cfg.actor.megatron
-    itemsize = ITEMSIZES[megatron.dtype]
-    tp = cfg.rollout.tensor_model_parallel_size
+def _rollout(cfg: Config, shape: ModelShape, layout: Layout, tp_rank: int, device_bytes: int, cuda: bool) -> Rollout:
+    settings = cfg.rollout
+    itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
+    tp = settings.tensor_model_parallel_size
     target = vllm_layout(shape, tp_rank, tp)
     aliased = find_aliases(layout, target, itemsize) if cfg.reshard.share_weights else {}
-    own = sum(math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased)
+    own = {name: math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased}
+    weights = sum(own.values()) * itemsize
+    staged = 0
+    if settings.quantization is not None:
+        quantized = sum(size for name, size in own.items() if _QUANTIZED.search(name))
+        weights -= quantized * (itemsize - 1)
+        staged = quantized * itemsize
     kv_heads = max(shape.num_kv_heads // tp, 1)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    tokens = max(cfg.rollout.max_num_batched_tokens, longest)
+    tokens = max(settings.max_num_batched_tokens, longest)
     # Of one engine step: states and their residual, gate, up and product; logits and their float32 copy of each
     # sequence.
     states = tokens * (3 * shape.hidden_size + 3 * shape.active_ffn_size / tp) * itemsize
-    logits = cfg.rollout.max_num_seqs * shape.vocab_size * (itemsize + 4)
+    logits = settings.max_num_seqs * shape.vocab_size * (itemsize + 4)
+    activations = states + logits
+    kv_cache = settings.cpu_kvcache_space_gb << 30
     return Rollout(
-        budget=cfg.rollout.gpu_memory_utilization * device_bytes,
-        weights=own * itemsize,
-        activations=states + logits,
+        budget=settings.gpu_memory_utilization * device_bytes if cuda else weights + activations + kv_cache,
+        weights=weights,
+        staged=staged,
+        activations=activations,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * itemsize,
     )

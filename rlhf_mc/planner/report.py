@@ -27,8 +27,8 @@ class Verdict:
     """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
 
 
-def verdict(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> Verdict:
-    """Return the verdict on a plan."""
+def verdict(cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bool = True) -> Verdict:
+    """Return the verdict on a plan. cuda: of a run on GPUs."""
     fullest = max(plan, key=lambda ranks: ranks.fullest.total)
     phase = fullest.fullest
     spare = device_bytes - phase.total
@@ -44,8 +44,9 @@ def verdict(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> Verdi
         rollout = ranks.rollout
         needed = longest * rollout.kv_bytes_per_token
         if rollout.kv_cache < needed:
+            key = "gpu_memory_utilization" if cuda else "cpu_kvcache_space_gb"
             problem = (
-                f"rollout.gpu_memory_utilization {cfg.rollout.gpu_memory_utilization} gives vLLM"
+                f"rollout.{key} {getattr(cfg.rollout, key)} gives vLLM"
                 f" {rollout.budget / GB:.1f} GB on {_ranks(ranks.ranks)}: {rollout.weights / GB:.1f} of weights and"
                 f" {rollout.activations / GB:.1f} of activations leave {max(rollout.kv_cache, 0) / GB:.2f} for keys"
                 f" and values, and one sequence of {longest} tokens needs {needed / GB:.2f}"
@@ -118,24 +119,34 @@ def as_json(plan: Sequence[RankMemory], found: Verdict, transfers: Sequence[Tran
     }
 
 
-def remedy(cfg: Config, phase: str, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """Return settings that make the run fit: one change that is enough alone, else the first changes that are enough
-    together; None: no changes of the list are. fits: whether the config with these overrides does."""
-    known = list(_remedies(cfg, phase))
+def remedy(cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
+    """Return settings that make the run fit: one change that is enough alone, else changes of which each is needed;
+    None: no changes of the list are enough. cuda: on GPUs. fits: whether the config with these overrides does."""
+    roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
+    of_vllm = list(_remedies_of_vllm(cfg, phase) if cuda else _remedies_of_vllm_on_cpu(cfg, phase))
+    of_updates = list(_remedies_of_updates(cfg, roles)) if phase in ("update_actor", "update_critic") else []
+    known = (list(_offloads(cfg, roles)) if cuda else []) + of_updates + of_vllm
     for settings in known:
         if fits(settings):
             return settings
-    together: list[str] = []
+    together: dict[str, str] = {}  # a later value of a key replaces an earlier one
     for settings in known:
-        together += settings
-        if fits(together):
-            return together
-    return None
+        together |= {setting.partition("=")[0]: setting for setting in settings}
+        if fits(list(together.values())):
+            break
+    else:
+        return None
+    for key in list(together):
+        rest = [setting for other, setting in together.items() if other != key]
+        if fits(rest):
+            del together[key]
+    return list(together.values())
 
 
-def _remedies(cfg: Config, phase: str) -> Iterator[list[str]]:
-    """Yield changes that reduce memory in a phase, from those that cost least time to those that cost most."""
-    roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
+# Each yields changes that reduce memory, from those that cost least time to those that cost most.
+
+
+def _offloads(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
     if not cfg.rollout.free_cache_engine:
         yield ["rollout.free_cache_engine=true"]
     for part in ("grad", "optimizer", "param"):
@@ -143,17 +154,22 @@ def _remedies(cfg: Config, phase: str) -> Iterator[list[str]]:
             continue  # the actor's weights are then vLLM's too
         if found := _unset(cfg, roles, f"{part}_offload", True):
             yield found
-    if phase in ("update_actor", "update_critic"):
-        if cfg.actor.megatron.tensor_model_parallel_size > 1 and not cfg.actor.megatron.sequence_parallel:
-            yield ["actor.megatron.sequence_parallel=true"]
-        if cfg.actor.megatron.recompute_granularity is None:
-            yield _unset(cfg, roles, "recompute_granularity", "selective")
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
-        if cfg.actor.use_dynamic_bsz and min(budgets.values()) >= longest:
-            yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
-        if found := _unset(cfg, roles, "recompute_granularity", "full"):
-            yield found
+
+
+def _remedies_of_updates(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
+    if cfg.actor.megatron.tensor_model_parallel_size > 1 and not cfg.actor.megatron.sequence_parallel:
+        yield _unset(cfg, roles, "sequence_parallel", True)
+    if cfg.actor.megatron.recompute_granularity is None:
+        yield _unset(cfg, roles, "recompute_granularity", "selective")
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
+    if cfg.actor.use_dynamic_bsz and min(budgets.values()) >= longest:
+        yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
+    if found := _unset(cfg, roles, "recompute_granularity", "full"):
+        yield found
+
+
+def _remedies_of_vllm(cfg: Config, phase: str) -> Iterator[list[str]]:
     share = cfg.rollout.gpu_memory_utilization
     for tenth in range(9, 1, -1):
         if tenth / 10 < share and phase != KV_CACHE:
@@ -161,6 +177,14 @@ def _remedies(cfg: Config, phase: str) -> Iterator[list[str]]:
     for tenth in range(2, 10):
         if tenth / 10 > share and phase == KV_CACHE:
             yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
+
+
+def _remedies_of_vllm_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
+    size = cfg.rollout.cpu_kvcache_space_gb
+    for factor in (2, 4, 8):
+        other = size * factor if phase == KV_CACHE else size // factor
+        if other:
+            yield [f"rollout.cpu_kvcache_space_gb={other}"]
 
 
 def _unset(cfg: Config, roles: Sequence[str], name: str, value: str | bool) -> list[str]:

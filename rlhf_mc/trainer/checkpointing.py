@@ -43,6 +43,7 @@ _WITHOUT_EFFECT = {
         "rollout_data_dir",
         "validation_data_dir",
         "val_only",
+        "planner",
         "dist_timeout_seconds",
         "heartbeat_timeout_seconds",
         "preemption_grace_seconds",

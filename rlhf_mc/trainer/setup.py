@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, 
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
+from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
@@ -36,7 +38,7 @@ from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.fp8 import check_fp8
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.models.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.grouping import choose_rollout_groups
@@ -46,13 +48,14 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.vllm_limits import check_rollout_layout
+from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.run_lock import check_free
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import mesh_of
 from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
-from rlhf_mc.trainer.micro_batching import micro_batch_limits
+from rlhf_mc.trainer.memory_check import check_memory
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.scorable import scorable
@@ -129,6 +132,8 @@ def build_run(cfg: Config) -> Run:
     total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer, conversations))
+    if (verdict := check_memory(cfg)) is not None and "console" in cfg.trainer.logger:
+        say(verdict, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
@@ -237,9 +242,7 @@ def _starts(
         reader = HFReader(cfg.model.path)
         shape = reader.shape()
     _check_model(cfg, shape, reader, tokenizer)
-    starts = {
-        "actor": _Start(shape, reader, mcore, cfg.actor.optim, frozen_tensors("actor.freeze", cfg.actor.freeze, shape))
-    }
+    starts = {"actor": _Start(shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape))}
     if uses_reference(cfg):
         starts["ref"] = _Start(shape, reader, mcore)
     if uses_critic(cfg):
@@ -264,8 +267,16 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     else:
         check_value_head("model.path", reader)
     shape = reader.shape(value_head=True)
-    frozen = frozen_tensors("critic.freeze", cfg.critic.freeze, shape)
-    return _Start(shape, reader, mcore, cfg.critic.optim, frozen)
+    return _Start(shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape))
+
+
+def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
+    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze them."""
+    key = f"{role}.freeze"
+    frozen = frozen_tensors(key, patterns, shape)
+    if uses_transformer_engine():
+        check_experts(key, frozen, shape)
+    return frozen
 
 
 def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:

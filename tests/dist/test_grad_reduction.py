@@ -13,12 +13,10 @@ from gpu_parts.tiny import make_checkpoint
 from reduction_cases import Training
 from workers import Workers
 
+from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.data.balance import Sequences
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import reduction
-from rlhf_mc.models.reduction import overlaps_reduction
-from rlhf_mc.topology.mesh import Mesh
 
 pytestmark = pytest.mark.dist
 ALL = (0, 1, 2, 3, 4, 5, 6)
@@ -99,10 +97,9 @@ def test_steps_are_the_same(
             torch.testing.assert_close(during.weights[name], weight, rtol=tolerance, atol=tolerance / 100)
 
 
-def test_reduction_overlaps_on_gpus_with_several_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cuda in (False, True):
-        monkeypatch.setattr(reduction.platform, "use_cuda", lambda cuda=cuda: cuda)
-        assert overlaps_reduction(MegatronConfig(), Mesh(4, 2, 1)) == cuda
-        assert not overlaps_reduction(MegatronConfig(), Mesh(4, 2, 2))
-        assert overlaps_reduction(MegatronConfig(overlap_grad_reduce=True), Mesh(4, 2, 2))
-        assert not overlaps_reduction(MegatronConfig(overlap_grad_reduce=False), Mesh(4, 2, 1))
+@pytest.mark.parametrize("cuda", [False, True])
+def test_reduction_overlaps_on_gpus_with_several_replicas(cuda: bool) -> None:
+    assert overlaps_reduction(MegatronConfig(), 2, cuda) == cuda
+    assert not overlaps_reduction(MegatronConfig(), 1, cuda)
+    assert overlaps_reduction(MegatronConfig(overlap_grad_reduce=True), 1, cuda)
+    assert not overlaps_reduction(MegatronConfig(overlap_grad_reduce=False), 2, cuda)

@@ -16,8 +16,8 @@ from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.roles import absent_roles
 from rlhf_mc.config.schema import Config, layouts, part_of, reward_models
+from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.data.source import scored_by_rule
-from rlhf_mc.trainer.micro_batching import micro_batch_limits
 
 SECTIONS = """
 actor: {megatron: {tensor_model_parallel_size: 2, recompute_granularity: full}}

@@ -1,0 +1,80 @@
+"""The plan of a run that is about to start: whether it fits, as trainer.planner wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config, to_dict
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.validate import validate
+from rlhf_mc.models.checks import check_layout
+from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.planner.memory import RankMemory, plan_memory
+from rlhf_mc.planner.report import GB, Verdict, remedy, verdict
+from rlhf_mc.reshard.layout import check_vllm
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The number of ranks, and the memory of each."""
+
+    num_ranks: int
+    device_bytes: int
+    """Memory of each GPU, or a rank's share of the memory of its node."""
+    cuda: bool = True
+
+
+def shapes_of(cfg: Config) -> dict[str, ModelShape]:
+    """Return the shapes of the run's models, by role. Raise UserError if a config.json is not supported."""
+    return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
+
+
+def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
+    """Return the memory of each class of ranks. Raise UserError if the settings, or a config.json that they name, do
+    not allow a run on this number of ranks."""
+    validate(cfg, capacity.num_ranks)
+    shapes = shapes_of(cfg)
+    for role, shape in shapes.items():
+        check_layout(shape, layouts(cfg)[role], role)
+    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda)
+
+
+def complaint(cfg: Config, capacity: Capacity, found: Verdict) -> str:
+    """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
+    fits."""
+    settings = remedy(cfg, found.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))
+    advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
+    if not capacity.cuda:
+        advice = "use fewer ranks on a node, or one with more memory"
+    if settings is not None:
+        advice = f"it fits with {' '.join(settings)}"
+    return f"does not fit: {found.problem}; {advice}"
+
+
+def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
+    try:
+        changed = load_config(to_dict(cfg), settings)
+        return verdict(changed, plan_run(changed, capacity), capacity.device_bytes, capacity.cuda).problem is None
+    except UserError:
+        return False
+
+
+def check_start(cfg: Config, capacity: Capacity) -> str:
+    """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
+    plan = plan_run(cfg, capacity)
+    found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda)
+    if found.problem is None:
+        fullest = capacity.device_bytes - found.spare
+        where = "of each GPU" if capacity.cuda else "that each rank has on its node"
+        return (
+            f"memory as planned: {found.phase} takes most, {fullest / GB:.1f} of the {capacity.device_bytes / GB:.1f} GB"
+            f" {where}"
+        )
+    line = complaint(cfg, capacity, found)
+    if cfg.trainer.planner == "refuse":
+        raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
+    return f"WARNING: as planned it {line}"
