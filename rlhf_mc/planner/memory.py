@@ -179,7 +179,7 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
     """Yield the phases that hold tensors on the device."""
     reserved = RESERVED if cuda else RESERVED_ON_CPU
     work = _activations(cfg, models)
-    buckets = 2.0 * (cfg.reshard.bucket_megabytes << 20)
+    buckets = 2.0 * min(cfg.reshard.bucket_megabytes << 20, rollout.weights + rollout.staged)
     work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
     for name in ("update_weights", "gen", *(phase for phase in work if phase != "update_weights")):
         row = row_of(name)

@@ -71,8 +71,8 @@ def check_start(cfg: Config, capacity: Capacity) -> str:
         fullest = capacity.device_bytes - found.spare
         where = "of each GPU" if capacity.cuda else "that each rank has on its node"
         return (
-            f"memory as planned: {found.phase} takes most, {fullest / GB:.1f} of the {capacity.device_bytes / GB:.1f} GB"
-            f" {where}"
+            f"memory as planned: {found.phase} takes most, {fullest / GB:.1f} of the"
+            f" {capacity.device_bytes / GB:.1f} GB {where}"
         )
     line = complaint(cfg, capacity, found)
     if cfg.trainer.planner == "refuse":
