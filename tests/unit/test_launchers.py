@@ -280,7 +280,7 @@ def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
     assert preflight(tmp_path / "refused", "probe", "--verl", str(script), refused).returncode == 0
     done = preflight(tmp_path / "refused", "compare", "1")
     assert done.returncode == 1
-    assert "config: cannot be loaded: 1 settings of verl's are not supported: actor_rollout_ref.actor" in done.stderr
+    assert "node a: config: 1 settings of verl's are not supported: actor_rollout_ref.actor" in done.stderr
 
 
 def test_newest_checkpoint_of_a_script_of_verls_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""The pre-flight's checks of one node (launch/node_checks.py), with stand-ins for the machine's facts."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections import namedtuple
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from launch import node_checks, preflight
+from launch.node_checks import Job
+from rlhf_mc.config.load import load_config
+from rlhf_mc.runtime import machine_facts
+from rlhf_mc.runtime.machine_facts import Driver, Gpu
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+}
+H100 = Gpu("H100", 81559, 4, (9, 0))
+Stats = namedtuple("Stats", "isup")
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    """Return the overrides with which configs/ppo_70b.yaml names files that exist."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    row = {"prompt": "?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    files = [f"data.{part}_files={tmp_path}/rows.parquet" for part in ("train", "val")]
+    return [f"model.path={tmp_path}/model", *files, f"trainer.default_local_dir={tmp_path}/run/ppo"]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Give this machine no GPUs, two interfaces and no adapters."""
+    for name in ("CUDA_VISIBLE_DEVICES", "RLHF_MC_DEVICE", "SLURM_GPUS_ON_NODE", "RANK", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine_facts, "driver", Driver)
+    monkeypatch.setattr(machine_facts, "gpu_device_files", list)
+    interfaces = {"lo": Stats(True), "eth0": Stats(True), "ib0": Stats(False), "ib1": Stats(True)}
+    monkeypatch.setattr(node_checks.psutil, "net_if_stats", lambda: interfaces)
+    return monkeypatch
+
+
+def found(overrides: list[str], nodes: int = 8, ranks: int = 8, node_rank: int = 0) -> list[str]:
+    cfg = load_config(str(ROOT / "configs/ppo_70b.yaml"), overrides)
+    return list(node_checks.problems(Job(cfg, nodes, ranks, node_rank)))
+
+
+def test_node_without_problems_has_no_line(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
+    machine.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    machine.setenv("NCCL_SOCKET_IFNAME", "=eth0,ib0")
+    assert found(overrides) == []
+
+
+def test_layout_and_files_are_checked_by_the_runs_own_rules(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    (line,) = found(overrides, nodes=7)
+    assert "= 32 does not divide the 56 processes of this run" in line and line.endswith("(7 nodes x 8 ranks)")
+    (line,) = found([*overrides, "data.val_files=none.parquet"])
+    assert line == "data.val_files none.parquet: no such file"
+
+
+GPU_CASES = {
+    "fewer than NPROC": ([H100] * 7, {}, "NPROC is 8, and the job may use 7 GPUs: ask for more"),
+    "hidden": ([H100] * 8, {"CUDA_VISIBLE_DEVICES": "0,1"}, "NPROC is 8, and the job may use 2 GPUs: ask for more"),
+    "not equal": (
+        [*[H100] * 7, Gpu("H200", 143771, 4, (9, 0))],
+        {},
+        "equal: 7 x H100, 80 GiB; 1 x H200, 140 GiB",
+    ),
+    "used": ([*[H100] * 7, Gpu("H100", 81559, 40960, (9, 0))], {}, "other processes use 40 GiB of GPU 7: end them, or"),
+    "none": ([], {"SLURM_GPUS_ON_NODE": "8"}, "nvidia-smi does not list the job's GPUs: there is no nvidia-smi; leave"),
+    "not used": ([H100], {"RLHF_MC_DEVICE": "cpu", "SLURM_GPUS_ON_NODE": "8"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_gpus(machine: pytest.MonkeyPatch, overrides: list[str], case: str) -> None:
+    gpus, variables, expected = GPU_CASES[case]
+    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), gpus) if gpus else Driver())
+    for name, value in variables.items():
+        machine.setenv(name, value)
+    lines = found(overrides)
+    assert len(lines) == bool(expected) and all(expected in line for line in lines)
+
+
+def test_driver_that_does_not_answer_is_reported(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    machine.setattr(machine_facts, "driver", lambda: Driver(error="nvidia-smi has not ended after 30 s"))
+    machine.setattr(machine_facts, "gpu_device_files", lambda: ["/dev/nvidia0"])
+    (line,) = found(overrides)
+    assert line.startswith(
+        "nvidia-smi does not list the job's GPUs: nvidia-smi has not ended after 30 s; leave the node"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        (
+            "GLOO_SOCKET_IFNAME",
+            "eth1",
+            "GLOO_SOCKET_IFNAME is eth1, and no interface of that name is up; up are eth0, ",
+        ),
+        ("GLOO_SOCKET_IFNAME", "ib0", "GLOO_SOCKET_IFNAME is ib0, and no interface of that name is up"),
+        ("NCCL_SOCKET_IFNAME", "ib", ""),
+        ("NCCL_SOCKET_IFNAME", "=ib", "NCCL_SOCKET_IFNAME is =ib, and no such interface is up"),
+        ("NCCL_SOCKET_IFNAME", "^docker", ""),
+        ("NCCL_IB_HCA", "mlx5", ""),
+        ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1", ""),
+        ("NCCL_IB_HCA", "=mlx5_0,mlx5_7", "NCCL_IB_HCA names mlx5_7, and /sys/class/infiniband has mlx5_0, mlx5_1"),
+        ("NCCL_IB_HCA", "bnxt", "NCCL_IB_HCA is bnxt, and /sys/class/infiniband has mlx5_0, mlx5_1"),
+        ("NCCL_IB_HCA", "^mlx5_1", ""),
+    ],
+)
+def test_interfaces_and_adapters(
+    machine: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path, variable: str, value: str, expected: str
+) -> None:
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / "infiniband" / name).mkdir(parents=True)
+    machine.setattr(machine_facts, "INFINIBAND", tmp_path / "infiniband")
+    machine.setenv(variable, value)
+    assert [line[: len(expected)] for line in found(overrides)] == [expected] * bool(expected)
+    if variable == "NCCL_IB_HCA":
+        machine.setenv("NCCL_IB_DISABLE", "1")
+        assert found(overrides) == []
+
+
+def test_open_files_are_checked_for_the_nodes_first_rank(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    machine.setattr(resource, "getrlimit", lambda kind: (400, 400))
+    machine.setattr(resource, "setrlimit", lambda kind, limits: None)
+    (line,) = found(overrides)
+    assert line.startswith("rank 0 of 64 needs about 506 open files and connections, and a process may have 400")
+    machine.setattr(resource, "getrlimit", lambda kind: (380, 380))
+    assert found(overrides, node_rank=1) == []
+
+
+def test_equal_problems_of_nodes_are_one_line(tmp_path: Path) -> None:
+    nodes = [{"node": name, "GPUs": "8 x H100", "problems": ["p"] if name != "b" else ["q"]} for name in "abc"]
+    nodes[2]["GPUs"] = "8 x H200"
+    assert preflight.compare(nodes, 3) == [
+        "nodes a, c: p",
+        "node b: q",
+        "GPUs differs on node c: 8 x H200; on 2 other nodes: 8 x H100",
+    ]
