@@ -13,17 +13,12 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.placement import row_of
-from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
-from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, trained_state
-from rlhf_mc.reshard.aliasing import find_aliases
-from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.layout import Layout, vllm_layout
-from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
+from rlhf_mc.planner.rank_layouts import own_rollout_weights, place_of, rollout_tp_ranks, state_of
 from rlhf_mc.topology.mesh import Mesh, mesh_of
 
 RESERVED = 3 << 30
@@ -101,53 +96,37 @@ def plan_memory(
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
     are a rank's share of the memory of its node."""
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in shapes}
-    held = {role: training_layouts(shapes[role], mesh, transformer_engine=cuda) for role, mesh in meshes.items()}
-    groups = choose_rollout_groups(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size)
-    tp_rank = {rank: place for group in groups for place, rank in enumerate(group)}
-    alike: dict[object, list[int]] = {}
+    tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size)
+    alike: dict[tuple[object, ...], list[int]] = {}
     for rank in range(world):
-        key = (*(id(of_ranks[rank]) for of_ranks in held.values()), tp_rank[rank])
-        alike.setdefault(key, []).append(rank)
-    found: list[RankMemory] = []
+        alike.setdefault((*(place_of(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
+    # By all that the phases of a rank follow from, in which tensor-parallel ranks mostly agree.
+    classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout, list[int]]] = {}
     for ranks in alike.values():
-        layout = {role: of_ranks[ranks[0]] for role, of_ranks in held.items()}
-        rollout = _rollout(cfg, shapes["actor"], layout["actor"], tp_rank[ranks[0]], device_bytes, cuda)
-        models = {role: _Model(cfg, role, shapes[role], meshes[role], layout[role], ranks[0], cuda) for role in shapes}
-        phases = tuple(_phases(cfg, models, rollout, cuda))
+        rollout = _rollout(cfg, shapes["actor"], meshes["actor"], ranks[0], tp_rank[ranks[0]], device_bytes, cuda)
+        models = {role: _Model(cfg, role, shapes[role], meshes[role], ranks[0], cuda) for role in shapes}
+        key = (rollout, *((model.state, model.stage) for model in models.values()))
+        classes.setdefault(key, (models, rollout, []))[2].extend(ranks)
+    found: list[RankMemory] = []
+    for models, rollout, ranks in classes.values():
         states = {role: model.state for role, model in models.items()}
-        same = next((other for other in found if (other.phases, other.rollout) == (phases, rollout)), None)
-        if same is None:
-            found.append(RankMemory(tuple(ranks), phases, rollout, states))
-        else:
-            found[found.index(same)] = RankMemory(tuple(sorted((*same.ranks, *ranks))), phases, rollout, states)
+        found.append(RankMemory(tuple(sorted(ranks)), tuple(_phases(cfg, models, rollout, cuda)), rollout, states))
     return found
 
 
 class _Model:
     """One role's model on one rank."""
 
-    def __init__(
-        self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, layout: Layout, rank: int, cuda: bool
-    ) -> None:
+    def __init__(self, cfg: Config, role: str, shape: ModelShape, mesh: Mesh, rank: int, cuda: bool) -> None:
         self.role = role
         self._shape = shape
         self._mesh = mesh
-        self._stage = mesh.coordinate(rank).pp
         self._megatron = layouts(cfg)[role]
         self._cuda = cuda
-        patterns = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}
-        if role in patterns:
-            self.state = trained_state(
-                layout,
-                self._megatron,
-                mesh,
-                self._stage,
-                frozen_parameters(frozen_tensors(f"{role}.freeze", patterns[role], shape), layout),
-                overlaps_reduction(self._megatron, mesh.dp, cuda),
-                shape.shares_embeddings,
-            )
-        else:
-            self.state = frozen_state(layout, self._megatron)
+        place = place_of(mesh, rank)
+        self.stage = place.pp
+        freeze = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}.get(role)
+        self.state = state_of(role, shape, self._megatron, mesh, place, freeze, cuda)
 
     def resident(self, needed: Collection[str]) -> dict[str, float]:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
@@ -163,11 +142,11 @@ class _Model:
 
     def forward(self, work: Pass) -> float:
         """Return the bytes of activations of a pass without gradients."""
-        return forward_peak(self._shape, self._megatron, self._mesh, self._stage, work, self._cuda)
+        return forward_peak(self._shape, self._megatron, self._mesh, self.stage, work, self._cuda)
 
     def update(self, work: Pass, entropy: bool) -> float:
         """Return the bytes of activations of an update."""
-        return update_peak(self._shape, self._megatron, self._mesh, self._stage, work, self._cuda, entropy)
+        return update_peak(self._shape, self._megatron, self._mesh, self.stage, work, self._cuda, entropy)
 
     @property
     def replicas(self) -> int:
@@ -225,13 +204,15 @@ def _pass(cfg: Config, limit: Limit, replicas: int, prompts: int) -> Pass:
     return Pass(min(tokens, all_tokens), min(tokens, all_tokens), math.ceil(all_tokens / tokens))
 
 
-def _rollout(cfg: Config, shape: ModelShape, layout: Layout, tp_rank: int, device_bytes: int, cuda: bool) -> Rollout:
+def _rollout(
+    cfg: Config, shape: ModelShape, mesh: Mesh, rank: int, tp_rank: int, device_bytes: int, cuda: bool
+) -> Rollout:
     settings = cfg.rollout
-    itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
+    dtype = cfg.actor.megatron.dtype
+    itemsize = ITEMSIZES[dtype]
     tp = settings.tensor_model_parallel_size
-    target = vllm_layout(shape, tp_rank, tp)
-    aliased = find_aliases(layout, target, itemsize) if cfg.reshard.share_weights else {}
-    own = {name: math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased}
+    place = place_of(mesh, rank)
+    own = own_rollout_weights(shape, mesh, place, tp_rank, tp, dtype, cfg.reshard.share_weights, cuda)
     weights = sum(own.values()) * itemsize
     staged = 0
     if settings.quantization is not None:

@@ -1,0 +1,93 @@
+"""Layouts of a run's ranks, and the bytes that follow from them alone. They are kept from plan to plan: a search plans
+the same layouts with many settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.roles import overlaps_reduction
+from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, trained_state
+from rlhf_mc.reshard.aliasing import find_aliases
+from rlhf_mc.reshard.grouping import choose_rollout_groups
+from rlhf_mc.reshard.layout import Layout, vllm_layout
+from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.topology.mesh import Coordinate, Mesh
+
+
+def place_of(mesh: Mesh, rank: int) -> Coordinate:
+    """Return the coordinates of a rank that its layout follows from: without the replica."""
+    return replace(mesh.coordinate(rank), dp=0)
+
+
+@functools.lru_cache(maxsize=64)
+def layouts_of(shape: ModelShape, mesh: Mesh, cuda: bool) -> Sequence[Layout]:
+    """Return each rank's layout of a Megatron-Core model. cuda: with Transformer Engine."""
+    return training_layouts(shape, mesh, transformer_engine=cuda)
+
+
+@functools.lru_cache(maxsize=64)
+def rollout_tp_ranks(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> Mapping[int, int]:
+    """Return the place of each rank in its rollout engine."""
+    groups = choose_rollout_groups(shape, mesh, rollout_tp)
+    return {rank: place for group in groups for place, rank in enumerate(group)}
+
+
+def state_of(
+    role: str,
+    shape: ModelShape,
+    megatron: MegatronConfig,
+    mesh: Mesh,
+    place: Coordinate,
+    freeze: Sequence[str] | None,
+    cuda: bool,
+) -> ModelState:
+    """Return the state of a role's model on the ranks of this place. freeze: patterns of tensors that are not trained;
+    None: the model is never trained."""
+    overlaps = overlaps_reduction(megatron, mesh.dp, cuda)
+    patterns = None if freeze is None else tuple(freeze)
+    settings = (megatron.dtype, megatron.use_distributed_optimizer, overlaps)
+    return _state_of(role, shape, mesh, place, patterns, cuda, *settings)
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_of(
+    role: str,
+    shape: ModelShape,
+    mesh: Mesh,
+    place: Coordinate,
+    freeze: tuple[str, ...] | None,
+    cuda: bool,
+    dtype: Literal["float32", "bfloat16"],
+    use_distributed_optimizer: bool,
+    overlaps: bool,
+) -> ModelState:
+    layout = _layout_at(shape, mesh, place, cuda)
+    megatron = MegatronConfig(dtype=dtype, use_distributed_optimizer=use_distributed_optimizer)
+    if freeze is None:
+        return frozen_state(layout, megatron)
+    frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
+    return trained_state(layout, megatron, mesh, place.pp, frozen, overlaps, shape.shares_embeddings)
+
+
+@functools.lru_cache(maxsize=4096)
+def own_rollout_weights(
+    shape: ModelShape, mesh: Mesh, place: Coordinate, tp_rank: int, tp: int, dtype: str, shares: bool, cuda: bool
+) -> Mapping[str, int]:
+    """Return the elements of vLLM's parameters by name, without those that alias the actor's, on the ranks of a place
+    in the training mesh and of this tensor-parallel rank of an engine. shares: reshard.share_weights."""
+    target = vllm_layout(shape, tp_rank, tp)
+    aliased = find_aliases(_layout_at(shape, mesh, place, cuda), target, ITEMSIZES[dtype]) if shares else {}
+    return {name: math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased}
+
+
+def _layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> Layout:
+    rank = next(rank for rank in range(mesh.world) if place_of(mesh, rank) == place)
+    return layouts_of(shape, mesh, cuda)[rank]
