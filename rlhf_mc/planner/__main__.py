@@ -15,11 +15,12 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
 from rlhf_mc.planner.lengths import lengths_of
+from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.report import as_json, table, traffic_table, verdict
 from rlhf_mc.planner.start import Capacity, complaint, plan_run, shapes_of
-from rlhf_mc.planner.times import Machine, plan_times
+from rlhf_mc.planner.times import plan_times
 from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
-from rlhf_mc.planner.traffic import plan_traffic
+from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, plan_traffic
 from rlhf_mc.runtime.exit_codes import EXIT_USER_ERROR
 
 
@@ -35,11 +36,12 @@ def main(argv: Sequence[str]) -> int:
         plan = plan_run(cfg, capacity)
         found = verdict(cfg, plan, device_bytes)
         lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+        transfers = plan_traffic(cfg, shapes_of(cfg), world, arguments.gpus_per_node, lengths)
         times = None
         if gpu.rates is not None:
             machine = Machine(world, arguments.gpus_per_node, gpu.rates, arguments.network_bandwidth)
-            times = plan_times(cfg, shapes_of(cfg), plan, machine, lengths)
-        transfers = plan_traffic(cfg, shapes_of(cfg), world, arguments.gpus_per_node, lengths)
+            weights = [transfer for transfer in transfers if transfer.phase == UPDATE_WEIGHTS]
+            times = plan_times(cfg, shapes_of(cfg), plan, weights, machine, lengths)
         if arguments.json:
             print(json.dumps({**as_json(plan, found, transfers), "times": times and times_json(times, lengths)}))
         else:

@@ -99,9 +99,16 @@ class Passes:
 
     def update(self, work: Work, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
         """Return those of one optimizer step. layout: the rank's; all parameters are trained."""
+        return _merged([*self.forward_and_backward(work), *self.gradients(layout, overlaps_reduction)])
+
+    def forward_and_backward(self, work: Work) -> list[Collective]:
+        """Return those of one optimizer step without `gradients`: they grow with the tokens."""
         found = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
-        found += [*self._stages(work, backward=False), *self._stages(work, backward=True)]
-        return _merged([*found, *self._gradients(layout, overlaps_reduction)])
+        return _merged([*found, *self._stages(work, backward=False), *self._stages(work, backward=True)])
+
+    def gradients(self, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
+        """Return those of gradients and new parameters in one optimizer step, as `update`."""
+        return _merged(list(self._gradients(layout, overlaps_reduction)))
 
     def _forward(self, work: Work) -> Iterator[Collective]:
         yield from self._repeat(self._layer(work), self._layers)

@@ -7,34 +7,28 @@ model (Williams et al. 2009), pipeline bubble of interleaved 1F1B (arXiv 2104.04
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.placement import row_of
-from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.schema import Config, layouts, reward_models
-from rlhf_mc.planner.gpus import Rates
-from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
+from rlhf_mc.config.roles import overlaps_reduction
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.planner.collectives import Collective, Passes, Work
+from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
+from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.machine import Machine, ProductRate
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.planner.rank_layouts import layouts_of
+from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhaseWork, Transfer, phase_work
+from rlhf_mc.topology.mesh import Mesh, mesh_of
 
 _FLOAT32 = 4
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The GPUs of a run and their links."""
-
-    world: int
-    gpus_per_node: int
-    rates: Rates
-    network: float
-    """Bytes per second and direction of the network, per GPU."""
 
 
 @dataclass(frozen=True)
@@ -79,176 +73,109 @@ class StepTimes:
 
 
 def plan_times(
-    cfg: Config, shapes: Mapping[str, ModelShape], plan: Sequence[RankMemory], machine: Machine, lengths: Lengths
+    cfg: Config,
+    shapes: Mapping[str, ModelShape],
+    plan: Sequence[RankMemory],
+    weights: Sequence[Transfer],
+    machine: Machine,
+    lengths: Lengths,
 ) -> StepTimes:
-    """Return the times of a step whose memory is planned. shapes: of the run's models, by role."""
+    """Return the times of a step whose memory is planned. shapes: of the run's models, by role. weights: transfers of
+    the weight update."""
     states = {
         role: max((ranks.states[role] for ranks in plan), key=lambda state: state.params + state.optimizer)
         for role in shapes
     }
     kv_tokens = min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan)
-    return step_times(cfg, shapes, states, machine, lengths, max(kv_tokens, 0.0))
+    return step_times(cfg, shapes, states, weights, machine, lengths, max(kv_tokens, 0.0))
 
 
 def step_times(
     cfg: Config,
     shapes: Mapping[str, ModelShape],
     states: Mapping[str, ModelState],
+    weights: Sequence[Transfer],
     machine: Machine,
     lengths: Lengths,
     kv_tokens: float,
 ) -> StepTimes:
-    """Return the times of a step. shapes: of the run's models, by role. states: of each model on the rank that holds
-    most. kv_tokens: tokens for which an engine's KV cache has room."""
-    models = {role: _Model(shape, layouts(cfg)[role], machine, states[role], lengths) for role, shape in shapes.items()}
+    """Return the times of a step. states: of each model on the rank that holds most. kv_tokens: tokens for which an
+    engine's KV cache has room. For the others see plan_times."""
     held = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
-    phases = [PhaseTime("gen", generation(cfg, shapes["actor"], machine, lengths, held)), *_passes(cfg, models)]
+    phases = [PhaseTime("gen", generation(cfg, shapes["actor"], machine, lengths, held))]
+    for work in phase_work(cfg, shapes, machine.world, lengths):
+        model = Model(shapes[work.role], layouts(cfg)[work.role], machine, lengths)
+        parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
+        phases.append(PhaseTime(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
     onload = onload_bytes(cfg, states, [phase.name for phase in phases]) / machine.rates.host
+    received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
+    phases += [PhaseTime(UPDATE_WEIGHTS, {"weights": received})] if received else []
     phases += [PhaseTime("offload", {"onload": onload})] if onload else []
     tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total
     return StepTimes(tuple(phases), tokens, machine.world, held)
 
 
-# ---------------------------------------------------------------- generation
+class Model:
+    """One model's passes."""
 
-
-def sequences_at_a_time(cfg: Config, world: int, lengths: Lengths, kv_tokens: float) -> int:
-    """Return the number of sequences that an engine decodes at a time: those of its KV cache, if each is half
-    generated, at most rollout.max_num_seqs, and at most the engine's."""
-    engines = world // cfg.rollout.tensor_model_parallel_size
-    mine = math.ceil(drawn_prompts(cfg) * responses_per_prompt(cfg) / engines)
-    half_generated = lengths.prompt + lengths.response / 2
-    return max(1, min(cfg.rollout.max_num_seqs, mine, int(kv_tokens / half_generated)))
-
-
-def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Lengths, held: int) -> dict[str, float]:
-    """Return the parts of the generation of a step's responses. held: sequences that an engine decodes at a time.
-
-    Prefill is bound by its FLOPs; an engine computes each prompt once, by its prefix cache. Decoding computes one token
-    of each sequence in an engine step, which reads the weights and the keys and values of all sequences: the longer of
-    memory and FLOPs, at the mean length. A layer has two all-reduces."""
-    tp = cfg.rollout.tensor_model_parallel_size
-    engines = machine.world // tp
-    prompts = drawn_prompts(cfg)
-    responses = responses_per_prompt(cfg)
-    sequences = math.ceil(prompts * responses / engines)
-    # The responses of a prompt are generated by different engines (rollout/vllm_engine.py).
-    prefilled = math.ceil(prompts * min(responses, engines) / engines)
-    rates = machine.rates
-    fp8 = cfg.rollout.quantization == "fp8"
-    rate = _Rate(rates, cfg.actor.megatron.dtype, fp8)
-    prefill = rate.seconds(forward_flops(shape, [lengths.prompt], 1)) * prefilled / tp
-    # Positions 1 to the last but one of the response; its first token comes from the prefill.
-    steps = max(lengths.response - 1, 0.0) * sequences / held
-    context = lengths.prompt + lengths.response / 2
-    flops = forward_flops(shape, [context], 1)
-    one = ForwardFlops(
-        flops.projections / context, flops.feed_forward / context, 2 * flops.attention / (context + 1), flops.output
-    )
-    itemsize = ITEMSIZES[cfg.actor.megatron.dtype]
-    kv_bytes = 2 * shape.num_layers * max(shape.num_kv_heads // tp, 1) * shape.head_dim * itemsize
-    read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, held) + held * context * kv_bytes
-    memory = read / rates.memory
-    products = held * rate.seconds(one) / tp
-    found = {"prefill": prefill, "decode": steps * max(memory, products)}
-    if tp > 1:
-        tokens = steps * held + prefilled * lengths.prompt
-        states = 2 * shape.num_layers * tokens * shape.hidden_size * itemsize
-        found["tensor parallel"] = ring_seconds(2 * states, tp, machine)
-    return found
-
-
-def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsize: int, tokens: int) -> float:
-    """Return the bytes of weights that an engine step of `tokens` tokens reads on a rank: all layers and the output
-    layer. Of E experts, of which a token has k, it reads those that any token has: E (1 - (1 - k / E)^tokens) of evenly
-    routed tokens."""
-    q = shape.num_heads * shape.head_dim / tp
-    kv = max(shape.num_kv_heads / tp, 1) * shape.head_dim
-    used = 1.0
-    if shape.has_experts:
-        missed = 1 - shape.experts_per_token / shape.num_experts
-        used = shape.num_experts / shape.experts_per_token * (1 - missed**tokens)
-    layer = shape.hidden_size * (2 * q + 2 * kv + 3 * used * shape.active_ffn_size / tp)
-    head = shape.vocab_size * shape.hidden_size / tp
-    return shape.num_layers * layer * linear_itemsize + head * itemsize
-
-
-def ring_seconds(num_bytes: float, ranks: int, machine: Machine) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of this many bytes in all over consecutive ranks, in rings
-    (Patarasuk and Yuan 2009): each rank receives (n - 1) / n of them. Of the k members on a node each receives 1 / k of
-    its bytes from another node."""
-    received = num_bytes * (ranks - 1) / ranks
-    inside = received / machine.rates.nvlink
-    members = min(ranks, machine.gpus_per_node)
-    return inside if ranks <= members else max(inside, received / members / machine.network)
-
-
-# ---------------------------------------------------------------- passes of training
-
-
-class _Rate:
-    """Rates of products."""
-
-    def __init__(self, rates: Rates, dtype: str, fp8: bool) -> None:
-        self._wide = rates.float32 if dtype == "float32" else rates.bfloat16
-        self._weights = (rates.fp8 or self._wide) if fp8 else self._wide
-
-    def seconds(self, flops: ForwardFlops) -> float:
-        """Return the seconds of a forward pass. With fp8 attention and output layer are in bfloat16."""
-        in_layers = (flops.projections + flops.feed_forward) / self._weights
-        return in_layers + (flops.attention + flops.output) / self._wide
-
-
-class _Model:
-    """One role's model."""
-
-    def __init__(
-        self, shape: ModelShape, megatron: MegatronConfig, machine: Machine, state: ModelState, lengths: Lengths
-    ) -> None:
-        self.megatron = megatron
-        self.mesh = mesh_of(megatron, machine.world)
-        self.state = state
+    def __init__(self, shape: ModelShape, megatron: MegatronConfig, machine: Machine, lengths: Lengths) -> None:
         self._shape = shape
+        self._megatron = megatron
+        self._mesh = mesh_of(megatron, machine.world)
         self._machine = machine
-        self._rate = _Rate(machine.rates, megatron.dtype, megatron.fp8 is not None)
+        self._rate = ProductRate(machine.rates, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
 
-    def share(self, num_sequences: int, limit: int, dynamic: bool) -> Share:
-        """Return a replica's share of a batch. limit: tokens of a micro-batch (dynamic), or its sequences."""
-        return share_of(self.mesh, num_sequences, limit, dynamic, self._lengths)
+    def forward(self, work: PhaseWork) -> dict[str, float]:
+        """Return the parts of a pass without gradients."""
+        return self._pipelined(work, backward=False)
 
-    def forward(self, share: Share, per_sequence: bool = False) -> dict[str, float]:
-        """Return the parts of a pass without gradients. per_sequence: the output is of the last token alone."""
-        return self._pipelined(share, backward=False, positions=1 if per_sequence else self._lengths.response)
+    def update(self, work: PhaseWork, state: ModelState) -> dict[str, float]:
+        """Return the parts of an optimizer step: forward and backward passes, sums of gradients, and the optimizer.
+        state: on the rank that holds most.
 
-    def update(self, share: Share) -> dict[str, float]:
-        """Return the parts of an optimizer step: forward and backward passes, and the optimizer."""
-        found = self._pipelined(share, backward=True, positions=self._lengths.response)
-        return {**found, "optimizer": self._optimizer_bytes() / self._machine.rates.memory}
+        Where gradients are reduced during the backward pass of the last micro-batch, the part that takes longer than
+        that pass is counted. New parameters are gathered after the optimizer step (docs/decisions/0012)."""
+        found = self._pipelined(work, backward=True)
+        sums = self._sums_of_gradients()
+        if overlaps_reduction(self._megatron, self._mesh.dp, True):
+            last = found["products"] * BACKWARD / (1 + BACKWARD) / work.share.micro_batches
+            sums["gradients"] = max(0.0, sums["gradients"] - last)
+        return {**found, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
 
-    def _pipelined(self, share: Share, backward: bool, positions: float) -> dict[str, float]:
+    def _pipelined(self, work: PhaseWork, backward: bool) -> dict[str, float]:
         """Return the parts of a pass over all micro-batches through the pipeline.
 
         The slowest stage works on one micro-batch after the other. Before its first and after its last it waits for
         the first chunks of the other stages: (p - 1) / (v m) of the time of m micro-batches, with p equal stages of v
         chunks (arXiv 2104.04473, section 2.2)."""
-        mean = share.sequences / share.micro_batches
-        of_one = [self._stage_seconds(stage, mean, positions, backward) for stage in range(self.mesh.pp)]
-        slowest = max(range(self.mesh.pp), key=of_one.__getitem__)
-        found = {"products": share.micro_batches * of_one[slowest]}
-        if self.mesh.pp > 1:
-            found["bubble"] = (sum(of_one) - of_one[slowest]) / self.mesh.vpp
+        share = work.share
+        stages = range(self._mesh.pp)
+        of_one = [self._stage(stage, share.sequences / share.micro_batches, work.results, backward) for stage in stages]
+        seconds = [sum(parts.values()) for parts in of_one]
+        slowest = max(stages, key=seconds.__getitem__)
+        found = {part: share.micro_batches * time for part, time in of_one[slowest].items()}
+        if self._mesh.pp > 1:
+            found["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
         if share.dummies:
-            found["dummies"] = share.dummies * self._stage_seconds(slowest, 1, positions, backward)
+            found["dummies"] = share.dummies * sum(self._stage(slowest, 1, work.results, backward).values())
         return found
 
-    def _stage_seconds(self, stage: int, sequences: float, positions: float, backward: bool) -> float:
-        """Return the seconds of a micro-batch on a stage: of its products, or of its weights' memory if that is
-        longer. A backward pass reads the weights again, and reads and writes their float32 gradients."""
-        mesh = self.mesh
+    def _stage(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
+        """Return the parts of a micro-batch on a stage: products, and communication that they wait for."""
+        products = self._products(stage, sequences, results, backward)
+        settings = (self._megatron.dtype, self._megatron.sequence_parallel, self._megatron.recompute_granularity)
+        work = Work(self._lengths.total, results, 0.0, 1)
+        communication = _communication(self._shape, self._mesh, stage, *settings, work, self._machine, backward)
+        return {"products": products, **{name: sequences * seconds for name, seconds in communication.items()}}
+
+    def _products(self, stage: int, sequences: float, results: float, backward: bool) -> float:
+        """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if that is longer. A
+        backward pass reads the weights again, and reads and writes their float32 gradients."""
+        mesh = self._mesh
         shape = self._shape
         layers = sum(map(len, mesh.chunk_layers(shape.num_layers, stage)))
-        flops = forward_flops(shape, [self._lengths.total], positions)
+        flops = forward_flops(shape, [self._lengths.total], results)
         part = sequences * layers / shape.num_layers
         output = sequences * flops.output if stage == mesh.pp - 1 else 0.0
         inner = ForwardFlops(part * flops.projections, part * flops.feed_forward, part * flops.attention, 0.0)
@@ -260,16 +187,28 @@ class _Model:
             seconds = seconds * (1 + BACKWARD) + self._recomputed_seconds(inner)
         head = 0 if stage < mesh.pp - 1 else output_flops(shape) / 2
         weights = (layers * self._layer_weights() + head) / mesh.tp
-        itemsize = ITEMSIZES[self.megatron.dtype]
+        itemsize = ITEMSIZES[self._megatron.dtype]
         read = weights * (2 * itemsize + 2 * _FLOAT32 if backward else itemsize)
         return max((seconds + end) / mesh.tp, read / self._machine.rates.memory)
+
+    def _sums_of_gradients(self) -> dict[str, float]:
+        """Return the seconds of gradients and of new parameters, on the stage that takes longest."""
+        megatron = self._megatron
+        settings = (megatron.dtype, megatron.sequence_parallel, megatron.use_distributed_optimizer)
+        overlaps = overlaps_reduction(megatron, self._mesh.dp, True)
+        stages: list[Mapping[str, float]] = [
+            _sums_of_gradients(self._shape, self._mesh, stage, *settings, overlaps, self._machine)
+            for stage in range(self._mesh.pp)
+        ]
+        slowest = max(stages, key=lambda parts: sum(parts.values()))
+        return dict(slowest)
 
     def _recomputed_seconds(self, layers: ForwardFlops) -> float:
         """Return the seconds of the recomputation of layers (models/build.py: recompute_modules): full, all of it;
         selective, a dense MLP, or of experts nothing with products."""
-        if self.megatron.recompute_granularity is None:
+        if self._megatron.recompute_granularity is None:
             return 0.0
-        if self.megatron.recompute_granularity == "full":
+        if self._megatron.recompute_granularity == "full":
             return self._rate.seconds(layers)
         if self._shape.has_experts:
             return 0.0
@@ -281,50 +220,82 @@ class _Model:
         shape = self._shape
         q = shape.num_heads * shape.head_dim
         kv = shape.num_kv_heads * shape.head_dim
-        experts = shape.num_experts * shape.expert_ffn_hidden_size // self.mesh.ep
+        experts = shape.num_experts * shape.expert_ffn_hidden_size // self._mesh.ep
         return shape.hidden_size * (2 * q + 2 * kv + 3 * (experts if shape.has_experts else shape.ffn_hidden_size))
 
-    def _optimizer_bytes(self) -> float:
+    def _optimizer_bytes(self, state: ModelState) -> float:
         """Return the bytes that Adam reads and writes on a rank for its shard: gradient, main parameter and two moments
         in float32, of which it writes all but the gradient, and the parameter in its own type."""
-        narrow = self.megatron.dtype != "float32"
-        numel = self.state.optimizer / (_FLOAT32 * (2 + narrow))
-        return numel * (7 * _FLOAT32 + (ITEMSIZES[self.megatron.dtype] if narrow else 0))
+        narrow = self._megatron.dtype != "float32"
+        numel = state.optimizer / (_FLOAT32 * (2 + narrow))
+        return numel * (7 * _FLOAT32 + (ITEMSIZES[self._megatron.dtype] if narrow else 0))
 
 
-def _passes(cfg: Config, models: Mapping[str, _Model]) -> Iterator[PhaseTime]:
-    """Yield the phases that pass the step's batch through a model, in the order of a step."""
-    dynamic = cfg.actor.use_dynamic_bsz
-    batch = cfg.data.train_batch_size * cfg.rollout.n
-    roll = cfg.rollout
+@functools.lru_cache(maxsize=4096)
+def _communication(
+    shape: ModelShape,
+    mesh: Mesh,
+    stage: int,
+    dtype: Literal["float32", "bfloat16"],
+    sequence_parallel: bool,
+    recompute: Literal["selective", "full"] | None,
+    work: Work,
+    machine: Machine,
+    backward: bool,
+) -> Mapping[str, float]:
+    """Return the seconds, by purpose, of the collectives that a stage's products wait for.
 
-    def limit(tokens: int, sequences: int | None) -> int:
-        return tokens if dynamic else sequences or cfg.actor.ppo_micro_batch_size_per_gpu or 1
+    Messages between stages overlap with the products of other virtual pipeline chunks, if there are any
+    (models/build.py). Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
+    the products of column-parallel layers: the sum of the input's gradient, and the second gather of the input
+    (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
+    megatron = MegatronConfig(
+        dtype=dtype,
+        tensor_model_parallel_size=mesh.tp,
+        sequence_parallel=sequence_parallel,
+        recompute_granularity=recompute,
+    )
+    rank = stage * mesh.tp * mesh.dp
+    passes = Passes(shape, megatron, mesh, rank, cuda=True)
+    forward = _by_purpose(passes.forward(work), rank, machine)
+    found = forward
+    if backward:
+        found = _by_purpose(passes.forward_and_backward(work), rank, machine)
+        if mesh.tp > 1:
+            found["tensor parallel"] -= forward["tensor parallel"]
+    waits = {"tensor parallel", "experts", *(("pipeline",) if mesh.vpp == 1 else ())}
+    return {name: seconds for name, seconds in found.items() if name in waits}
 
-    scored = {
-        "old_log_prob": ("actor", limit(roll.log_prob_max_token_len_per_gpu, roll.log_prob_micro_batch_size_per_gpu)),
-        "ref": ("ref", limit(cfg.ref.log_prob_max_token_len_per_gpu, cfg.ref.log_prob_micro_batch_size_per_gpu)),
-        "values": (
-            "critic",
-            limit(cfg.critic.forward_max_token_len_per_gpu, cfg.critic.forward_micro_batch_size_per_gpu),
-        ),
-    }
-    if cfg.algorithm.rollout_correction.bypass_mode:
-        del scored["old_log_prob"]
-    for role, scorer in reward_models(cfg).items():
-        scored[role] = (role, limit(scorer.forward_max_token_len_per_gpu, scorer.forward_micro_batch_size_per_gpu))
-    for phase, (role, most) in scored.items():
-        if role in models:
-            model = models[role]
-            of_sequences = unnamed(role) == "reward_model"
-            yield PhaseTime(phase, model.forward(model.share(batch, most, dynamic), of_sequences))
-    for role, section in (("critic", cfg.critic), ("actor", cfg.actor)):
-        if role in models:
-            mini = section.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
-            steps = (section.ppo_epochs or cfg.actor.ppo_epochs) * cfg.data.train_batch_size // mini
-            most = limit(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu)
-            found = models[role].update(models[role].share(mini * roll.n, most, dynamic))
-            yield PhaseTime(f"update_{role}", {part: steps * seconds for part, seconds in found.items()})
+
+@functools.lru_cache(maxsize=4096)
+def _sums_of_gradients(
+    shape: ModelShape,
+    mesh: Mesh,
+    stage: int,
+    dtype: Literal["float32", "bfloat16"],
+    sequence_parallel: bool,
+    use_distributed_optimizer: bool,
+    overlaps: bool,
+    machine: Machine,
+) -> Mapping[str, float]:
+    megatron = MegatronConfig(
+        dtype=dtype,
+        tensor_model_parallel_size=mesh.tp,
+        sequence_parallel=sequence_parallel,
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    rank = stage * mesh.tp * mesh.dp
+    passes = Passes(shape, megatron, mesh, rank, cuda=True)
+    layout = layouts_of(shape, mesh, True)[rank]
+    return {"gradients": 0.0, **_by_purpose(passes.gradients(layout, overlaps), rank, machine)}
+
+
+def _by_purpose(collectives: Iterable[Collective], rank: int, machine: Machine) -> dict[str, float]:
+    """Return the seconds of the collectives on this rank, by purpose, one after the other."""
+    found: dict[str, float] = {}
+    for one in collectives:
+        found[one.name] = found.get(one.name, 0.0) + machine.seconds(*one.received(rank, machine.gpus_per_node))
+    return found
 
 
 def onload_bytes(cfg: Config, states: Mapping[str, ModelState], phases: Sequence[str]) -> float:

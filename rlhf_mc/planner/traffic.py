@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.collectives import Collective, Passes, Work
-from rlhf_mc.planner.lengths import Lengths, drawn_prompts, responses_per_prompt, share_of
+from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
@@ -57,7 +57,7 @@ def plan_traffic(
 ) -> list[Transfer]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
     held = {role: training_layouts(shapes[role], mesh_of(layouts(cfg)[role], world), True) for role in shapes}
-    found = [_weight_update(cfg, shapes["actor"], held["actor"], world, gpus_per_node)]
+    found = [weight_update(cfg, shapes["actor"], held["actor"], world, gpus_per_node)]
     steps = [(GEN, _Rollout(cfg, shapes["actor"], world, gpus_per_node, lengths).collectives)]
     for work in phase_work(cfg, shapes, world, lengths):
         steps.append((work.phase, _Model(cfg, work, shapes[work.role], held[work.role]).collectives))
@@ -74,6 +74,10 @@ class PhaseWork:
     phase: str
     role: str
     is_update: bool
+    share: Share
+    """Of one replica in one pass."""
+    results: float
+    """Positions of each sequence at which the output layer is computed."""
     work: Work
     """Of one pass: one mini-batch in an update, else all sequences."""
     passes: int
@@ -97,7 +101,7 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
             count * results,
             share.micro_batches + share.dummies,
         )
-        return PhaseWork(phase, role, passes is not None, work, passes or 1)
+        return PhaseWork(phase, role, passes is not None, share, results, work, passes or 1)
 
     sampled = cfg.data.train_batch_size * roll.n
     if not cfg.algorithm.rollout_correction.bypass_mode:
@@ -199,7 +203,7 @@ def _load(transfers: Sequence[Transfer]) -> tuple[float, float]:
     return inter, inter + sum(transfer.intra_node for transfer in transfers)
 
 
-def _weight_update(
+def weight_update(
     cfg: Config, shape: ModelShape, held: Sequence[Layout], world: int, gpus_per_node: int
 ) -> list[Transfer]:
     """Return what the rank that receives most receives in the weight update, from its plan."""
