@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
+from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import lengths_of
 from rlhf_mc.planner.machine import Machine
-from rlhf_mc.planner.report import as_json, table, traffic_table, verdict
-from rlhf_mc.planner.start import Capacity, complaint, plan_run, shapes_of
+from rlhf_mc.planner.report import as_json, host_table, table, traffic_table
+from rlhf_mc.planner.start import Capacity, complaint, judge, plan_run, shapes_of
+from rlhf_mc.planner.storage import STORAGE_BANDWIDTH, plan_storage
 from rlhf_mc.planner.times import plan_times
 from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, plan_traffic
@@ -31,11 +33,13 @@ def main(argv: Sequence[str]) -> int:
         gpu = gpu_of(arguments.gpu)
         device_bytes = gpu.memory
         world = arguments.nodes * arguments.gpus_per_node
-        capacity = Capacity(world, device_bytes)
+        capacity = Capacity(world, device_bytes, True, arguments.gpus_per_node, arguments.host_memory)
         cfg = load_config(arguments.config, arguments.overrides)
         plan = plan_run(cfg, capacity)
-        found = verdict(cfg, plan, device_bytes)
+        found = judge(cfg, plan, capacity)
         lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+        host = plan_host_memory(cfg, shapes_of(cfg), plan, arguments.gpus_per_node)
+        storage = plan_storage(cfg, shapes_of(cfg), plan, arguments.gpus_per_node, arguments.storage_bandwidth)
         transfers = plan_traffic(cfg, shapes_of(cfg), world, arguments.gpus_per_node, lengths)
         times = None
         if gpu.rates is not None:
@@ -43,9 +47,11 @@ def main(argv: Sequence[str]) -> int:
             weights = [transfer for transfer in transfers if transfer.phase == UPDATE_WEIGHTS]
             times = plan_times(cfg, shapes_of(cfg), plan, weights, machine, lengths)
         if arguments.json:
-            print(json.dumps({**as_json(plan, found, transfers), "times": times and times_json(times, lengths)}))
+            files = {"host_memory": vars(host), "storage": {**vars(storage), "space": storage.space}}
+            text = {**as_json(plan, found, transfers), **files, "times": times and times_json(times, lengths)}
+            print(json.dumps(text))
         else:
-            print(table(cfg, plan, device_bytes), traffic_table(transfers), sep="\n")
+            print(table(cfg, plan, device_bytes), host_table(host, storage), traffic_table(transfers), sep="\n")
             print(times_table(times, lengths) if times else NO_TIMES)
         if found.problem is not None:
             raise UserError(complaint(cfg, capacity, found))
@@ -73,6 +79,16 @@ def _bandwidth(text: str) -> float:
     return found
 
 
+def _bytes(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 1e9 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes of at least 1e9, such as 2e12")
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m rlhf_mc.planner", description="The memory and the times of a run on GPUs."
@@ -88,6 +104,14 @@ def _parser() -> argparse.ArgumentParser:
         default=NETWORK_BANDWIDTH,
         metavar="BYTES",
         help="bytes per second that each GPU sends to other nodes (default 50e9: a 400 Gb/s adapter for each)",
+    )
+    parser.add_argument("--host-memory", type=_bytes, metavar="BYTES", help="host memory of a node, to judge (2e12)")
+    parser.add_argument(
+        "--storage-bandwidth",
+        type=_bandwidth,
+        default=STORAGE_BANDWIDTH,
+        metavar="BYTES",
+        help="bytes per second between a node and the checkpoints' storage (default 5e9)",
     )
     for name in ("prompt", "response"):
         about = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"

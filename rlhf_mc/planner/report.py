@@ -8,11 +8,14 @@ from typing import Any
 
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config
+from rlhf_mc.planner.host_memory import NodeMemory
 from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.storage import Storage
 from rlhf_mc.planner.traffic import Transfer
 
 GB = 10**9
 KV_CACHE = "kv_cache"
+HOST_MEMORY = "host_memory"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,18 @@ def verdict(cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bo
     return Verdict(None, phase.name, spare)
 
 
+def with_host(found: Verdict, host: NodeMemory, node_bytes: float) -> Verdict:
+    """Return the verdict on a plan that must also fit the host memory of a node."""
+    if found.problem is not None or host.total <= node_bytes:
+        return found
+    largest = max(host.parts, key=lambda part: host.parts[part])
+    problem = (
+        f"node {host.node} needs {host.total / GB:.0f} GB of host memory of {node_bytes / GB:.0f}; the largest part is"
+        f" {largest}, {host.parts[largest] / GB:.0f} GB"
+    )
+    return Verdict(problem, HOST_MEMORY, found.spare)
+
+
 def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
     """Return the text of a plan: for each class of ranks its phases, each with the bytes of its parts."""
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
@@ -93,6 +108,24 @@ def traffic_table(transfers: Sequence[Transfer]) -> str:
     return "\n".join(lines)
 
 
+def host_table(host: NodeMemory, storage: Storage) -> str:
+    """Return the text of host memory and files: a line for each."""
+    is_offload = {name: name.endswith((" params", " optimizer")) for name in host.parts}
+    sizes = _by_purpose([("offloads" if is_offload[name] else name, size) for name, size in host.parts.items()])
+    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= GB / 20)
+    lines = [f"host memory of node {host.node}, GB: {host.total / GB:.1f}: {parts}"]
+    times = f"at least {storage.save:.0f} s to save, {storage.load:.0f} s to verify and load"
+    space = "every save adds one" if storage.space is None else f"space for {storage.checkpoints} and an export"
+    total = "" if storage.space is None else f" {storage.space / GB:.1f}"
+    if storage.checkpoints == 0:
+        lines.append(f"no training checkpoints (trainer.save_freq); export {storage.export / GB:.1f} GB")
+    else:
+        lines.append(
+            f"checkpoint {storage.checkpoint / GB:.1f} GB, {times}; export {storage.export / GB:.1f}; {space}{total}"
+        )
+    return "\n".join(lines)
+
+
 def _by_purpose(sizes: Sequence[tuple[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, size in sizes:
@@ -126,6 +159,8 @@ def remedy(cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], 
     of_vllm = list(_remedies_of_vllm(cfg, phase) if cuda else _remedies_of_vllm_on_cpu(cfg, phase))
     of_updates = list(_remedies_of_updates(cfg, roles)) if phase in ("update_actor", "update_critic") else []
     known = (list(_offloads(cfg, roles)) if cuda else []) + of_updates + of_vllm
+    if phase == HOST_MEMORY:
+        known = list(_remedies_of_host(cfg, roles))
     for settings in known:
         if fits(settings):
             return settings
@@ -153,6 +188,14 @@ def _offloads(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
         if part == "param" and cfg.reshard.share_weights:
             continue  # the actor's weights are then vLLM's too
         if found := _unset(cfg, roles, f"{part}_offload", True):
+            yield found
+
+
+def _remedies_of_host(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
+    if cfg.trainer.async_save:
+        yield ["trainer.async_save=false"]
+    for part in ("param", "optimizer"):
+        if found := _unset(cfg, roles, f"{part}_offload", False):
             yield found
 
 

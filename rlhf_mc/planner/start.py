@@ -12,8 +12,9 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
-from rlhf_mc.planner.report import GB, Verdict, remedy, verdict
+from rlhf_mc.planner.report import GB, Verdict, remedy, verdict, with_host
 from rlhf_mc.reshard.layout import check_vllm
 
 
@@ -25,6 +26,9 @@ class Capacity:
     device_bytes: int
     """Memory of each GPU, or a rank's share of the memory of its node."""
     cuda: bool = True
+    gpus_per_node: int = 8
+    host_bytes: float | None = None
+    """Host memory of each node with GPUs; None: it is not judged."""
 
 
 def shapes_of(cfg: Config) -> dict[str, ModelShape]:
@@ -43,6 +47,15 @@ def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda)
 
 
+def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> Verdict:
+    """Return the verdict on a plan."""
+    found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda)
+    if capacity.host_bytes is None:
+        return found
+    host = plan_host_memory(cfg, shapes_of(cfg), plan, capacity.gpus_per_node)
+    return with_host(found, host, capacity.host_bytes)
+
+
 def complaint(cfg: Config, capacity: Capacity, found: Verdict) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
     fits."""
@@ -58,7 +71,7 @@ def complaint(cfg: Config, capacity: Capacity, found: Verdict) -> str:
 def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
     try:
         changed = load_config(to_dict(cfg), settings)
-        return verdict(changed, plan_run(changed, capacity), capacity.device_bytes, capacity.cuda).problem is None
+        return judge(changed, plan_run(changed, capacity), capacity).problem is None
     except UserError:
         return False
 
@@ -66,7 +79,7 @@ def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
 def check_start(cfg: Config, capacity: Capacity) -> str:
     """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
     plan = plan_run(cfg, capacity)
-    found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda)
+    found = judge(cfg, plan, capacity)
     if found.problem is None:
         fullest = capacity.device_bytes - found.spare
         where = "of each GPU" if capacity.cuda else "that each rank has on its node"

@@ -16,10 +16,11 @@ from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.planner.collectives import Collective, Passes, Work
 from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
 from rlhf_mc.planner.model_state import ITEMSIZES
+from rlhf_mc.planner.rank_layouts import layouts_of
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
-from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.placement import rollout_layouts
+from rlhf_mc.reshard.plan import Plan, make_plan
 from rlhf_mc.topology.mesh import mesh_of
 
 UPDATE_WEIGHTS = "update_weights"
@@ -56,8 +57,8 @@ def plan_traffic(
     lengths: Lengths,
 ) -> list[Transfer]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
-    held = {role: training_layouts(shapes[role], mesh_of(layouts(cfg)[role], world), True) for role in shapes}
-    found = [weight_update(cfg, shapes["actor"], held["actor"], world, gpus_per_node)]
+    held = {role: layouts_of(shapes[role], mesh_of(layouts(cfg)[role], world), cuda=True) for role in shapes}
+    found = [weight_update(cfg, shapes["actor"], held["actor"], gpus_per_node)]
     steps = [(GEN, _Rollout(cfg, shapes["actor"], world, gpus_per_node, lengths).collectives)]
     for work in phase_work(cfg, shapes, world, lengths):
         steps.append((work.phase, _Model(cfg, work, shapes[work.role], held[work.role]).collectives))
@@ -203,13 +204,12 @@ def _load(transfers: Sequence[Transfer]) -> tuple[float, float]:
     return inter, inter + sum(transfer.intra_node for transfer in transfers)
 
 
-def weight_update(
-    cfg: Config, shape: ModelShape, held: Sequence[Layout], world: int, gpus_per_node: int
-) -> list[Transfer]:
-    """Return what the rank that receives most receives in the weight update, from its plan."""
-    mesh = mesh_of(cfg.actor.megatron, world)
+def weight_update_plan(cfg: Config, shape: ModelShape, held: Sequence[Layout], gpus_per_node: int) -> Plan:
+    """Return the plan of the weight update, as a run makes it. shape, held: the actor's shape and the layouts of all
+    ranks."""
+    mesh = mesh_of(cfg.actor.megatron, len(held))
     groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
-    plan = make_plan(
+    return make_plan(
         held,
         rollout_layouts(shape, groups),
         ITEMSIZES[cfg.actor.megatron.dtype],
@@ -217,5 +217,10 @@ def weight_update(
         gpus_per_node,
         cfg.reshard.share_weights,
     )
+
+
+def weight_update(cfg: Config, shape: ModelShape, held: Sequence[Layout], gpus_per_node: int) -> list[Transfer]:
+    """Return what the rank that receives most receives in the weight update."""
+    plan = weight_update_plan(cfg, shape, held, gpus_per_node)
     inter, total = max(zip(plan.received_from_other_nodes, plan.received_bytes, strict=True))
     return [Transfer(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(plan.buckets))] if total else []

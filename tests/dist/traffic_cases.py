@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_parts.engines import Role, make_engine, mesh_groups, objective, token_batch
+from gpu_parts.engines import Role, make_engine, mesh_groups, objective, shared_directory, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhf_mc.checkpoint import directory
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_bytes
+from rlhf_mc.checkpoint.training_state import Save
+from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.grouping import choose_rollout_groups
+from rlhf_mc.reshard.placement import rollout_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.trainer.scoring import log_prob_head, value_head
+from rlhf_mc.trainer.setup import layouts_of
 
 PROMPT = 24
 """Tokens."""
@@ -100,3 +112,42 @@ def recorded(
         with Recorder() as recorder:
             engine.train_step(batch, plan, objective(engine, batch, "token-mean"))
         return recorder.counts()
+
+
+def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[str], **megatron: Any) -> dict[str, int]:
+    """Save a trained model with Adam's moments, offloaded afterwards. Return the bytes of this rank's files by what
+    they hold, and of its arenas."""
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups, shared_directory() as root:
+        engine = make_engine(checkpoint, role, groups, param_offload=True, optimizer_offload=True, **megatron)
+        layouts = layouts_of(engine)
+        frozen = frozen_tensors("freeze", freeze, engine.shape)
+        engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layouts[groups.rank]))
+        engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
+        model = TrainedModel(engine, layouts)
+        buffers = HostBuffers()
+        save = Save(root, 1, [model], {}, {}, {}, "", buffers)
+        save.commit()
+        files = [path for path in directory.final_path(root, 1).iterdir() if path.name.startswith(f"__{groups.rank}_")]
+        blocks = [block for block in blocks_of(model) if block.is_mine]
+        engine.offload.offload_all_but(())
+        arenas = {name: group._host.num_bytes for name, group in engine.offload._groups.items()}
+        return {
+            "tensors": num_bytes(blocks),
+            "blocks": len(blocks),
+            "files": sum(path.stat().st_size for path in files),
+            "asynchronous save": buffers._arena.num_bytes,
+            **arenas,
+        }
+
+
+def moved(checkpoint: str, mesh: dict[str, int], rollout_tp: int, **megatron: Any) -> int:
+    """Return the bytes that arrive at this rank in messages of one weight update, from bfloat16 weights."""
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
+        engine = make_engine(checkpoint, "actor", groups, dtype="bfloat16", **megatron)
+        engines = choose_rollout_groups(engine.shape, groups.mesh, rollout_tp, 2)
+        target = rollout_layouts(engine.shape, engines)
+        plan = make_plan(layouts_of(engine), target, 2, 1 << 20, 2).for_rank(groups.rank)
+        tensors = {n: torch.empty(size, dtype=torch.bfloat16) for n, size in target[groups.rank].shapes.items()}
+        with Recorder() as recorder:
+            execute(plan, engine.params, tensors, PointToPoint(dist.group.WORLD))
+        return recorder.counts().get(("receive", ()), (0, 0))[0]

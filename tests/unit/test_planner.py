@@ -77,6 +77,29 @@ def test_advice_makes_it_fit(
     assert main(plan_70b(models, *overrides, *settings.split())) == 0
 
 
+def test_host_memory_and_checkpoints(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Compare with the figures in the config's comments."""
+    assert main(plan_70b(models, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9")) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    parts = plan["host_memory"]["parts"]
+    offloads = sum(size for name, size in parts.items() if name.endswith((" params", " optimizer")))
+    assert offloads / GB == pytest.approx(8 * 40, rel=0.03)
+    assert parts["asynchronous save"] / GB == pytest.approx(8 * 31.8, rel=0.01)
+    assert parts["export"] == 40 * GB  # 8 files of 5 GB
+    storage = plan["storage"]
+    assert storage["checkpoint"] / GB == pytest.approx(2 * 70.6 * 14, rel=0.01) and storage["checkpoints"] == 3
+    assert storage["space"] == 3 * storage["checkpoint"] + storage["export"]
+    assert storage["save"] == storage["checkpoint"] / 8 / 10e9 < storage["load"]
+
+
+def test_host_memory_is_judged(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan_70b(models, "--host-memory", "600e9")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "GB of host memory of 600; the largest part is asynchronous save" in line
+    assert line.endswith("it fits with trainer.async_save=false")
+    assert main(plan_70b(models, "--host-memory", "600e9", "trainer.async_save=false")) == 0
+
+
 def test_no_settings_are_enough(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(plan_70b(models, "--gpu", "16e9")) == 2
     assert capsys.readouterr().err.strip().endswith("use more GPUs, or larger tensor- or pipeline-parallel sizes")

@@ -1,0 +1,92 @@
+"""Host memory of a node: what offloads, asynchronous saves, the batch, an export and the processes themselves take.
+
+Weight updates take none on GPUs, where NCCL carries them. vLLM copies no weights to the host when it sleeps. Prompts
+are not counted: they are known only when the data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.planner.lengths import responses_per_prompt
+from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.model_state import ModelState
+from rlhf_mc.planner.storage import TRAINED, weight_bytes
+from rlhf_mc.topology.mesh import Mesh, mesh_of
+
+PROCESS = 6 << 30
+"""Bytes of a rank's process besides all else: libraries, CUDA's context and NCCL's buffers on the host. An assumption:
+a rank on a CPU has 1.8 GB after its start, of which 0.5 GB are its own and the rest libraries."""
+WORKER = 100 << 20
+"""Bytes of a process that computes rewards. One with a short function has 24 MB; computer algebra is a process more."""
+EXPORT_FILE = 5_000_000_000
+"""Bytes of a file of an export, which one rank gathers (checkpoint/hf_export.py)."""
+_PER_TOKEN = 8
+"""Bytes of a token in the batch (data/batch.py)."""
+_PER_RESPONSE_TOKEN = 100
+"""Bytes of a response token in the batch, besides: 8 vectors of float32, and token and log-prob as Python's numbers."""
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The host memory of one node, in bytes."""
+
+    node: int
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def plan_host_memory(
+    cfg: Config, shapes: Mapping[str, ModelShape], plan: Sequence[RankMemory], gpus_per_node: int
+) -> NodeMemory:
+    """Return the fullest node in a run whose device memory is planned. shapes: of the run's models, by role."""
+    world = sum(len(ranks.ranks) for ranks in plan)
+    nodes: dict[int, dict[str, float]] = {}
+    for ranks in plan:
+        mine = _rank_bytes(cfg, shapes, ranks, world)
+        for rank in ranks.ranks:
+            parts = nodes.setdefault(rank // gpus_per_node, {})
+            for name, size in mine.items():
+                parts[name] = parts.get(name, 0.0) + size
+    export = weight_bytes(shapes["actor"], cfg.actor.megatron)
+    found = []
+    for node, parts in nodes.items():
+        # File i of an export is gathered by rank i.
+        before = min(node * gpus_per_node * EXPORT_FILE, export)
+        parts["export"] = min(export - before, gpus_per_node * EXPORT_FILE)
+        found.append(NodeMemory(node, {name: size for name, size in parts.items() if size}))
+    return max(found, key=lambda node: node.total)
+
+
+def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory, world: int) -> dict[str, float]:
+    """Return the bytes of one of these ranks. Gradients are offloaded without a copy."""
+    found = {"processes": float(PROCESS + cfg.reward.num_workers * WORKER)}
+    copies = 0.0
+    for role in shapes:
+        state = ranks.states[role]
+        settings = layouts(cfg)[role]
+        if settings.param_offload:
+            found[f"{role} params"] = state.params
+        if role in TRAINED:
+            if settings.optimizer_offload:
+                found[f"{role} optimizer"] = state.optimizer
+            copies += saved_bytes(state, mesh_of(settings, world))
+    if cfg.trainer.save_freq > 0 and cfg.trainer.async_save:
+        found["asynchronous save"] = copies
+    responses = cfg.data.train_batch_size * responses_per_prompt(cfg)
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    found["batch"] = responses * (longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN)
+    return found
+
+
+def saved_bytes(state: ModelState, mesh: Mesh) -> float:
+    """Return the bytes of a trained model that a rank copies for an asynchronous save: its optimizer state, and an
+    equal part of the weights that replicas hold. With experts, most weights are theirs, and have fewer replicas."""
+    return state.params * mesh.ep / mesh.dp + state.optimizer

@@ -1,0 +1,89 @@
+"""Bytes of a run's files: training checkpoints and exports of the actor, with the space and the time that they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.models.freeze import frozen_tensors
+from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.model_state import ITEMSIZES
+from rlhf_mc.reshard.layout import logical_shapes
+
+TRAINED = ("actor", "critic")
+"""Roles of models that are trained, and saved in checkpoints."""
+STORAGE_BANDWIDTH = 5e9
+"""Bytes per second and direction between a node and the storage that all nodes share: an assumption. Sites publish
+theirs; `dd` or `fio` on one node measures it."""
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Files of a run, in bytes, and lower bounds of their times, in seconds."""
+
+    checkpoint: int
+    """Tensors of a training checkpoint. Its metadata is some hundred bytes a block."""
+    export: int
+    """Tensors of an export of the actor."""
+    checkpoints: int | None
+    """Checkpoints that exist at the same time: those that are kept, and the one that is written. None: the run keeps
+    all; 0: it saves none."""
+    save: float
+    """Time in which the ranks write a checkpoint, each its part, at the storage's bandwidth."""
+    load: float
+    """Time in which the node that reads most reads a checkpoint. All of its files are read once before, to verify
+    their digests."""
+
+    @property
+    def space(self) -> int | None:
+        """Bytes for the checkpoints and the last export; None: they grow with each save."""
+        return None if self.checkpoints is None else self.checkpoints * self.checkpoint + self.export
+
+
+def plan_storage(
+    cfg: Config,
+    shapes: Mapping[str, ModelShape],
+    plan: Sequence[RankMemory],
+    gpus_per_node: int,
+    bandwidth: float = STORAGE_BANDWIDTH,
+) -> Storage:
+    """Return the files of a run whose memory is planned. shapes: of the run's models, by role. bandwidth: bytes per
+    second and direction, of a node."""
+    trainer = cfg.trainer
+    settings = {role: (layouts(cfg)[role], getattr(cfg, role).freeze) for role in TRAINED if role in shapes}
+    checkpoint = sum(checkpoint_bytes(shapes[role], *found) for role, found in settings.items())
+    nodes = max(1, sum(len(ranks.ranks) for ranks in plan) // gpus_per_node)
+    read: dict[int, int] = {}
+    for ranks in plan:
+        mine = sum(ranks.states[role].params + ranks.states[role].optimizer for role in settings)
+        for rank in ranks.ranks:
+            read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + mine
+    kept = trainer.max_ckpt_to_keep
+    checkpoints = 0 if trainer.save_freq < 1 else None if kept is None else kept + trainer.keep_best + 1
+    return Storage(
+        checkpoint,
+        weight_bytes(shapes["actor"], cfg.actor.megatron),
+        checkpoints,
+        checkpoint / nodes / bandwidth,
+        (checkpoint / nodes + max(read.values())) / bandwidth,
+    )
+
+
+def weight_bytes(shape: ModelShape, megatron: MegatronConfig) -> int:
+    """Return the bytes of a model's tensors in a Hugging Face checkpoint."""
+    return sum(map(math.prod, logical_shapes(shape).values())) * ITEMSIZES[megatron.dtype]
+
+
+def checkpoint_bytes(shape: ModelShape, megatron: MegatronConfig, freeze: Sequence[str]) -> int:
+    """Return the bytes of a trained model in a training checkpoint: its weights, and for those that are trained Adam's
+    moments and, unless the weights are float32, their float32 copy. freeze: the patterns of its frozen tensors."""
+    sizes = {name: math.prod(size) for name, size in logical_shapes(shape).items()}
+    frozen = frozen_tensors("freeze", freeze, shape)
+    copies = 2 + (megatron.dtype != "float32")
+    trained = sum(numel for name, numel in sizes.items() if name not in frozen)
+    return sum(sizes.values()) * ITEMSIZES[megatron.dtype] + trained * copies * _FLOAT32
