@@ -271,6 +271,18 @@ class _RopeParameters:
 def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
     """Return this rank's part of the model, or the virtual pipeline chunk `chunk` of it, on its device, with zero
     weights. Every rank must call it."""
+    model = assemble_model(shape, megatron, groups, chunk)
+    model.to(platform.device())
+    with torch.no_grad():
+        for param in model.parameters():
+            # Uninitialised memory may hold NaN, and 0 * NaN is NaN: the vocabulary's padding rows are never loaded.
+            param.zero_()
+    return model
+
+
+def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
+    """Return the modules of build_model, in their types, with arbitrary weights, on torch's default device. On "meta"
+    they take no memory, and the process groups may be torch's "fake" ones."""
     check_layout(shape, megatron)
     first = groups.mesh.is_first_stage(groups.rank) and chunk == 0
     last = groups.is_last_stage and chunk == groups.mesh.vpp - 1
@@ -302,9 +314,5 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chu
         mark_tensor_parallel(model)
         multiply_as_matrices(model)
         _set_rope(model, shape)
-        model.to(platform.device(), DTYPES[megatron.dtype])
-        with torch.no_grad():
-            for param in model.parameters():
-                # Uninitialised memory may hold NaN, and 0 * NaN is NaN: the vocabulary's padding rows are never loaded.
-                param.zero_()
+        model.to(DTYPES[megatron.dtype])
     return model

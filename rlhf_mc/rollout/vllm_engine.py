@@ -1,5 +1,5 @@
 """The rollout engine over vLLM, in this process: built over given rank groups, with parameters that a reshard writes in
-place. Besides vllm_patches.py and vllm_fp8.py the only file that imports vllm.
+place. The other files that import vllm are its neighbours vllm_*.py.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class VLLMEngine:
                 tensor_parallel_size=cfg.tensor_model_parallel_size,
                 distributed_executor_backend="external_launcher",
                 load_format=vllm_patches.LOAD_FORMAT,
-                hf_overrides=_hf_overrides(shape),
+                hf_overrides=hf_overrides(shape),
                 # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
                 # contains what follows from the rank's place in its engine (its range of the vocabulary), and vLLM does
                 # not know that `groups` sets the place.
@@ -105,7 +105,7 @@ class VLLMEngine:
         written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
         found = self._quantized.shapes(self._model)
         try:
-            on_every_rank(lambda: _check_parameters(model_path, written, found))
+            on_every_rank(lambda: check_parameters(model_path, written, found))
         except UserError:
             self.close()
             raise
@@ -213,7 +213,7 @@ class VLLMEngine:
         gc.collect()
 
 
-def _hf_overrides(shape: ModelShape) -> dict[str, Any]:
+def hf_overrides(shape: ModelShape) -> dict[str, Any]:
     """Return the keys that replace those of config.json."""
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
     if platform.float32_products():
@@ -290,7 +290,7 @@ def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
         raise
 
 
-def _check_parameters(
+def check_parameters(
     model_path: str, written: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly vLLM's.

@@ -170,6 +170,19 @@ def tool_groups(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Gro
     shut_down()
 
 
+@contextlib.contextmanager
+def simulated_rank(rank: int, world: int) -> Iterator[None]:
+    """Let this process be one rank of a world, while the body runs, by torch's fake process group: collectives return
+    at once and move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def barrier() -> None:
     """Wait until every rank has called it."""
     dist.barrier()

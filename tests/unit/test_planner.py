@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shipped_configs import LLAMA_3_70B, QWEN_25_05B, REPO
+from published import LLAMA_3_70B, QWEN_25_05B
+from test_shipped_configs import REPO
 
 from rlhf_mc.planner.__main__ import main
 

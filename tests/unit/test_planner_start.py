@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_shipped_configs import QWEN_25_05B, REPO
+from published import QWEN_25_05B
+from test_shipped_configs import REPO
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config

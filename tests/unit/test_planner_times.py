@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from families import shape_of
-from test_shipped_configs import LLAMA_3_70B, REPO
+from published import LLAMA_3_70B
+from test_shipped_configs import REPO
 
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.generation_time import decode_weight_bytes, ring_seconds

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+from published import LLAMA_3_70B, QWEN_25_05B
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
@@ -22,35 +23,6 @@ from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 
 REPO = Path(__file__).resolve().parents[2]
-LLAMA_3_70B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
-QWEN_25_05B: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_shipped_configs import LLAMA_3_70B, REPO
+from published import LLAMA_3_70B
+from test_shipped_configs import REPO
 
 from rlhf_mc.config.load import load_config
 from rlhf_mc.models.shapes import model_shapes

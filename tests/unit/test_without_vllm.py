@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-OF_VLLM = {f"rlhf_mc.rollout.vllm_{name}" for name in ("engine", "fp8", "patches")}
+OF_VLLM = {f"rlhf_mc.rollout.vllm_{name}" for name in ("engine", "fp8", "parameters", "patches")}
 IMPORT_ALL = f"""
 import importlib, json, pkgutil, sys
 sys.modules["vllm"] = None

@@ -1,0 +1,157 @@
+"""The coverage of a checkpoint by the layouts of all ranks: each element of each tensor is held as often as the meshes
+say, and nothing else is. Arithmetic on shapes only; models/layout_check.py compares the layouts with real models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, params_of
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.layout import Box, Layout, Shard, logical_shapes
+from rlhf_mc.topology.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Tensors and elements that the layouts of all ranks cover."""
+
+    num_tensors: int
+    """Tensors of the Hugging Face checkpoint, without those that the engine does not have."""
+    num_elements: int
+    """Their elements."""
+    num_held: int
+    """Elements that all ranks hold together."""
+
+
+def training_coverage(shape: ModelShape, mesh: Mesh, layouts: Sequence[Layout]) -> Coverage:
+    """Return the coverage of a model by each rank's Megatron-Core layout. Raise UserError, with the first tensor that
+    is not held as often as the mesh says."""
+
+    def copies(param: Param, dims: Sequence[str]) -> int:
+        if param.stage == "last_if_not_first" and mesh.pp == 1:
+            return 0
+        replicas = mesh.dp // mesh.ep if param.stage == "expert" else mesh.dp
+        return replicas if SPLIT_DIMS.intersection(dims) else replicas * mesh.tp
+
+    return _coverage("Megatron-Core", shape, layouts, copies)
+
+
+def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout]) -> Coverage:
+    """Return the coverage of a model by each rank's vLLM layout, in engines of tp_size ranks. Raise UserError as
+    training_coverage does."""
+    engines = len(layouts) // tp_size
+
+    def copies(param: Param, dims: Sequence[str]) -> int:
+        if param.vllm is None:
+            return 0
+        if "kv" in dims:
+            return engines * max(1, tp_size // shape.num_kv_heads)
+        return engines if SPLIT_DIMS.intersection(dims) else engines * tp_size
+
+    return _coverage("vLLM", shape, layouts, copies)
+
+
+def _coverage(
+    engine: str, shape: ModelShape, layouts: Sequence[Layout], copies: Callable[[Param, Sequence[str]], int]
+) -> Coverage:
+    """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element of the tensor."""
+    wanted: Counter[str] = Counter()
+    for param in params_of(shape):
+        for name, dims in param.hf.items():
+            wanted[name] += copies(param, dims)
+    # Replicas share one layout.
+    shared = Counter(map(id, layouts))
+    held: dict[str, Counter[Box]] = {}
+    for layout in {id(layout): layout for layout in layouts}.values():
+        if problem := _misplaced(shape, layout):
+            raise UserError(f"{engine}'s layout of rank {layouts.index(layout)}: {problem}")
+        for shard in layout.shards:
+            held.setdefault(shard.tensor, Counter())[shard.box] += shared[id(layout)]
+    total = Coverage(0, 0, 0)
+    for tensor, size in logical_shapes(shape).items():
+        count = wanted[_pattern(tensor)]
+        if problem := _uncovered(size, held.pop(tensor, Counter()), count):
+            raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {tensor} {list(size)}: {problem}")
+        numel = math.prod(size)
+        if count:
+            total = Coverage(total.num_tensors + 1, total.num_elements + numel, total.num_held + count * numel)
+    if held:
+        raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {next(iter(held))} is no tensor of the model")
+    return total
+
+
+def split_axes(shape: ModelShape) -> dict[str, int | None]:
+    """Return for each tensor of the checkpoint the dimension that tensor parallelism splits; None: none."""
+    of_pattern = {
+        name: next((axis for axis, dim in enumerate(dims) if dim in SPLIT_DIMS), None)
+        for param in params_of(shape)
+        for name, dims in param.hf.items()
+    }
+    return {tensor: of_pattern[_pattern(tensor)] for tensor in logical_shapes(shape)}
+
+
+def _pattern(tensor: str) -> str:
+    """Return the name of a tensor as the table of parameters has it."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.{e}.", re.sub(r"^model\.layers\.\d+\.", "model.layers.{i}.", tensor))
+
+
+def _uncovered(size: Sequence[int], held: Mapping[Box, int], count: int) -> str | None:
+    """Return what is wrong with the blocks of a tensor of this size (block -> number of holders): each element must be
+    in one block, and each block be held `count` times."""
+    wrong = next(((box, n) for box, n in held.items() if n != count), None)
+    if wrong is not None:
+        return f"{_text(wrong[0])} is held {wrong[1]} times instead of {count}"
+    overlap = next((pair for pair in itertools.combinations(held, 2) if _volume(_common(*pair))), None)
+    if overlap is not None:
+        return f"{_text(overlap[0])} and {_text(overlap[1])} overlap"
+    missing = math.prod(size) * (count > 0) - sum(map(_volume, held))
+    return f"{missing} of {math.prod(size)} elements are on no rank" if missing else None
+
+
+def _misplaced(shape: ModelShape, layout: Layout) -> str | None:
+    """Return what is wrong with the places of the shards in a rank's tensors: each element must belong to one shard,
+    but for padding of the vocabulary."""
+    shards: dict[str, list[Shard]] = {}
+    for shard in layout.shards:
+        shards.setdefault(shard.local, []).append(shard)
+    padded = tuple(
+        str(name)
+        for param in params_of(shape)
+        for name in (param.mcore, param.vllm)
+        if any("vocab" in dims for dims in param.hf.values())
+    )
+    for name, size in layout.shapes.items():
+        boxes = [_place(shard, len(size)) for shard in shards.get(name, [])]
+        if any(end > limit for box in boxes for (_, end), limit in zip(box, size, strict=True)):
+            return f"a block of {name} is outside of {list(size)}"
+        if any(_volume(_common(*pair)) for pair in itertools.combinations(boxes, 2)):
+            return f"blocks of {name} overlap"
+        free = math.prod(size) - sum(map(_volume, boxes))
+        if free and not name.endswith(padded):
+            return f"{free} of {math.prod(size)} elements of {name} have no source"
+    return None
+
+
+def _place(shard: Shard, num_dims: int) -> Box:
+    """Return the block that a shard takes in its local tensor."""
+    sizes = [1] * (num_dims - len(shard.box)) + [end - start for start, end in shard.box]
+    return tuple((at, at + size) for at, size in zip(shard.offset, sizes, strict=True))
+
+
+def _common(a: Box, b: Box) -> Box:
+    return tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+
+
+def _volume(box: Box) -> int:
+    return math.prod(max(0, end - start) for start, end in box)
+
+
+def _text(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{end}' for start, end in box)}]"

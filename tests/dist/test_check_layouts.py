@@ -1,0 +1,54 @@
+"""tools/check_layouts.py as a command: the lines of a config, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import forked
+import pytest
+from tiny import make_checkpoint, write_config
+
+pytestmark = pytest.mark.dist
+
+TOOL = Path(__file__).parents[2] / "tools" / "check_layouts.py"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("layouts")
+    make_checkpoint(directory / "model")
+    (directory / "model" / "model.safetensors").unlink()  # config.json is enough
+    write_config(directory)
+    return directory
+
+
+def check(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return forked.run([str(TOOL), str(workspace / "config.yaml"), *arguments, "--gpus-per-node", "4"])
+
+
+def test_every_role_and_vllm_have_a_line(workspace: Path) -> None:
+    sizes = [f"actor.megatron.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline")]
+    done = check(workspace, *sizes, "rollout.tensor_model_parallel_size=2", "--nodes", "2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["actor", "critic", "ref", "rollout"]
+    for line in lines[:3]:
+        assert re.search(r": TP 2 x PP 2 x DP 2: \d+ parameters of 8 ranks agree with the layouts; .* tensors", line)
+    assert re.search(r": 4 engines of TP 2: \d+ parameters of 2 ranks agree with the layouts", lines[3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "0"], "--nodes times --gpus-per-node is 0"),
+        (["--nodes", "1", "actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size 3"),
+        (["--nodes", "1", "model.path=nowhere"], "model.path: nowhere/config.json cannot be read"),
+    ],
+)
+def test_mistake_is_one_line(workspace: Path, arguments: list[str], message: str) -> None:
+    done = check(workspace, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("check_layouts: error: ") and message in line

@@ -1,0 +1,79 @@
+"""Compare the layouts of every rank of a config with the real models, on one CPU and without weights.
+
+python tools/check_layouts.py CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8]
+
+Each rank's models are built on torch's meta device, of which config.json is enough: Megatron-Core's for all roles, and
+vLLM's. Names, shapes, types, and how often the ranks hold each element of the checkpoint must be those of the layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+os.environ["RLHF_MC_DEVICE"] = "cpu"  # the modules of a CPU: a GPU takes no part
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.validate import validate
+from rlhf_mc.models.checks import check_layout
+from rlhf_mc.models.layout_check import check_training_layouts
+from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
+from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.reshard.placement import rollout_layouts
+from rlhf_mc.runtime.exit_codes import exit_code
+
+
+def check(cfg: Config, world: int) -> None:
+    """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a difference."""
+    if world < 1:
+        raise UserError(f"--nodes times --gpus-per-node is {world}; a run has at least one rank")
+    validate(cfg, world)
+    shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
+    for role, shape in shapes.items():
+        check_layout(shape, layouts(cfg)[role], role)
+    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    found = check_training_layouts({role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world)
+    for role, checked in found.items():
+        report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
+    start = time.perf_counter()
+    tp = cfg.rollout.tensor_model_parallel_size
+    groups = [range(first, first + tp) for first in range(0, world, tp)]
+    coverage = rollout_coverage(shapes["actor"], tp, rollout_layouts(shapes["actor"], groups))
+    try:
+        from rlhf_mc.rollout.vllm_parameters import check_rollout_layouts
+    except UserError as error:
+        print(f"rollout: not compared with vLLM: {error}")
+        return
+    num_local = check_rollout_layouts(cfg, shapes["actor"])
+    report("rollout", f"{world // tp} engines of TP {tp}", tp, num_local, coverage, time.perf_counter() - start)
+
+
+def report(role: str, mesh: str, num_ranks: int, num_local: int, coverage: Coverage, seconds: float) -> None:
+    """Print the line of a role."""
+    print(
+        f"{role}: {mesh}: {num_local} parameters of {num_ranks} ranks agree with the layouts;"
+        f" {coverage.num_tensors} tensors, {coverage.num_elements / 1e9:.3f}e9 elements, are each held as often as they"
+        f" should be, {coverage.num_held / coverage.num_elements:.2f} times on average ({seconds:.1f} s)",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Check the config that the arguments name. Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="the config of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    args = parser.parse_intermixed_args()
+    world = args.nodes * args.gpus_per_node
+    return exit_code("check_layouts", lambda: check(load_config(args.config, args.overrides), world))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
