@@ -273,8 +273,8 @@ def variables(site: Site) -> dict[str, str]:
         return found
     if container.runtime != "pyxis":
         found.update({f"{container.runtime.upper()}ENV_{name}": value for name, value in list(found.items())})
-    # Packages in the user's home directory are the host's.
-    return {**found, "PYTHONNOUSERSITE": "1", "RLHF_MC_CONTAINER": container.runtime}
+    # The code is the repository's, although the image has a copy; packages in the user's home directory are the host's.
+    return {**found, "PYTHONPATH": ROOT, "PYTHONNOUSERSITE": "1", "RLHF_MC_CONTAINER": container.runtime}
 
 
 def shell(site: Site) -> str:

@@ -94,6 +94,28 @@ def test_apptainer_is_a_command_before_the_programs(tmp_path: Path) -> None:
     assert "runtime apptainer: there is no such command on" in done.stderr
 
 
+def test_tools_run_in_the_container_too(tmp_path: Path) -> None:
+    """Check launch/tool.sh without a container, with Apptainer, and as a step of srun with pyxis."""
+    for name, body in (
+        ("srun", 'echo "srun $1 $2 ${*: -4:1}"; exec "${@: -3}"'),
+        ("apptainer", 'echo run; exec "${@: -3}"'),
+    ):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    program = ["-c", "import os, rlhf_mc; print(os.environ.get('PYTHONPATH'))"]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    for runtime, expected in (
+        ("", ["None"]),
+        ("apptainer", ["run", str(ROOT)]),
+        ("pyxis", ["srun --nodes=1 --ntasks=1 --no-container-entrypoint", str(ROOT)]),
+    ):
+        file = write(tmp_path, f"[container]\nruntime = {runtime}\nimage = IMAGE\n" if runtime else "")
+        command = [ROOT / "launch" / "tool.sh", *program]
+        env["RLHF_MC_SITE"] = str(file)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines() == expected, done.stderr
+
+
 def test_without_a_site_file_nothing_is_set(tmp_path: Path) -> None:
     if (ROOT / "site.ini").exists():
         pytest.skip("this repository has a site file")
