@@ -46,8 +46,11 @@ def _state(engine: ModelEngine) -> ModelState:
 
 def measured_peak(checkpoint: str, mesh: dict[str, int], micro_batches: int, **megatron: Any) -> int:
     """Return the peak of the bytes that torch's profiler counts while a gradient is computed, over `micro_batches`
-    micro-batches of SEQUENCES sequences on every replica. The gradient buffers exist before. It is the median of
-    PASSES passes: when tensors of a collective or of a recomputation are freed differs from pass to pass."""
+    micro-batches of SEQUENCES sequences on every replica. The gradient buffers exist before.
+
+    On one rank it is that of the first profiled pass. Later ones leave out what the pass before has left: a profile
+    counts from 0, and after a recomputation some tensors are freed in the next pass. On several ranks it is the median
+    of PASSES passes: gloo's threads free tensors of collectives at different times, and no profile sees it."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, **megatron)
         engine.make_trainable(OptimConfig(), 1)
@@ -57,7 +60,8 @@ def measured_peak(checkpoint: str, mesh: dict[str, int], micro_batches: int, **m
         plan = [range(start, start + SEQUENCES) for start in range(0, batch.num_sequences, SEQUENCES)]
         loss = objective(engine, batch, "token-mean")
         engine.backward(batch, plan, loss)
-        return median_low(_profiled_peak(lambda: engine.backward(batch, plan, loss)) for _ in range(PASSES))
+        passes = PASSES if groups.mesh.world > 1 else 1
+        return median_low(_profiled_peak(lambda: engine.backward(batch, plan, loss)) for _ in range(passes))
 
 
 def _profiled_peak(function: Callable[[], object]) -> int:

@@ -88,6 +88,8 @@ def test_model_state_is_exact(
     [
         (1, "untied", {}, 1, {}),
         (1, "untied", {}, 1, {"recompute_granularity": "full"}),
+        (1, "moe", {}, 1, {}),
+        (1, "moe", {}, 1, {"recompute_granularity": "full"}),
         (2, "tied", {"tp": 2}, 1, {"sequence_parallel": True, "dtype": "bfloat16"}),
         (2, "tied", {"tp": 2}, 2, {}),
         (2, "tied", {"pp": 2}, 4, {"dtype": "bfloat16"}),
