@@ -36,6 +36,9 @@ if [[ -n "${RLHF_MC_SITE:-}" || -e "$site_root/site.ini" ]]; then
     command -v python3 >/dev/null || site_die "python3 (3.7 or later) reads the site file, and this node has none"
     site_assignments=$(python3 "$site_root/launch/site_settings.py" shell) || exit 2
     eval "$site_assignments"
+    if [[ -n "${RLHF_MC_CONTAINER:-}" && -n "${LOG_ROOT:-}" ]]; then
+        mkdir -p "$LOG_ROOT" || site_die "LOG_ROOT $LOG_ROOT cannot be created" # it is mounted
+    fi
     [[ ${#site_modules[@]} -eq 0 ]] || site_load_modules
     if [[ ${#site_wrapper[@]} -gt 0 ]] && ! command -v "${site_wrapper[0]}" >/dev/null; then
         site_die "[container] runtime ${site_wrapper[0]}: there is no such command on $(hostname)"

@@ -222,11 +222,14 @@ def check_paths(site: Site) -> None:
 
 def mounts(container: Container, log_root: str) -> list[tuple[str, str, str]]:
     """Return all mounts: those of the file, the repository, the current directory and the logs' folder, each at its own
-    path."""
+    path unless another mount has it there."""
     own = [ROOT, os.getcwd(), *([os.path.abspath(log_root)] if log_root else [])]
     found = list(container.mounts)
     for path in own:
-        if path not in (target for _, target, _ in found):
+        inside = (
+            f"{path}/".startswith(f"{target}/") for source, target, mode in found if source == target and mode == "rw"
+        )
+        if not any(inside):
             found.append((path, path, "rw"))
     return found
 

@@ -4,13 +4,16 @@ docs/debugging.md quotes are those of the source."""
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from documents import ROOT, expanded, unexplained
 
 from rlhf_mc.config.load import dotted_keys
+from rlhf_mc.planner.__main__ import _parser as planner_parser
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 COLUMNS = {"reward_model.ground_truth"}
@@ -95,3 +98,31 @@ def test_messages_that_a_page_quotes_are_in_the_source() -> None:
     for message in messages:
         for part in re.split(r"…|\d+", message.removeprefix("rlhf_mc: ")):
             assert not re.search("[a-z]", part) or is_written(part.strip(), known), f"{part!r}: {message}"
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Return the words of each command in the ```console blocks, without assignments before it."""
+    blocks = re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(line[2:]) for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)) for line in lines]
+
+
+def test_commands_of_the_cluster_page_can_be_given() -> None:
+    """Check that programs, configs, options and settings of the commands exist."""
+    commands = commands_of(ROOT / "docs" / "cluster.md")
+    assert len(commands) > 20
+    options_of_tools = (ROOT / "rlhf_mc" / "checkpoint" / "convert.py").read_text()
+    for command in commands:
+        for word in command:
+            if re.match(r"(launch|slurm|tools|configs)/", word):
+                assert (ROOT / word).exists(), word
+            if re.match(rf"({'|'.join(SECTIONS)})\.[\w.]+=", word):
+                assert word.partition("=")[0] in dotted_keys(), word
+        if "rlhf_mc.planner" in command:
+            arguments = command[command.index("rlhf_mc.planner") + 1 :]
+            assert planner_parser().parse_intermixed_args(arguments).nodes > 0
+        tool = next((word for word in command if word.startswith("tools/")), None)
+        if tool is not None:
+            source = (ROOT / tool).read_text() + options_of_tools
+            for option in command[command.index(tool) + 1 :]:
+                assert not option.startswith("--") or f'"{option}"' in source, option
