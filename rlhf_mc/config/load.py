@@ -303,13 +303,15 @@ def _convert_setting(key: str, setting: _Setting, hint: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Return the value converted to the type. Only int -> float, one string -> list of strings and list -> tuple are
-    converted. Raise TypeError for any other type."""
+    """Return the value converted to the type. Only int -> float, one string -> list of strings, list -> tuple and false
+    -> "off" are converted. Raise TypeError for any other type."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return None if value is None else _convert(value, next(arg for arg in args if arg is not type(None)))
     if origin is Literal:
+        if value is False and "off" in args:
+            value = "off"  # YAML reads the word as false
         ok = value in args
     elif origin is list:
         items = [value] if isinstance(value, str) else value

@@ -4,6 +4,7 @@ The caller passes the head or the loss.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,8 @@ class ModelEngine:
                 DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=self.groups.collection)
                 for chunk in self.chunks
             ]
+            for ddp in self._ddp:
+                weakref.finalize(self, _remove_hooks, ddp.grad_accs)
             dtype = DTYPES[self._megatron.dtype]
             config = OptimizerConfig(
                 optimizer="adam",
@@ -316,3 +319,11 @@ class ModelEngine:
                 collect_non_loss_data=forward_only,
                 **extra,
             )
+
+
+def _remove_hooks(nodes: list[Any]) -> None:
+    """Remove the hooks of autograd's nodes. Through them Megatron-Core's DistributedDataParallel holds itself, and
+    garbage collection does not follow nodes: a later run in the same process would have less memory."""
+    for node in nodes:
+        node.register_hook(print).hooks_dict_ref().clear()
+    nodes.clear()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.runtime.machine_facts import available_memory
 
 ALIGNMENT = 128
 """Bytes. Each tensor of an arena starts at a multiple of it."""
@@ -60,7 +61,7 @@ class HostArena:
 
     def _allocate(self, num_bytes: int) -> None:
         self.release()
-        available = available_bytes()
+        available = available_memory()
         try:
             if num_bytes > available:
                 raise MemoryError("more than is available")
@@ -85,27 +86,3 @@ def _pages(num_bytes: int) -> torch.Tensor:
     if Path("/sys/kernel/mm/transparent_hugepage").is_dir():
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def available_bytes() -> int:
-    """Return the bytes that this node can still give to this process: of its free and reclaimable memory, and within
-    the limits of the process's control groups (version 2), whose files in the page cache do not count."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min([int(fields["MemAvailable"].split()[0]) << 10, *_group_margins()])
-
-
-def _group_margins(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield for each control group of this process that limits memory what is left of it."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if group is None:
-        return
-    for parents in range(len(Path(group).parts) + 1):
-        path = root.joinpath(*Path(group).parts[:parents])
-        try:
-            limit = (path / "memory.max").read_text().strip()
-            used = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
-        except OSError:  # the root, or a group outside of this namespace
-            continue
-        if limit != "max":
-            yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))

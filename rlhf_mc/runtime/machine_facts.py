@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -242,7 +243,7 @@ def memory() -> tuple[int, int]:
     """Return the memory that this process may use, by the machine and its cgroups, and what is available, in bytes."""
     machine = psutil.virtual_memory()
     total = min([machine.total, *memory_limits(Path("/proc/self/cgroup").read_text())])
-    return total, min(machine.available, total)
+    return total, min(available_memory(), total)
 
 
 def memory_limits(cgroup: str) -> list[int]:
@@ -258,6 +259,30 @@ def memory_limits(cgroup: str) -> list[int]:
         files = [one / name for one in (folder, *folder.parents) if one.is_relative_to(CGROUPS)]
         limits += [file.read_text().strip() for file in files if file.exists()]
     return [int(limit) for limit in limits if limit.isdecimal()]
+
+
+def available_memory() -> int:
+    """Return the bytes that this node can still give to this process: of its free and reclaimable memory, and within
+    the limits of the process's control groups (version 2), whose files in the page cache do not count."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return min([int(fields["MemAvailable"].split()[0]) << 10, *memory_margins()])
+
+
+def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
+    """Yield for each control group of this process that limits memory what is left of it."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if group is None:
+        return
+    for parents in range(len(Path(group).parts) + 1):
+        path = root.joinpath(*Path(group).parts[:parents])
+        try:
+            limit = (path / "memory.max").read_text().strip()
+            used = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+        except OSError:  # the root, or a group outside of this namespace
+            continue
+        if limit != "max":
+            yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
 
 
 def disk() -> tuple[int, int]:

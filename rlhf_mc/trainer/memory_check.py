@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.config.schema import Config
-from rlhf_mc.models.host_memory import available_bytes
 from rlhf_mc.planner.start import Capacity, check_start
+from rlhf_mc.runtime.machine_facts import available_memory
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
 
@@ -26,7 +26,7 @@ def check_memory(cfg: Config) -> str | None:
 def _smallest_share() -> int:
     """Return the bytes of host memory that a rank can have: of the node that has least, what is available and what its
     ranks already have, in equal parts. Every rank must call it."""
-    found = gather_objects((socket.gethostname(), available_bytes(), platform.process_memory()))
+    found = gather_objects((socket.gethostname(), available_memory(), platform.process_memory()))
     nodes: dict[str, list[tuple[int, int]]] = {}
     for host, available, used in found:
         nodes.setdefault(host, []).append((available, used))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import built_run
+from megatron.core.distributed import DistributedDataParallel
 
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -35,6 +37,12 @@ def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]
             record_to.write_bytes(pickle.dumps(generations))
     finally:
         sampling.generate = generate
+
+
+def num_trained_models() -> int:
+    """Return how many models with gradients this process holds, after garbage collection."""
+    gc.collect()
+    return sum(isinstance(item, DistributedDataParallel) for item in gc.get_objects())
 
 
 def run_steps(

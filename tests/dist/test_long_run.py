@@ -40,6 +40,7 @@ def test_four_processes_learn_like_one(
     alone: tuple[Path, Any], pool: Any, quickstart_overrides: list[str], tmp_path: Path, world: int, replay: bool
 ) -> None:
     out, wanted = alone
+    before = pool(world).run(long_run_cases.num_trained_models)
     ranks = pool(world).run(
         long_run_cases.run_steps,
         config_path=CONFIG,
@@ -48,6 +49,8 @@ def test_four_processes_learn_like_one(
         export_to=str(tmp_path),
         replay_from=str(out / "rollouts") if replay else "",
     )
+    left = pool(world).run(long_run_cases.num_trained_models)
+    assert left == before, "the next run in these processes has less memory"
     assert all(scores == ranks[0] for scores in ranks)
     assert wanted[-1] > wanted[0] + 0.2
     # Three standard deviations of the difference between two mean scores of 0 or 1.

@@ -41,6 +41,7 @@ def test_critic_lr_keeps_its_own_default(config_file: Path) -> None:
         ("actor.optim.lr=2", "actor.optim", "lr", 2.0),
         ("actor.optim.betas=[0.9, 0.95]", "actor.optim", "betas", (0.9, 0.95)),
         ("rollout.n=4", "rollout", "n", 4),
+        ("reshard.verify=off", "reshard", "verify", "off"),  # false to YAML
         ("actor.shuffle=true", "actor", "shuffle", True),
         ("critic.ppo_epochs=null", "critic", "ppo_epochs", None),
         ("critic.ppo_epochs=2", "critic", "ppo_epochs", 2),

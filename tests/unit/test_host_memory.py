@@ -14,9 +14,10 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models import host_memory
-from rlhf_mc.models.host_memory import ALIGNMENT, HostArena, available_bytes
+from rlhf_mc.models.host_memory import ALIGNMENT, HostArena
 from rlhf_mc.models.offload import TensorGroup
+from rlhf_mc.runtime import machine_facts
+from rlhf_mc.runtime.machine_facts import available_memory
 
 PAGE = 4096
 
@@ -112,15 +113,15 @@ def test_too_little_memory_is_one_line() -> None:
     assert arena.num_bytes == 0 and len(arena.views([10])[0]) == 10
 
 
-def test_available_bytes_within_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = available_bytes()
+def test_available_memory_within_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = available_memory()
     assert 0 < before < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 200000\nfile 700000\nshmem 100000\n")
-    assert list(host_memory._group_margins(tmp_path)) == [700_000], "page cache is not used memory"
+    assert list(machine_facts.memory_margins(tmp_path)) == [700_000], "page cache is not used memory"
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(host_memory._group_margins(tmp_path)) == []
-    monkeypatch.setattr(host_memory, "_group_margins", lambda: [5000])
+    assert list(machine_facts.memory_margins(tmp_path)) == []
+    monkeypatch.setattr(machine_facts, "memory_margins", lambda: [5000])
     with pytest.raises(UserError, match=r"x: 6016 bytes .* 5000 are available"):
         HostArena("x").views([6000])
     assert len(HostArena("x").views([4000])[0]) == 4000

@@ -45,7 +45,8 @@ def overrides(tmp_path: Path) -> list[str]:
     row = {"prompt": "?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
     files = [f"data.{part}_files={tmp_path}/rows.parquet" for part in ("train", "val")]
-    return [f"model.path={tmp_path}/model", *files, f"trainer.default_local_dir={tmp_path}/run/ppo"]
+    directories = [f"model.path={tmp_path}/model", f"trainer.default_local_dir={tmp_path}/run/ppo"]
+    return [*directories, *files, "trainer.planner=off"]  # the test of the planner sets it
 
 
 @pytest.fixture
@@ -112,6 +113,21 @@ def test_driver_that_does_not_answer_is_reported(machine: pytest.MonkeyPatch, ov
     assert line.startswith(
         "nvidia-smi does not list the job's GPUs: nvidia-smi has not ended after 30 s; leave the node"
     )
+
+
+def test_run_that_does_not_fit_its_gpus_or_its_node(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    on = [*overrides, "trainer.planner=refuse"]
+    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
+    assert found(on) == []
+    small = Gpu("small", 8192, 4, (9, 0))
+    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [*[H100] * 7, small]))
+    uneven, line = found(on)
+    assert uneven.startswith("the GPUs are not equal")
+    assert line.startswith("does not fit: ") and line.endswith("with trainer.planner=warn it starts all the same")
+    machine.setattr(machine_facts, "driver", Driver)
+    machine.setattr(machine_facts, "available_memory", lambda: 8 << 30)
+    (line,) = found(on)
+    assert line.startswith("does not fit: ") and "GB of 1.1" in line
 
 
 @pytest.mark.parametrize(
