@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -184,6 +186,16 @@ def add_random_states() -> None:
     for seed, name in enumerate(names):
         if name not in tracker.get_states():
             tracker.add(name, seed)
+
+
+def gather_parameters_once(optimizer: Any) -> None:
+    """Let only the last of several distributed optimizers gather the parameters after a step.
+
+    Reason: experts that are sharded have an optimizer of their own. The step of each of the two gathers the parameters
+    of the whole model, so that all are gathered twice."""
+    for part in optimizer.chained_optimizers[:-1]:
+        if isinstance(part, DistributedOptimizer):
+            part.step_with_ready_grads = functools.partial(MixedPrecisionOptimizer.step_with_ready_grads, part)
 
 
 write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)

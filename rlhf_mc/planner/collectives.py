@@ -196,10 +196,7 @@ class Passes:
         """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
         embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
         shares = self._shape.shares_embeddings
-        buffers = list(buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares))
-        # Sharded experts have an optimizer of their own, and each of the two gathers all parameters.
-        gathers = 2 if any(buffer.is_of_experts for buffer in buffers) else 1
-        for buffer in buffers:
+        for buffer in buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
             group = group_of(self._mesh, self._rank, *axes)
             calls = len(buffer.buckets)
@@ -207,7 +204,7 @@ class Passes:
                 yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)
                 continue
             yield Collective("gradients", "reduce_scatter", group, buffer.numel * _FLOAT32, calls)
-            yield Collective("parameters", "all_gather", group, buffer.numel * self._itemsize, calls).times(gathers)
+            yield Collective("parameters", "all_gather", group, buffer.numel * self._itemsize, calls)
         norms = sum(math.prod(size) for name, size in layout.shapes.items() if self._is_summed(name))
         if norms:
             yield Collective("gradients", "all_reduce", self._tp, norms * _FLOAT32, 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,13 @@ from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel import random as mcore_random
 from model_cases import make_engine, mesh_groups
 from torch.overrides import TorchFunctionMode
+from traffic_cases import recorded
 
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.checkpoint.megatron_format import save_mcore
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import build, megatron_patches
+from rlhf_mc.models import build, engine, megatron_patches
 from rlhf_mc.models.fusions import fusions
 from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
@@ -147,6 +149,15 @@ def output_layer_with_fused_accumulation(checkpoint: str, patched: bool) -> None
         mesh_groups(1, 2) as groups,
     ):
         make_engine(checkpoint, "actor", groups)
+
+
+def gathered_parameters(checkpoint: str, patched: bool) -> int:
+    """Return the bytes that are gathered in an optimizer step of a model whose experts are sharded."""
+    unpatched = mock.patch.object(engine, "gather_parameters_once", lambda optimizer: None)
+    with contextlib.nullcontext() if patched else unpatched:
+        mesh = {"ep": dist.get_world_size()}
+        counts = recorded(checkpoint, "actor", mesh, 1, trains=True, use_distributed_optimizer=True)
+    return counts["all_gather", tuple(range(dist.get_world_size()))][0]
 
 
 def tie_by_parallel_state(checkpoint: str) -> None:

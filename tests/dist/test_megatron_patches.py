@@ -131,6 +131,15 @@ def test_frozen_layers_multiply_token_by_token(pool: Any, models: dict[str, str]
 
 
 @WORLD
+def test_each_optimizer_gathers_all_parameters(pool: Any, models: dict[str, str], world: int) -> None:
+    without, patched = (
+        pool(world).run(patch_cases.gathered_parameters, checkpoint=models["experts"], patched=patched)
+        for patched in (False, True)
+    )
+    assert without == [2 * num_bytes for num_bytes in patched]
+
+
+@WORLD
 def test_tied_embeddings_ask_for_the_global_parallel_state(pool: Any, models: dict[str, str], world: int) -> None:
     first, last = pool(world).outcomes(patch_cases.tie_by_parallel_state, checkpoint=models["dense"])
     assert first[0] and all_fail([last], "data parallel group"), last
