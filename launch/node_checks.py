@@ -2,7 +2,7 @@
 container if it has one. Each check yields one line for each problem, with its remedy. No torch is imported.
 
 The rules are the run's own: settings and files are checked by trainer/early_checks.py, open files by
-topology/open_files.py, memory by planner/start.py, and the machine is read by runtime/machine_facts.py.
+topology/open_files.py, and the machine is read by runtime/machine_facts.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import psutil
 
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import Config
-from rlhf_mc.planner.start import Capacity, DoesNotFit, check_start
 from rlhf_mc.runtime import machine_facts
 from rlhf_mc.runtime.machine_check import has_gpus, used_gpus
 from rlhf_mc.runtime.machine_facts import Gpu
@@ -113,27 +112,6 @@ def describe(found: list[Gpu]) -> str:
     return "; ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
-def memory(job: Job) -> Iterator[str]:
-    """Check that the run fits into the memory of this node's GPUs, or of the node where it runs on CPUs, as
-    trainer.planner wants it."""
-    if job.cfg.trainer.planner == "off":
-        return
-    try:
-        found = visible_gpus()
-    except RuntimeError:  # `gpus` has a line for that
-        return
-    if found:
-        capacity = Capacity(job.world, min(gpu.memory_mib for gpu in found) << 20)
-    else:
-        capacity = Capacity(job.world, machine_facts.available_memory() // job.ranks_per_node, cuda=False)
-    try:
-        check_start(job.cfg, capacity)
-    except DoesNotFit as error:
-        yield str(error)
-    except UserError:  # `settings` has a line for that
-        return
-
-
 def interfaces(job: Job) -> Iterator[str]:
     """Check that the interfaces and adapters that gloo and NCCL are told to use exist, and are up."""
     if job.world == 1:
@@ -177,7 +155,7 @@ def _match(value: str, present: list[str]) -> bool:
     return any(one.startswith(name) for one in present for name in names)
 
 
-CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (settings, open_files, gpus, memory, interfaces)
+CHECKS: tuple[Callable[[Job], Iterator[str]], ...] = (settings, open_files, gpus, interfaces)
 """Every check, in the order in which its lines are printed."""
 
 

@@ -1,5 +1,5 @@
-"""The checks of a job against the planner's figures: space for checkpoints, and host memory. launch/preflight.py makes
-the plan on the job's first node, and compares every node with it. No torch is imported.
+"""The checks of a job against the planner's figures: device memory, space for checkpoints, host memory.
+launch/preflight.py makes the plan on the job's first node, and compares every node with it. No torch is imported.
 
 trainer.planner decides what they are: "refuse" makes each line an error, "warn" a warning, and "off" leaves them out.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from launch.node_checks import Job, visible_gpus
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory
-from rlhf_mc.planner.start import Capacity, plan_run, shapes_of
+from rlhf_mc.planner.start import Capacity, complaint, judge, plan_run, shapes_of
 from rlhf_mc.planner.storage import plan_storage
 from rlhf_mc.runtime import machine_facts
 
@@ -26,6 +26,14 @@ def capacity(job: Job) -> Capacity:
     if found := visible_gpus():
         return Capacity(job.world, min(gpu.memory_mib for gpu in found) << 20)
     return Capacity(job.world, host_memory() // job.ranks_per_node, cuda=False)
+
+
+def memory(job: Job, plan: list[RankMemory]) -> Iterator[str]:
+    """Yield a line if the run does not fit into the memory of the GPUs, or of the node where it runs on CPUs."""
+    where = capacity(job)
+    found = judge(job.cfg, plan, where)
+    if found.problem is not None:
+        yield complaint(job.cfg, where, found)
 
 
 def storage(job: Job, plan: list[RankMemory]) -> Iterator[str]:

@@ -73,7 +73,8 @@ def _planned(job: Job) -> dict[str, Any]:
     plan = plan_checks.make_plan(job)
     kind = "problems" if job.cfg.trainer.planner == "refuse" else "warnings"
     needed = plan_checks.host_memory_needed(job, plan)
-    return {"planner": kind, kind: list(plan_checks.storage(job, plan)), "host memory needed": needed}
+    lines = [*plan_checks.memory(job, plan), *plan_checks.storage(job, plan)]
+    return {"planner": kind, kind: lines, "host memory needed": needed}
 
 
 def _here() -> str:

@@ -76,12 +76,8 @@ def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
         return False
 
 
-class DoesNotFit(UserError):
-    """The memory of a run is too small."""
-
-
 def check_start(cfg: Config, capacity: Capacity) -> str:
-    """Return the verdict in one line. Raise DoesNotFit if the run does not fit and trainer.planner is "refuse"."""
+    """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
     plan = plan_run(cfg, capacity)
     found = judge(cfg, plan, capacity)
     if found.problem is None:
@@ -93,5 +89,5 @@ def check_start(cfg: Config, capacity: Capacity) -> str:
         )
     line = complaint(cfg, capacity, found)
     if cfg.trainer.planner == "refuse":
-        raise DoesNotFit(f"{line}; with trainer.planner=warn it starts all the same")
+        raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
     return f"WARNING: as planned it {line}"

@@ -115,19 +115,21 @@ def test_driver_that_does_not_answer_is_reported(machine: pytest.MonkeyPatch, ov
     )
 
 
-def test_run_that_does_not_fit_its_gpus_or_its_node(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
-    on = [*overrides, "trainer.planner=refuse"]
-    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
-    assert found(on) == []
-    small = Gpu("small", 8192, 4, (9, 0))
-    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [*[H100] * 7, small]))
-    uneven, line = found(on)
-    assert uneven.startswith("the GPUs are not equal")
-    assert line.startswith("does not fit: ") and line.endswith("with trainer.planner=warn it starts all the same")
+def test_run_that_does_not_fit(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
+    """Check the lines of the job's first node: by its GPUs, then by its memory where the run is on CPUs."""
+    machine.setenv("SLURM_JOB_NUM_NODES", "8")
+    machine.setenv("NPROC", "8")
+    machine.setattr(machine_facts, "memory", lambda: (10**12, 10**12))
+    arguments = [str(ROOT / "configs/ppo_70b.yaml"), *overrides, "trainer.planner=refuse"]
+    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [Gpu("small", 8192, 4, (9, 0))] * 8))
+    (line,) = preflight.probe(arguments)["problems"]
+    assert line.startswith("does not fit: phase ") and "GB of 8.6" in line
     machine.setattr(machine_facts, "driver", Driver)
-    machine.setattr(machine_facts, "available_memory", lambda: 8 << 30)
-    (line,) = found(on)
-    assert line.startswith("does not fit: ") and "GB of 1.1" in line
+    machine.setattr(machine_facts, "memory", lambda: (8 << 30, 8 << 30))
+    (line,) = preflight.probe(arguments)["problems"]
+    assert line.startswith("does not fit: phase ") and "GB of 1.1" in line
+    found = preflight.probe([*arguments, "trainer.planner=warn"])
+    assert found["problems"] == [] and found["warnings"] == [line]
 
 
 @pytest.mark.parametrize(
