@@ -91,6 +91,8 @@ def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
 
 def traffic_table(transfers: Sequence[Transfer]) -> str:
     """Return the text of the traffic of a step: a line for each phase."""
+    if not transfers:
+        return "traffic: none, there is one rank"
     lines = [
         "traffic of a step, max over ranks of the GB received in the node, from other nodes; by purpose: in | from"
     ]
@@ -114,15 +116,14 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
     sizes = _by_purpose([("offloads" if is_offload[name] else name, size) for name, size in host.parts.items()])
     parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= GB / 20)
     lines = [f"host memory of node {host.node}, GB: {host.total / GB:.1f}: {parts}"]
-    times = f"at least {storage.save:.0f} s to save, {storage.load:.0f} s to verify and load"
-    space = "every save adds one" if storage.space is None else f"space for {storage.checkpoints} and an export"
-    total = "" if storage.space is None else f" {storage.space / GB:.1f}"
     if storage.checkpoints == 0:
-        lines.append(f"no training checkpoints (trainer.save_freq); export {storage.export / GB:.1f} GB")
-    else:
-        lines.append(
-            f"checkpoint {storage.checkpoint / GB:.1f} GB, {times}; export {storage.export / GB:.1f}; {space}{total}"
-        )
+        lines.append(f"no training checkpoints (trainer.save_freq); an export has {storage.export / GB:.1f} GB")
+        return "\n".join(lines)
+    space = "every save adds one"
+    if storage.space is not None:
+        space = f"{storage.checkpoints} of them and an export take {storage.space / GB:.1f}"
+    times = f"at least {storage.save:.0f} s to save, {storage.load:.0f} s to verify and load"
+    lines.append(f"training checkpoint {storage.checkpoint / GB:.1f} GB, {times}; {space}")
     return "\n".join(lines)
 
 

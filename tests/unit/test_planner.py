@@ -135,6 +135,25 @@ def test_table_of_one_gpu(models: dict[str, str], capsys: pytest.CaptureFixture[
     assert lines[-1].startswith("fits: the fullest phase is ")
 
 
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("trainer.save_freq=-1", "no training checkpoints (trainer.save_freq); an export has 1.0 GB"),
+        ("trainer.max_ckpt_to_keep=null", "every save adds one"),
+        ("trainer.max_ckpt_to_keep=1", "2 of them and an export take 28."),
+    ],
+)
+def test_checkpoints_of_one_gpu(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str], setting: str, text: str
+) -> None:
+    arguments = [str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), models["0.5b"], "--gpus-per-node", "1"]
+    keeps = ["trainer.max_ckpt_to_keep=null"] if "save_freq" in setting else []
+    assert main([*arguments, *keeps, setting]) == 0
+    out = capsys.readouterr().out
+    assert text in out
+    assert "traffic: none, there is one rank" in out
+
+
 def test_torch_is_not_imported() -> None:
     code = "import sys, rlhf_mc.planner.__main__; assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
