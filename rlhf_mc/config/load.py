@@ -44,22 +44,32 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     Raise UserError, with a message of one line, for a mistake in any of them.
 
     source: the file; or a mapping of sections, as a file contains it, without `base`; or None for overrides alone."""
-    reading = _Reading()
+    settings = _read(source, overrides)
     path = "command line" if source is None else "config" if isinstance(source, Mapping) else str(source)
-    if isinstance(source, str | Path):
-        settings = reading.file(Path(source), ())
-    else:
-        settings = reading.tree(source or {}, path)
-    for override in overrides:
-        _merge(settings, reading.override(override))
-    if reading.unknown:
-        raise UserError(explain(reading.unknown, dotted_keys()))
     config = _build(Config, "", settings, None, path)
     assert isinstance(config, Config)
     for role, section in roles(config).items():
         if role != "actor":
             section.megatron = _inherited_layout(role, config.actor.megatron, settings, path)
     return config
+
+
+def read_settings(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings, by dotted key, that `load_config` of these arguments finds in files and overrides: without
+    defaults."""
+    return {key: setting.value for key, setting in _read(source, overrides).items()}
+
+
+def sections_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as the mapping of sections that a file contains."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *parents, name = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return tree
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -79,6 +89,19 @@ def mapping_keys() -> list[str]:
 
 
 # ---------------------------------------------------------------- reading
+
+
+def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]) -> dict[str, _Setting]:
+    reading = _Reading()
+    if isinstance(source, str | Path):
+        settings = reading.file(Path(source), ())
+    else:
+        settings = reading.tree(source or {}, "command line" if source is None else "config")
+    for override in overrides:
+        _merge(settings, reading.override(override))
+    if reading.unknown:
+        raise UserError(explain(reading.unknown, dotted_keys()))
+    return settings
 
 
 class _Reading:
@@ -151,7 +174,7 @@ class _Reading:
     ) -> dict[str, _Setting]:
         """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have, after
         `wrapper`."""
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         settings: dict[str, _Setting] = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
@@ -225,12 +248,15 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
 
 # ---------------------------------------------------------------- types
 
+_hints = functools.cache(typing.get_type_hints)
+"""The types of a section's fields: a planner's search builds hundreds of configs."""
+
 
 @functools.cache
 def _leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
     """Return {dotted key: type}."""
     out: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _hints(cls).items():
         if dataclasses.is_dataclass(hint):
             out |= _leaf_hints(typing.cast(type, hint), f"{prefix}{name}.")
         elif (named := _named_section(hint)) is not None:
@@ -250,7 +276,7 @@ def _named_section(hint: Any) -> type | None:
 def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str) -> Any:
     """Return an instance of a section. Settings that are left out are those of `default`; None: the class's
     defaults."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         key = f"{prefix}{field.name}"

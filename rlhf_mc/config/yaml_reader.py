@@ -7,7 +7,7 @@ expand beyond the limits, are errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import yaml
@@ -67,6 +67,11 @@ def yaml_text(value: Any) -> str:
     """Return the value (plain lists, mappings and scalars) as YAML that `parse_yaml` reads back."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("...\n").rstrip("\n")
+
+
+def yaml_document(tree: Mapping[str, Any]) -> str:
+    """Return sections of settings as a YAML file, in their order."""
+    return yaml.dump(dict(tree), Dumper=_Dumper, default_flow_style=False, width=100, sort_keys=False)
 
 
 def parse_yaml(text: str | bytes, origin: str) -> Any:

@@ -1,6 +1,7 @@
 """Print the memory, the times and the traffic of a run before it is queued, and end with code 2 if it does not fit.
 
 python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8] [--gpu h100] [--json]
+python -m rlhf_mc.planner CONFIG.yaml ... --search [--top N] [--write PATH.yaml]
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config
+from rlhf_mc.config.load import load_config, read_settings, sections_of
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import lengths_of
 from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.report import as_json, host_table, table, traffic_table
+from rlhf_mc.planner.search import search
+from rlhf_mc.planner.search_report import check_new_file, search_json, search_table, write_config
 from rlhf_mc.planner.start import Capacity, complaint, judge, plan_run, shapes_of
 from rlhf_mc.planner.storage import STORAGE_BANDWIDTH, plan_storage
 from rlhf_mc.planner.times import plan_times
@@ -30,37 +34,77 @@ def main(argv: Sequence[str]) -> int:
     """Return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
     try:
-        gpu = gpu_of(arguments.gpu)
-        device_bytes = gpu.memory
-        world = arguments.nodes * arguments.gpus_per_node
-        capacity = Capacity(world, device_bytes, True, arguments.gpus_per_node, arguments.host_memory)
-        cfg = load_config(arguments.config, arguments.overrides)
-        plan = plan_run(cfg, capacity)
-        found = judge(cfg, plan, capacity)
-        lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
-        host = plan_host_memory(cfg, shapes_of(cfg), plan, arguments.gpus_per_node)
-        storage = plan_storage(cfg, shapes_of(cfg), plan, arguments.gpus_per_node, arguments.storage_bandwidth)
-        transfers = plan_traffic(cfg, shapes_of(cfg), world, arguments.gpus_per_node, lengths)
-        times = None
-        if gpu.rates is not None:
-            machine = Machine(world, arguments.gpus_per_node, gpu.rates, arguments.network_bandwidth)
-            weights = [transfer for transfer in transfers if transfer.phase == UPDATE_WEIGHTS]
-            times = plan_times(cfg, shapes_of(cfg), plan, weights, machine, lengths)
-        if arguments.json:
-            files = {"host_memory": vars(host), "storage": {**vars(storage), "space": storage.space}}
-            text = {**as_json(plan, found, transfers), **files, "times": times and times_json(times, lengths)}
-            print(json.dumps(text))
+        if arguments.search:
+            _search(arguments, argv)
         else:
-            print(table(cfg, plan, device_bytes), host_table(host, storage), traffic_table(transfers), sep="\n")
-            print(times_table(times, lengths) if times else NO_TIMES)
-        if found.problem is not None:
-            raise UserError(complaint(cfg, capacity, found))
+            _plan(arguments)
     except UserError as error:
         print(f"rlhf_mc: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    return 0
+
+
+def _capacity(arguments: argparse.Namespace) -> Capacity:
+    world = arguments.nodes * arguments.gpus_per_node
+    return Capacity(world, gpu_of(arguments.gpu).memory, True, arguments.gpus_per_node, arguments.host_memory)
+
+
+def _machine(arguments: argparse.Namespace) -> Machine | None:
+    """Return the machine, None if its rates are not known."""
+    rates = gpu_of(arguments.gpu).rates
+    world = arguments.nodes * arguments.gpus_per_node
+    return None if rates is None else Machine(world, arguments.gpus_per_node, rates, arguments.network_bandwidth)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    """Print the plan of the config. Raise UserError if it does not fit."""
+    if arguments.write is not None:
+        raise UserError("--write is for the config that --search finds; add --search")
+    capacity = _capacity(arguments)
+    gpus_per_node = arguments.gpus_per_node
+    cfg = load_config(arguments.config, arguments.overrides)
+    plan = plan_run(cfg, capacity)
+    shapes = shapes_of(cfg)
+    found = judge(cfg, plan, capacity)
+    lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+    host = plan_host_memory(cfg, shapes, plan, gpus_per_node)
+    storage = plan_storage(cfg, shapes, plan, gpus_per_node, arguments.storage_bandwidth)
+    transfers = plan_traffic(cfg, shapes, capacity.num_ranks, gpus_per_node, lengths)
+    machine = _machine(arguments)
+    times = None
+    if machine is not None:
+        weights = [transfer for transfer in transfers if transfer.phase == UPDATE_WEIGHTS]
+        times = plan_times(cfg, shapes, plan, weights, machine, lengths)
+    if arguments.json:
+        files = {"host_memory": vars(host), "storage": {**vars(storage), "space": storage.space}}
+        text = {**as_json(plan, found, transfers), **files, "times": times and times_json(times, lengths)}
+        print(json.dumps(text))
+    else:
+        memory = table(cfg, plan, capacity.device_bytes)
+        print(memory, host_table(host, storage), traffic_table(transfers), sep="\n")
+        print(times_table(times, lengths) if times else NO_TIMES)
+    if found.problem is not None:
+        raise UserError(complaint(cfg, capacity, found))
     if not arguments.json:
         print(f"fits: the fullest phase is {found.phase}, and leaves {found.spare / 1e9:.1f} GB of each device")
-    return 0
+
+
+def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Print the best plans, and write the best as a config. Raise UserError if none fits."""
+    machine = _machine(arguments)
+    if machine is None:
+        raise UserError(f"--search ranks by times, and --gpu {arguments.gpu} has none; name one of {', '.join(GPUS)}")
+    if arguments.write is not None:
+        check_new_file(arguments.write)
+    settings = read_settings(arguments.config, arguments.overrides)
+    cfg = load_config(sections_of(settings))
+    lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+    choices = search(settings, machine, _capacity(arguments), lengths, arguments.top)
+    print(json.dumps(search_json(choices, lengths)) if arguments.json else search_table(choices, lengths))
+    if arguments.write is not None:
+        write_config(arguments.write, f"python -m rlhf_mc.planner {shlex.join(argv)}", settings, choices[0])
+        if not arguments.json:
+            print(f"wrote the first of these to {arguments.write}")
 
 
 def _positive(text: str) -> int:
@@ -116,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("prompt", "response"):
         about = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"
         parser.add_argument(f"--mean-{name}-length", type=_positive, metavar="N", help=about)
+    parser.add_argument("--search", action="store_true", help="list the settings with the shortest step that fit")
+    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="number of plans to list (default 10)")
+    parser.add_argument("--write", metavar="PATH.yaml", help="write the config with the settings of the best plan")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser
 

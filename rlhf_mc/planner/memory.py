@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
@@ -89,16 +89,22 @@ class RankMemory:
 
 
 def plan_memory(
-    cfg: Config, shapes: Mapping[str, ModelShape], world: int, device_bytes: int, cuda: bool = True
+    cfg: Config,
+    shapes: Mapping[str, ModelShape],
+    world: int,
+    device_bytes: int,
+    cuda: bool = True,
+    one_of_each_stage: bool = False,
 ) -> list[RankMemory]:
-    """Return the memory of each class of ranks of a run.
+    """Return the memory of each class of ranks of a run. one_of_each_stage: of one rank of each class of pipeline
+    stages, which is nearly that of its tensor-parallel group.
 
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
     are a rank's share of the memory of its node."""
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in shapes}
     tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size)
     alike: dict[tuple[object, ...], list[int]] = {}
-    for rank in range(world):
+    for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
         alike.setdefault((*(place_of(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
     # By all that the phases of a rank follow from, in which tensor-parallel ranks mostly agree.
     classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout, list[int]]] = {}
@@ -112,6 +118,12 @@ def plan_memory(
         states = {role: model.state for role, model in models.items()}
         found.append(RankMemory(tuple(sorted(ranks)), tuple(_phases(cfg, models, rollout, cuda)), rollout, states))
     return found
+
+
+def _one_of_each_stage(meshes: Sequence[Mesh]) -> list[int]:
+    """Return a rank for each combination of stages that ranks have in these meshes."""
+    stages = {tuple(mesh.coordinate(rank).pp for mesh in meshes): rank for rank in range(meshes[0].world)}
+    return list(stages.values())
 
 
 class _Model:

@@ -7,6 +7,8 @@ updates an equal part of each bucket.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -96,15 +98,15 @@ class Buffer:
         """Return the elements of parameters that the rank with the most updates."""
         if not self.is_sharded:
             return sum(end - start for start, end in self.ranges)
-        return max(self._share(rank) for rank in range(self.ranks))
-
-    def _share(self, rank: int) -> int:
-        total = 0
-        for first, last in self.buckets:
+        shares = [0] * self.ranks
+        lasts = [last for _, last in self.buckets]
+        for start, end in self.ranges:
+            first, last = self.buckets[bisect.bisect_left(lasts, end)]
             size = (last - first) // self.ranks
-            low = first + rank * size
-            total += sum(max(0, min(end, low + size) - max(start, low)) for start, end in self.ranges)
-        return total
+            for rank in range((start - first) // size, -(-(end - first) // size)):
+                low = first + rank * size
+                shares[rank] += min(end, low + size) - max(start, low)
+        return max(shares)
 
     def _close(self, first: int, end: int) -> int:
         last = self._padded(end, math.lcm(self.ranks, _BUCKET_ALIGNMENT))
@@ -180,13 +182,14 @@ def _chunks(layout: Layout) -> dict[str, list[tuple[str, int]]]:
     return {chunk: sorted(sizes, key=lambda size: _place(size[0])) for chunk, sizes in found.items()}
 
 
-def _place(name: str) -> list[int]:
+@functools.lru_cache(maxsize=1 << 16)
+def _place(name: str) -> tuple[int, ...]:
     """Return the sort key of a parameter: the places of its modules, and the numbers in its name."""
-    key = []
+    key: list[int] = []
     for part in name.split("."):
         word, number = re.fullmatch(r"(\D*)(\d*)", part).groups()  # type: ignore[union-attr]
         key += [_ORDER.get(word, 0), int(number or 0)]
-    return key
+    return tuple(key)
 
 
 def _is_at_an_end(name: str) -> bool:

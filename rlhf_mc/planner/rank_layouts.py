@@ -18,7 +18,7 @@ from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, tra
 from rlhf_mc.reshard.aliasing import find_aliases
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, vllm_layout
-from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.reshard.placement import training_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
@@ -27,10 +27,15 @@ def place_of(mesh: Mesh, rank: int) -> Coordinate:
     return replace(mesh.coordinate(rank), dp=0)
 
 
-@functools.lru_cache(maxsize=64)
-def layouts_of(shape: ModelShape, mesh: Mesh, cuda: bool) -> Sequence[Layout]:
-    """Return each rank's layout of a Megatron-Core model. cuda: with Transformer Engine."""
-    return training_layouts(shape, mesh, transformer_engine=cuda)
+@functools.lru_cache(maxsize=1024)
+def layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> Layout:
+    """Return the layout of a Megatron-Core model on the ranks of a place. cuda: with Transformer Engine."""
+    return training_layout(shape, mesh, place, transformer_engine=cuda)
+
+
+def layouts_of(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
+    """Return each rank's layout; replicas share one object, for which make_plan plans once."""
+    return [layout_at(shape, mesh, place_of(mesh, rank), cuda) for rank in range(mesh.world)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,11 +74,11 @@ def _state_of(
     use_distributed_optimizer: bool,
     overlaps: bool,
 ) -> ModelState:
-    layout = _layout_at(shape, mesh, place, cuda)
+    layout = layout_at(shape, mesh, place, cuda)
     megatron = MegatronConfig(dtype=dtype, use_distributed_optimizer=use_distributed_optimizer)
     if freeze is None:
         return frozen_state(layout, megatron)
-    frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout)
+    frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout) if freeze else ()
     return trained_state(layout, megatron, mesh, place.pp, frozen, overlaps, shape.shares_embeddings)
 
 
@@ -84,10 +89,5 @@ def own_rollout_weights(
     """Return the elements of vLLM's parameters by name, without those that alias the actor's, on the ranks of a place
     in the training mesh and of this tensor-parallel rank of an engine. shares: reshard.share_weights."""
     target = vllm_layout(shape, tp_rank, tp)
-    aliased = find_aliases(_layout_at(shape, mesh, place, cuda), target, ITEMSIZES[dtype]) if shares else {}
+    aliased = find_aliases(layout_at(shape, mesh, place, cuda), target, ITEMSIZES[dtype]) if shares else {}
     return {name: math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased}
-
-
-def _layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> Layout:
-    rank = next(rank for rank in range(mesh.world) if place_of(mesh, rank) == place)
-    return layouts_of(shape, mesh, cuda)[rank]

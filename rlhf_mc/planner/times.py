@@ -24,7 +24,7 @@ from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine, ProductRate
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.planner.rank_layouts import layouts_of
+from rlhf_mc.planner.rank_layouts import layout_at, place_of
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhaseWork, Transfer, phase_work
 from rlhf_mc.topology.mesh import Mesh, mesh_of
 
@@ -82,12 +82,15 @@ def plan_times(
 ) -> StepTimes:
     """Return the times of a step whose memory is planned. shapes: of the run's models, by role. weights: transfers of
     the weight update."""
-    states = {
-        role: max((ranks.states[role] for ranks in plan), key=lambda state: state.params + state.optimizer)
-        for role in shapes
-    }
+    states = largest_states(plan)
     kv_tokens = min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan)
     return step_times(cfg, shapes, states, weights, machine, lengths, max(kv_tokens, 0.0))
+
+
+def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
+    """Return the state of each model, by role, on the rank that holds most of it."""
+    states = [ranks.states for ranks in plan]
+    return {role: max((of[role] for of in states), key=lambda one: one.params + one.optimizer) for role in states[0]}
 
 
 def step_times(
@@ -103,10 +106,7 @@ def step_times(
     engine's KV cache has room. For the others see plan_times."""
     held = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
     phases = [PhaseTime("gen", generation(cfg, shapes["actor"], machine, lengths, held))]
-    for work in phase_work(cfg, shapes, machine.world, lengths):
-        model = Model(shapes[work.role], layouts(cfg)[work.role], machine, lengths)
-        parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
-        phases.append(PhaseTime(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
+    phases += passes(cfg, shapes, states, machine, lengths)
     onload = onload_bytes(cfg, states, [phase.name for phase in phases]) / machine.rates.host
     received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
     phases += [PhaseTime(UPDATE_WEIGHTS, {"weights": received})] if received else []
@@ -115,7 +115,23 @@ def step_times(
     return StepTimes(tuple(phases), tokens, machine.world, held)
 
 
-class Model:
+def passes(
+    cfg: Config,
+    shapes: Mapping[str, ModelShape],
+    states: Mapping[str, ModelState],
+    machine: Machine,
+    lengths: Lengths,
+) -> list[PhaseTime]:
+    """Return the times of the phases in which a model computes. Arguments as of step_times."""
+    found = []
+    for work in phase_work(cfg, shapes, machine.world, lengths):
+        model = _Model(shapes[work.role], layouts(cfg)[work.role], machine, lengths)
+        parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
+        found.append(PhaseTime(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
+    return found
+
+
+class _Model:
     """One model's passes."""
 
     def __init__(self, shape: ModelShape, megatron: MegatronConfig, machine: Machine, lengths: Lengths) -> None:
@@ -256,11 +272,11 @@ def _communication(
         recompute_granularity=recompute,
     )
     rank = stage * mesh.tp * mesh.dp
-    passes = Passes(shape, megatron, mesh, rank, cuda=True)
-    forward = _by_purpose(passes.forward(work), rank, machine)
+    of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
+    forward = _by_purpose(of_rank.forward(work), rank, machine)
     found = forward
     if backward:
-        found = _by_purpose(passes.forward_and_backward(work), rank, machine)
+        found = _by_purpose(of_rank.forward_and_backward(work), rank, machine)
         if mesh.tp > 1:
             found["tensor parallel"] -= forward["tensor parallel"]
     waits = {"tensor parallel", "experts", *(("pipeline",) if mesh.vpp == 1 else ())}
@@ -285,9 +301,9 @@ def _sums_of_gradients(
         use_distributed_optimizer=use_distributed_optimizer,
     )
     rank = stage * mesh.tp * mesh.dp
-    passes = Passes(shape, megatron, mesh, rank, cuda=True)
-    layout = layouts_of(shape, mesh, True)[rank]
-    return {"gradients": 0.0, **_by_purpose(passes.gradients(layout, overlaps), rank, machine)}
+    of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
+    layout = layout_at(shape, mesh, place_of(mesh, rank), True)
+    return {"gradients": 0.0, **_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}
 
 
 def _by_purpose(collectives: Iterable[Collective], rank: int, machine: Machine) -> dict[str, float]:

@@ -20,12 +20,13 @@ def training_layouts(shape: ModelShape, mesh: Mesh, transformer_engine: bool = F
         # Data-parallel replicas share one Layout object, for which make_plan plans once.
         at = replace(mesh.coordinate(rank), dp=0)
         if at not in known:
-            known[at] = _training_layout(shape, mesh, at, transformer_engine)
+            known[at] = training_layout(shape, mesh, at, transformer_engine)
         layouts.append(known[at])
     return layouts
 
 
-def _training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool) -> Layout:
+def training_layout(shape: ModelShape, mesh: Mesh, at: Coordinate, transformer_engine: bool) -> Layout:
+    """Return the layout of the ranks at these coordinates."""
     chunks = []
     for chunk, layers in enumerate(mesh.chunk_layers(shape.num_layers, at.pp)):
         first = at.pp == 0 and chunk == 0

@@ -1,0 +1,393 @@
+"""Search for the settings with the shortest step that fit: layouts of training and rollout, token budgets,
+recomputation, offload, the share of vLLM. All other settings are the user's, also those of megatron sections other than
+the actor's, which inherit what they leave out.
+
+Candidates are visited by a bound of their step time that takes an unlimited KV cache and no offload, so that the search
+ends once no candidate can be better than those found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config, sections_of
+from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.config.validate import validate
+from rlhf_mc.models.checks import check_layout
+from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
+from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.machine import Machine
+from rlhf_mc.planner.memory import RankMemory, plan_memory
+from rlhf_mc.planner.model_state import ModelState
+from rlhf_mc.planner.rank_layouts import layouts_of
+from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
+from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
+from rlhf_mc.planner.traffic import weight_update
+from rlhf_mc.reshard.layout import check_vllm, logical_shapes
+from rlhf_mc.topology.mesh import mesh_of
+
+MARGIN = 0.05
+"""Share of the device memory that a found plan leaves: activations are planned within 10 %, fragmentation is not."""
+EQUAL = 0.03
+"""Share of a time by which two bounds do not differ: they leave more out than that. The simpler settings then come
+first."""
+_SHARES = [twentieth / 20 for twentieth in range(2, 20)]
+_MOST_CHUNKS = 8
+_LARGEST_BUDGET = 1 << 16
+_BUCKETS = (128, 32)
+"""Smaller values of reshard.bucket_megabytes to try where the weight update does not fit."""
+_RECOMPUTE = (None, "selective", "full")
+_UNLIMITED = 1e18
+
+_MEGATRON = "actor.megatron"
+_TP = f"{_MEGATRON}.tensor_model_parallel_size"
+_PP = f"{_MEGATRON}.pipeline_model_parallel_size"
+_VPP = f"{_MEGATRON}.virtual_pipeline_model_parallel_size"
+_EP = f"{_MEGATRON}.expert_model_parallel_size"
+_GRANULARITY = f"{_MEGATRON}.recompute_granularity"
+_ROLLOUT_TP = "rollout.tensor_model_parallel_size"
+_SHARE = "rollout.gpu_memory_utilization"
+_BUCKET = "reshard.bucket_megabytes"
+_UPDATE_BUDGETS = ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
+_FORWARD_BUDGETS = (
+    "rollout.log_prob_max_token_len_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu",
+    "critic.forward_max_token_len_per_gpu",
+)
+
+Settings = Mapping[str, Any]
+"""Dotted key -> value."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that fit."""
+
+    settings: Settings
+    """Those that were searched for."""
+    cfg: Config
+    times: StepTimes
+    spare: float
+    """Bytes of device memory that the fullest phase leaves."""
+    phase: str
+    """The fullest phase."""
+    offload: int
+    """Number of the offload settings, in the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    bound: float
+    """Lower bound of the step's seconds."""
+    layout: Settings
+    recompute: str | None
+    budget: int
+    """Tokens of a micro-batch of updates."""
+    forward: int
+    """Tokens of a micro-batch of other passes."""
+    rollout_tp: int
+
+
+def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int) -> list[Choice]:
+    """Return the best choices, the best first, at most `top`, each with another layout or recomputation. settings: the
+    user's. Raise UserError if none fits, or if the settings are wrong whatever the layout."""
+    found = _Search(settings, machine, capacity, lengths)
+    choices = found.best(top, beyond_node=False) or found.best(top, beyond_node=True)
+    if not choices:
+        host = "" if capacity.host_bytes is None else " and the host memory of their nodes"
+        raise UserError(
+            f"no settings fit {machine.world} GPUs of {capacity.device_bytes / 1e9:.1f} GB{host}, if {MARGIN:.0%} stay"
+            " free; use more GPUs, or shorter data.max_prompt_length and data.max_response_length"
+        )
+    return choices
+
+
+class _Search:
+    def __init__(self, settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths) -> None:
+        self._settings = settings
+        self._machine = machine
+        self._capacity = capacity
+        self._device_bytes = capacity.device_bytes
+        self._lengths = lengths
+        self._base = self._config({})
+        self._shapes = shapes_of(self._base)
+        sizes = {name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()}
+        self._experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        """Parameters of the actor's experts."""
+        self._dense = sum(sizes.values()) - self._experts
+        """Its other parameters."""
+        self._too_large: set[tuple[object, ...]] = set()
+        """Layouts, budgets and offload with which training alone does not fit."""
+
+    def best(self, top: int, beyond_node: bool) -> list[Choice]:
+        """Return the best choices. beyond_node: with tensor-parallel groups that span nodes, and only those."""
+        found: dict[tuple[object, ...], Choice] = {}
+        for candidate in sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound):
+            enough = sorted(choice.times.seconds for choice in found.values())[top - 1 : top]
+            if enough and candidate.bound > enough[0] * (1 + EQUAL):
+                break
+            choice = self._fitting(candidate)
+            if choice is None:
+                continue
+            key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
+            both = [choice, *([found[key]] if key in found else [])]
+            found[key] = _ranked(both)[0]
+        complete = (self._complete(choice) for choice in _ranked(list(found.values())))
+        return _ranked(list(itertools.islice((choice for choice in complete if choice is not None), top)))
+
+    # ---------------------------------------------------------------- candidates
+
+    def _candidates(self, beyond_node: bool) -> Iterator[_Candidate]:
+        """Yield all candidates whose layout the models, and the config's other settings, allow."""
+        error = None
+        rollouts: dict[int, float] = {}
+        for rollout_tp in self._group_sizes(beyond_node):
+            try:
+                check_vllm(self._shapes["actor"], rollout_tp)
+            except UserError:
+                continue
+            cfg = self._config({_ROLLOUT_TP: rollout_tp})
+            held = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
+            parts = generation(cfg, self._shapes["actor"], self._machine, self._lengths, held)
+            rollouts[rollout_tp] = sum(parts.values())
+        is_any = False
+        for layout in self._layouts(beyond_node):
+            trial = {**layout, **self._budgets(_LARGEST_BUDGET, _LARGEST_BUDGET), **self._levels()[-1]}
+            trial[_ROLLOUT_TP] = max(rollouts)
+            cfg = self._config(trial)
+            try:
+                validate(cfg, self._machine.world)
+                for role, shape in self._shapes.items():
+                    check_layout(shape, layouts(cfg)[role], role)
+            except UserError as refused:
+                error = error or refused
+                continue
+            is_any = True
+            for one, (rollout_tp, seconds) in itertools.product(
+                self._of_layout(layout, max(rollouts)), rollouts.items()
+            ):
+                if beyond_node and max(layout[_TP], rollout_tp) <= self._machine.gpus_per_node:
+                    continue
+                yield replace(one, bound=one.bound + seconds, rollout_tp=rollout_tp)
+        if not is_any and error is not None and not beyond_node:
+            raise error
+
+    def _of_layout(self, layout: Settings, rollout_tp: int) -> Iterator[_Candidate]:
+        """Yield the candidates of a training layout, with the bound of all but generation. rollout_tp: that with least
+        memory."""
+        longest = self._base.data.max_prompt_length + self._base.data.max_response_length
+        states = self._smallest({**layout, _ROLLOUT_TP: rollout_tp}, longest)
+        if states is None:
+            return
+        for recompute in _RECOMPUTE:
+            chosen = {**layout, _GRANULARITY: recompute, _ROLLOUT_TP: rollout_tp}
+            forward: dict[int, float] = {}
+            update: dict[int, float] = {}
+            for budget in self._budget_sizes(longest):
+                cfg = self._config({**chosen, **self._budgets(budget, budget)})
+                phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
+                update[budget] = sum(phase.seconds for phase in phases if phase.name.startswith("update_"))
+                forward[budget] = sum(phase.seconds for phase in phases) - update[budget]
+            quickest = min(forward.values())
+            largest = max(budget for budget, seconds in forward.items() if seconds <= quickest * (1 + EQUAL))
+            for budget, seconds in update.items():
+                yield _Candidate(seconds + forward[largest], layout, recompute, budget, largest, rollout_tp)
+
+    def _layouts(self, beyond_node: bool) -> Iterator[dict[str, Any]]:
+        """Yield the layouts of training that divide the ranks."""
+        shape = self._shapes["actor"]
+        world = self._machine.world
+        for tp in self._group_sizes(beyond_node):
+            for pp in _divisors(world // tp):
+                dp = world // tp // pp
+                chunks = [n for n in _divisors(shape.num_layers // pp) if 1 < n <= _MOST_CHUNKS] if pp > 1 else []
+                experts = [n for n in _divisors(dp) if shape.num_experts % n == 0] if shape.has_experts else [1]
+                for vpp, ep in itertools.product([None, *chunks], experts):
+                    yield {
+                        _TP: tp,
+                        _PP: pp,
+                        _VPP: vpp,
+                        _EP: ep,
+                        f"{_MEGATRON}.sequence_parallel": tp > 1,
+                        f"{_MEGATRON}.num_layers_in_first_pipeline_stage": None,
+                        f"{_MEGATRON}.num_layers_in_last_pipeline_stage": None,
+                    }
+
+    def _group_sizes(self, beyond_node: bool) -> list[int]:
+        """Return the tensor-parallel sizes to try: those that fill a node, or also whole nodes."""
+        node = self._machine.gpus_per_node
+        sizes = _divisors(self._machine.world)
+        return [n for n in sizes if node % n == 0 or (beyond_node and n % node == 0)]
+
+    def _budget_sizes(self, longest: int) -> list[int]:
+        """Return the token budgets to try: one sequence, powers of two, and the user's."""
+        sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu}
+        sizes |= {1 << power for power in range(_LARGEST_BUDGET.bit_length())}
+        return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
+
+    def _budgets(self, update: int, forward: int) -> dict[str, Any]:
+        """Return the settings of the token budgets of the models that the run has."""
+        if not self._base.actor.use_dynamic_bsz:
+            return {}
+        scorers = [f"{role}.forward_max_token_len_per_gpu" for role in reward_models(self._base)]
+        found = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys((*_FORWARD_BUDGETS, *scorers), forward)
+        absent = tuple(f"{role}." for role in ("critic", "ref") if role not in self._shapes)
+        return {key: value for key, value in found.items() if not key.startswith(absent)}
+
+    def _levels(self) -> list[dict[str, Any]]:
+        """Return the settings that offload, from those that free least to those that free most and take most time."""
+        shares = self._base.rollout.quantization is None
+        offloads = ("grad_offload", "optimizer_offload", "param_offload")
+        found = []
+        for count in range(len(offloads) + 1):
+            level: dict[str, Any] = {f"{_MEGATRON}.{name}": offloads.index(name) < count for name in offloads}
+            level["reshard.share_weights"] = shares and not level[f"{_MEGATRON}.param_offload"]
+            found.append({**level, "rollout.free_cache_engine": True})
+        if not self._base.rollout.free_cache_engine:
+            found.insert(0, {**found[0], "rollout.free_cache_engine": False})
+        return found
+
+    # ---------------------------------------------------------------- memory
+
+    def _smallest(self, layout: Settings, longest: int) -> dict[str, ModelState] | None:
+        """Return the states of the models in a layout; None where it does not fit with all that saves memory."""
+        dp = self._machine.world // layout[_TP] // layout[_PP]
+        stages = layout[_TP] * layout[_PP]
+        # Weights of two bytes, gradients of four, Adam's moments over all replicas.
+        shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
+        if shared / stages > self._device_bytes:
+            return None
+        chosen = {**layout, **self._budgets(longest, longest), **self._levels()[-1]}
+        cfg = self._config({**chosen, _GRANULARITY: "full"})
+        plan = self._plan(cfg)
+        return None if self._room_of_vllm(plan) is None else largest_states(plan)
+
+    def _fitting(self, candidate: _Candidate) -> Choice | None:
+        """Return the quickest choice of offload for a candidate; None: none fits."""
+        found = []
+        for level, settings in enumerate(self._levels()):
+            for forward in dict.fromkeys((candidate.forward, candidate.budget)):
+                key = (*candidate.layout.values(), candidate.recompute, candidate.budget, forward, level)
+                if key in self._too_large:
+                    continue
+                chosen = {
+                    **candidate.layout,
+                    _GRANULARITY: candidate.recompute,
+                    **self._budgets(candidate.budget, forward),
+                    _ROLLOUT_TP: candidate.rollout_tp,
+                    **settings,
+                }
+                choice = self._with_vllm(chosen, level, key)
+                if choice is not None:
+                    found.append(choice)
+                    break
+            # More offload frees memory for the KV cache alone.
+            if found and found[-1].times.sequences_at_a_time == sequences_at_a_time(
+                found[-1].cfg, self._machine.world, self._lengths, _UNLIMITED
+            ):
+                break
+        return _ranked(found)[0] if found else None
+
+    def _with_vllm(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
+        """Return the choice with the smallest share of vLLM that holds all of an engine's sequences, or else the
+        largest that fits; None: it does not fit. key: of training, which is recorded where training does not fit."""
+        bucket = self._base.reshard.bucket_megabytes
+        for megabytes in (bucket, *(size for size in _BUCKETS if size < bucket)):
+            trial = {**chosen, _BUCKET: megabytes}
+            cfg = self._config(trial)
+            plan = self._plan(cfg)
+            room = self._room_of_vllm(plan)
+            if room is not None:
+                return self._with_share({**trial, _SHARE: self._share(cfg, plan, room)}, level)
+            limit = self._device_bytes * (1 - MARGIN)
+            full = {phase.name for ranks in plan for phase in ranks.phases if _without_vllm(phase.parts) > limit}
+            if full != {"update_weights"}:
+                self._too_large.add(key)
+                return None
+        return None
+
+    def _with_share(self, chosen: Settings, level: int) -> Choice | None:
+        cfg = self._config(chosen)
+        # Host memory is that of all ranks of a node.
+        plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
+        found = judge(cfg, plan, self._capacity)
+        if found.problem is not None or found.spare < MARGIN * self._device_bytes:
+            return None
+        times = plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths)
+        return Choice(chosen, cfg, times, found.spare, found.phase, level)
+
+    def _room_of_vllm(self, plan: Sequence[RankMemory]) -> float | None:
+        """Return the share of the device that vLLM may take; None: even without its KV cache a phase does not fit."""
+        limit = self._device_bytes * (1 - MARGIN)
+        phases = [phase for ranks in plan for phase in ranks.phases]
+        if any(_without_vllm(phase.parts) > limit for phase in phases):
+            return None
+        return min(limit - _without_vllm(phase.parts) for phase in phases if "vLLM" in phase.parts) / self._device_bytes
+
+    def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
+        """Return rollout.gpu_memory_utilization. room: the most it may be."""
+        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+        held = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
+        rollouts = [ranks.rollout for ranks in plan]
+        needed = max(
+            rollout.weights + rollout.activations + held * longest * rollout.kv_bytes_per_token for rollout in rollouts
+        )
+        fitting = [share for share in _SHARES if share <= room]
+        enough = [share for share in fitting if share * self._device_bytes >= needed]
+        return enough[0] if enough else fitting[-1] if fitting else _SHARES[0]
+
+    def _complete(self, choice: Choice) -> Choice | None:
+        """Return the choice with its weight update, checked as a run is and planned on all ranks; None: it is refused
+        or does not fit."""
+        try:
+            plan = plan_run(choice.cfg, self._capacity)
+        except UserError:
+            return None
+        found = judge(choice.cfg, plan, self._capacity)
+        if found.problem is not None:
+            return None
+        machine = self._machine
+        shape = self._shapes["actor"]
+        held = layouts_of(shape, mesh_of(choice.cfg.actor.megatron, machine.world), cuda=True)
+        weights = weight_update(choice.cfg, shape, held, machine.gpus_per_node)
+        times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
+        return replace(choice, times=times, spare=found.spare, phase=found.phase)
+
+    def _plan(self, cfg: Config, one_of_each_stage: bool = True) -> list[RankMemory]:
+        world = self._machine.world
+        return plan_memory(cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage)
+
+    def _config(self, chosen: Settings) -> Config:
+        return load_config(sections_of({**self._settings, **chosen}))
+
+
+def _without_vllm(parts: Mapping[str, float]) -> float:
+    return sum(size for name, size in parts.items() if name != "vLLM")
+
+
+def _ranked(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices by step time, in steps of EQUAL of the best; among equals by less offload and recomputation,
+    by larger micro-batches, whose products run nearer to the peak rates, and by fewer pipeline chunks, which wait for
+    messages."""
+    if not choices:
+        return []
+    best = min(choice.times.seconds for choice in choices)
+
+    def key(choice: Choice) -> tuple[float, ...]:
+        actor = choice.cfg.actor
+        megatron = actor.megatron
+        recompute = _RECOMPUTE.index(megatron.recompute_granularity)
+        chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+        behind = math.floor((choice.times.seconds / best - 1) / EQUAL)
+        return behind, choice.offload, recompute, -actor.ppo_max_token_len_per_gpu, chunks, choice.times.seconds
+
+    return sorted(choices, key=key)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,108 @@
+"""The search for settings: its choices fit, are in order, and load again from the config that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_shipped_configs import LLAMA_3_70B, QWEN_25_05B, REPO
+
+from rlhf_mc.config.load import read_settings
+from rlhf_mc.planner.__main__ import main
+from rlhf_mc.planner.search import EQUAL, MARGIN
+
+SMALL = "configs/ppo_qwen2.5_0.5b.yaml"
+MODELS = {"configs/ppo_70b.yaml": (LLAMA_3_70B, "LlamaForCausalLM"), SMALL: (QWEN_25_05B, "Qwen2ForCausalLM")}
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs the command with config.json alone as the model: (code, output, errors)."""
+
+    def call(config: str, *arguments: str) -> tuple[int, str, str]:
+        sizes, architecture = MODELS[config]
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": [architecture]}))
+        code = main([str(REPO / config), f"model.path={tmp_path}", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "changes"),
+    [
+        ("configs/ppo_70b.yaml", ["--nodes", "8"], []),
+        (SMALL, ["--gpus-per-node", "1", "--gpu", "a100"], ["rollout.n=4"]),
+    ],
+)
+def test_written_config_is_the_users_and_fits(
+    run: Any, tmp_path: Path, config: str, machine: list[str], changes: list[str]
+) -> None:
+    path = tmp_path / "best.yaml"
+    code, out, _ = run(config, *machine, *changes, "--search", "--top", "3", "--json", "--write", str(path))
+    assert code == 0
+    choices = json.loads(out)
+    best = choices[0]
+    assert len({json.dumps(choice["settings"]) for choice in choices}) == 3
+    quickest = min(choice["times"]["step_seconds"] for choice in choices)
+    assert quickest <= best["times"]["step_seconds"] <= quickest * (1 + EQUAL)
+    # The layout that was written by hand is one of those searched for.
+    _, out, _ = run(config, *machine, *changes, "--json")
+    assert best["times"]["step_seconds"] < json.loads(out)["times"]["step_seconds"] * (1 + EQUAL)
+    for choice in choices:
+        assert choice["spare_bytes"] > 0.9 * MARGIN * (80 << 30)
+        assert choice["settings"]["actor.megatron.tensor_model_parallel_size"] <= 8
+        assert choice["settings"]["rollout.tensor_model_parallel_size"] <= 8
+
+    # All that the user has set is kept, unless it was searched for.
+    assert path.read_text().startswith("# Written by: python -m rlhf_mc.planner ")
+    users = read_settings(REPO / config, [f"model.path={tmp_path}", *changes])
+    assert read_settings(path) == {**users, **best["settings"]}
+
+    # The command plans the written config as the search did.
+    assert main([str(path), *machine, "--json"]) == 0
+
+
+def test_table(run: Any) -> None:
+    code, out, _ = run(SMALL, "--gpus-per-node", "1", "--search", "--top", "3")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("plans that fit, by the lower bound of a step with prompts of 512")
+    assert lines[1].split()[:4] == ["rank", "step", "s", "tokens/s/GPU"]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "3"]
+
+
+def test_no_plan_fits(run: Any) -> None:
+    code, _, err = run("configs/ppo_70b.yaml", "--search")
+    assert code == 2
+    assert "no settings fit 8 GPUs of 85.9 GB, if 5% stay free; use more GPUs" in err
+    code, _, err = run(SMALL, "--gpus-per-node", "1", "--search", "--host-memory", "2e9")
+    assert code == 2
+    assert "no settings fit 1 GPUs of 85.9 GB and the host memory of their nodes" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--search", "--gpu", "80e9"], "--search ranks by times, and --gpu 80e9 has none; name one of a100, h100"),
+        (["--write", "best.yaml"], "--write is for the config that --search finds; add --search"),
+        (["--search", "--nodes", "8", "actor.ppo_mini_batch_size=250"], "actor.ppo_mini_batch_size is 250"),
+        (["--search", "--nodes", "8", "--write", "nowhere/best.yaml"], "no directory nowhere; create it"),
+    ],
+)
+def test_bad_input_is_one_line(run: Any, arguments: list[str], words: str) -> None:
+    code, _, err = run("configs/ppo_70b.yaml", *arguments)
+    assert code == 2
+    (line,) = err.splitlines()
+    assert line.startswith("rlhf_mc: error: ") and words in line
+
+
+def test_existing_file_is_not_replaced(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("mine")
+    code, _, err = run(SMALL, "--gpus-per-node", "1", "--search", "--write", str(path))
+    assert code == 2 and err.strip().endswith(f"--write: {path} exists; name a new file, or remove it")
+    assert path.read_text() == "mine"
