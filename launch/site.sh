@@ -33,7 +33,8 @@ site_load_modules() {
 
 site_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -n "${RLHF_MC_SITE:-}" || -e "$site_root/site.ini" ]]; then
-    command -v python3 >/dev/null || site_die "python3 (3.7 or later) reads the site file, and this node has none"
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 7))' 2>/dev/null ||
+        site_die "python3 of version 3.7 or later reads the site file, and $(hostname) has none on its PATH"
     site_assignments=$(python3 "$site_root/launch/site_settings.py" shell) || exit 2
     eval "$site_assignments"
     if [[ -n "${RLHF_MC_CONTAINER:-}" && -n "${LOG_ROOT:-}" ]]; then

@@ -183,6 +183,10 @@ def test_mistake_stops_the_launchers_before_anything_is_started(tmp_path: Path) 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "[container] runtime pyxis starts containers by srun" in done.stderr
     assert "no such file" in settings("check", tmp_path / "none.ini").stderr.lower()
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")  # an older one
+    (tmp_path / "python3").chmod(0o755)
+    done = sourced(EXAMPLE, "echo started", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stdout) == (2, "") and "python3 of version 3.7 or later" in done.stderr
 
 
 def test_site_file_is_read_by_old_interpreters() -> None:
