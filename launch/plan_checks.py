@@ -73,7 +73,8 @@ def host_memory_needed(job: Job, plan: list[RankMemory]) -> dict[str, float]:
 
 
 def make_plan(job: Job) -> list[RankMemory]:
-    """Return the memory of each class of ranks. Raise UserError if the settings do not allow the run."""
+    """Return the memory of each class of ranks. Raise UserError if the settings do not allow the run, and RuntimeError
+    if nvidia-smi does not list the job's GPUs."""
     return plan_run(job.cfg, capacity(job))
 
 

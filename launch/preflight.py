@@ -58,8 +58,8 @@ def probe(arguments: list[str]) -> dict[str, Any]:
     job = Job.of_environment(cfg)
     found["problems"] = list(problems(job))
     found["host memory"] = plan_checks.host_memory()
-    if job.node_rank == 0 and cfg.trainer.planner != "off" and not found["problems"]:
-        found |= _planned(job)
+    if job.node_rank == 0 and cfg.trainer.planner != "off":
+        found |= _planned(job, found["problems"])
     folder = _marker_folder(cfg)
     if failure := _write(folder / node):
         if not any("trainer.default_local_dir" in line for line in found["problems"]):
@@ -68,13 +68,16 @@ def probe(arguments: list[str]) -> dict[str, Any]:
     return {**found, "markers": str(folder)}
 
 
-def _planned(job: Job) -> dict[str, Any]:
-    """Return the first node's facts about the plan of the whole run. The settings have been checked."""
-    plan = plan_checks.make_plan(job)
+def _planned(job: Job, problems: list[str]) -> dict[str, Any]:
+    """Return the first node's facts about the plan of the whole run, beside the problems that it has."""
+    try:
+        plan = plan_checks.make_plan(job)
+    except (UserError, RuntimeError):
+        return {}  # one of the problems
     kind = "problems" if job.cfg.trainer.planner == "refuse" else "warnings"
     needed = plan_checks.host_memory_needed(job, plan)
     lines = [*plan_checks.memory(job, plan), *plan_checks.storage(job, plan)]
-    return {"planner": kind, kind: lines, "host memory needed": needed}
+    return {"planner": kind, kind: [*problems * (kind == "problems"), *lines], "host memory needed": needed}
 
 
 def _here() -> str:

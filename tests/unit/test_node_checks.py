@@ -184,7 +184,7 @@ def test_space_and_host_memory_are_compared_with_the_plan(
     machine.setattr(machine_facts, "memory", lambda: (10**12, 10**12))
     machine.setenv("SLURM_JOB_NUM_NODES", "8")
     machine.setenv("NPROC", "8")
-    settings = [*overrides, f"trainer.planner='{planner}'", "trainer.max_ckpt_to_keep=1"]
+    settings = [*overrides, f"trainer.planner={planner}", "trainer.max_ckpt_to_keep=1"]
     (tmp_path / "run/ppo/global_step_1").mkdir(parents=True)
     (tmp_path / "run/ppo/global_step_1/a").write_bytes(bytes(1000))
     nodes = []
