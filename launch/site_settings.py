@@ -117,10 +117,10 @@ def _sections(file: str) -> dict[str, dict[str, str]]:
         raise SiteError("not a text file") from None
     except configparser.Error as error:
         raise SiteError(" ".join(str(error).split())) from None
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for section in parser.sections():
         if section not in SECTIONS:
-            raise SiteError(f"unknown section [{section}]{_nearest(section, SECTIONS)}")
+            raise SiteError(f"unknown section [{section}]{_nearest(section, list(SECTIONS))}")
         known = SECTIONS[section]
         for key, value in parser.items(section):
             if known and key not in known:
