@@ -18,6 +18,8 @@ def frozen_tensors(key: str, patterns: Sequence[str], shape: ModelShape) -> froz
 
     Raise UserError, the same on every rank, if a pattern matches none, if all tensors match, and if only some of the
     tensors match that Megatron-Core holds as one parameter."""
+    if not patterns:
+        return frozenset()
     names = list(logical_shapes(shape))
     frozen: set[str] = set()
     for pattern in patterns:

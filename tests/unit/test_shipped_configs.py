@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
-from published import LLAMA_3_70B, QWEN_25_05B
+from published import LLAMA_3_70B, QWEN_3_30B_A3B, QWEN_25_05B, QWEN_25_7B, QWEN_25_32B, write_model
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
@@ -17,7 +17,9 @@ from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.planner import activations
+from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.model_state import trained_state
+from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
@@ -25,10 +27,21 @@ from rlhf_mc.topology.mesh import Mesh
 REPO = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "model"),
-    [("ppo_70b", 64, LLAMA_3_70B), ("ppo_qwen2.5_0.5b", 8, QWEN_25_05B), ("ppo_qwen2.5_0.5b", 1, QWEN_25_05B)],
-)
+# (config, GPUs, model, GB that the planner leaves of each GPU, GB of a node's host memory)
+CLUSTERS: list[tuple[str, int, dict[str, Any], float, float]] = [
+    ("ppo_qwen2.5_0.5b", 1, QWEN_25_05B, 17.2, 21),
+    ("ppo_qwen2.5_0.5b", 8, QWEN_25_05B, 27.6, 68),
+    ("ppo_qwen2.5_7b", 8, QWEN_25_7B, 14.3, 450),
+    ("ppo_qwen2.5_32b", 16, QWEN_25_32B, 15.4, 1142),
+    ("ppo_qwen3_30b_a3b", 16, QWEN_3_30B_A3B, 19.5, 1033),
+    ("ppo_70b", 64, LLAMA_3_70B, 22.5, 676),
+]
+GB = 10**9
+MARGIN = 14 * GB
+"""Left of each GPU: for the graphs that vLLM keeps while it sleeps, fragmentation, and what no plan has."""
+
+
+@pytest.mark.parametrize(("name", "world", "model"), [cluster[:3] for cluster in CLUSTERS])
 def test_config_fits_its_world_size_and_model(name: str, world: int, model: dict[str, Any]) -> None:
     cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
     validate(cfg, world)
@@ -40,6 +53,51 @@ def test_config_fits_its_world_size_and_model(name: str, world: int, model: dict
     assert cfg.trainer.resume_mode == "auto" and cfg.trainer.save_freq > 0
 
 
+@pytest.mark.parametrize(("name", "world", "model", "spare", "host"), CLUSTERS)
+def test_config_fits_its_machine(
+    name: str, world: int, model: dict[str, Any], spare: float, host: float, tmp_path: Path
+) -> None:
+    """Plan the run on GPUs of 80 GiB, and compare with the figures in the config's comments."""
+    config = str(REPO / "configs" / f"{name}.yaml")
+    cfg = load_config(config, [f"model.path={write_model(tmp_path / 'model', model)}"])
+    gpus_per_node = min(world, 8)
+    capacity = Capacity(world, 80 << 30, True, gpus_per_node, 2e12)
+    plan = plan_run(cfg, capacity)
+    found = judge(cfg, plan, capacity)
+    assert found.problem is None
+    assert found.spare / GB == pytest.approx(spare, abs=0.1) and found.spare > MARGIN
+    node = plan_host_memory(cfg, shapes_of(cfg), plan, gpus_per_node)
+    assert node.total / GB == pytest.approx(host, abs=1)
+    # Each engine decodes all its sequences of a step at once, at their maximum length too.
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    for ranks in plan:
+        room = ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token / longest
+        assert room > cfg.rollout.max_num_seqs
+
+
+OFFLOADS = [f"megatron.{part}_offload=false" for part in ("param", "grad", "optimizer")]
+# (config, GPUs, model, settings of actor and critic that would leave less than the margin)
+TOO_FULL: list[tuple[str, int, dict[str, Any], list[str]]] = [
+    ("ppo_qwen2.5_0.5b", 1, QWEN_25_05B, ["ppo_max_token_len_per_gpu=32768"]),
+    ("ppo_qwen2.5_7b", 8, QWEN_25_7B, [*OFFLOADS[1:], "ppo_max_token_len_per_gpu=8192"]),
+    ("ppo_qwen2.5_32b", 16, QWEN_25_32B, [*OFFLOADS, "ppo_max_token_len_per_gpu=6144"]),
+    ("ppo_qwen3_30b_a3b", 16, QWEN_3_30B_A3B, [*OFFLOADS, "ppo_max_token_len_per_gpu=6144"]),
+    ("ppo_70b", 64, LLAMA_3_70B, [*OFFLOADS, "ppo_max_token_len_per_gpu=16384"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "model", "change"),
+    [(name, world, model, change) for name, world, model, changes in TOO_FULL for change in changes],
+)
+def test_config_needs_its_settings(name: str, world: int, model: dict[str, Any], change: str, tmp_path: Path) -> None:
+    """Plan the run without an offload, or with the next larger micro-batch."""
+    path = f"model.path={write_model(tmp_path / 'model', model)}"
+    cfg = load_config(str(REPO / "configs" / f"{name}.yaml"), [path, f"actor.{change}", f"critic.{change}"])
+    capacity = Capacity(world, 80 << 30)
+    assert judge(cfg, plan_run(cfg, capacity), capacity).spare < MARGIN
+
+
 def test_70b_layout() -> None:
     cfg = load_config(str(REPO / "configs/ppo_70b.yaml"))
     for megatron in layouts(cfg).values():
@@ -49,8 +107,6 @@ def test_70b_layout() -> None:
 
 
 # ---------------------------------------------------------------- memory of the 70B config
-
-GB = 10**9
 
 
 def state_bytes(shape: ModelShape, megatron: MegatronConfig, replicas: int, stage: int) -> float:
@@ -135,10 +191,21 @@ def test_memory_of_other_settings(change: str, gb: float) -> None:
     assert update_gb(cfg, 64) == pytest.approx(gb, abs=0.1)
 
 
-@pytest.mark.parametrize(("script", "config"), [("ppo_70b.sh", "ppo_70b"), ("ppo_1node.sh", "ppo_qwen2.5_0.5b")])
-def test_slurm_signals_before_the_grace_period_ends(script: str, config: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "config", "nodes"),
+    [
+        ("ppo_70b.sh", "ppo_70b", 8),
+        ("ppo_1node.sh", "ppo_qwen2.5_0.5b", 1),
+        ("ppo_1node.sh", "ppo_qwen2.5_7b", 1),
+        ("ppo_2nodes.sh", "ppo_qwen2.5_32b", 2),
+        ("ppo_2nodes.sh", "ppo_qwen3_30b_a3b", 2),
+    ],
+)
+def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, nodes: int) -> None:
     text = (REPO / "slurm" / script).read_text()
-    assert f"configs/{config}.yaml" in text
+    assert f"#SBATCH --nodes={nodes}\n" in text
+    # The config is the script's default, or its comments have the command.
+    assert f"config=(configs/{config}.yaml)" in text or script in (REPO / "configs" / f"{config}.yaml").read_text()
     found = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.MULTILINE)
     assert found is not None
     cfg = load_config(str(REPO / "configs" / f"{config}.yaml"))
@@ -153,7 +220,7 @@ def test_grpo_config_fits_two_processes() -> None:
 
 def test_all_configs_are_tested() -> None:
     shipped = {path.stem for path in (REPO / "configs").glob("*.yaml")}
-    assert shipped == {"quickstart", "quickstart_grpo", "ppo_70b", "ppo_qwen2.5_0.5b"}, "add the new config above"
+    assert shipped == {"quickstart", "quickstart_grpo", *(name for name, *_ in CLUSTERS)}, "add the new config above"
 
 
 def test_gpu_install_has_the_tested_vllm() -> None:
