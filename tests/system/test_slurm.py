@@ -245,8 +245,10 @@ def overrides_70b(folder: Path) -> list[str]:
 
 
 APPTAINER = """#!/usr/bin/env bash
-# In place of Apptainer: reads the options of `exec` as it does, and runs the program without a container. The variables
-# with its prefix win over the image's.
+# In place of Apptainer: reads the options of `exec` as it does, and runs the program without a container, in a process
+# to which it passes signals on. The variables with its prefix win over the image's.
+trap 'kill -USR1 "$child"' USR1
+trap 'kill -TERM "$child"' TERM
 [[ "$1 $2" == "exec --nv" ]] || exit 64
 shift 2
 while [[ "$1" == --* ]]; do
@@ -259,7 +261,10 @@ while [[ "$1" == --* ]]; do
 done
 export IN_IMAGE=$1 NCCL_DEBUG_SUBSYS=${APPTAINERENV_NCCL_DEBUG_SUBSYS:-of the image}
 shift
-exec "$@"
+"$@" &
+child=$!
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+wait "$child"
 """
 
 
@@ -326,9 +331,11 @@ exec {sys.executable} "$@"
 @pytest.mark.parametrize("how", ["preempted", "cancelled"])
 def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, str], tmp_path: Path, how: str) -> None:
     Path(stand_in["PYTHON"]).write_text(IS_PREEMPTED)
+    site = apptainer_site(tmp_path) if how == "preempted" else {}
+    parent = "bash" if site else "slurmstepd"  # the stand-in's interpreter
     header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
-    job = Job(stand_in, tmp_path, [*header, *DATA_PARALLEL, *overrides_70b(tmp_path)])
-    job.until(lambda: job.said().count("attempt  has started under slurmstepd") == 4)
+    job = Job({**stand_in, **site}, tmp_path, [*header, *DATA_PARALLEL, *overrides_70b(tmp_path)])
+    job.until(lambda: job.said().count(f"attempt  has started under {parent}") == 4)
     if how == "cancelled":
         job.slurm("scancel", job.id)
         assert job.wait(180) == "CANCELLED 0", job.said()
