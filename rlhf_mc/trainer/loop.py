@@ -32,6 +32,7 @@ from rlhf_mc.trainer.phases import (
     validate,
 )
 from rlhf_mc.trainer.run_directory import EXPORT, HF, PLOT
+from rlhf_mc.trainer.run_record import record_start
 from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState, begin_step, headlines, log, say_on_console, step_metrics
 
@@ -99,6 +100,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     sinks = on_every_rank(
         lambda: build_sinks(run.groups.rank, run.config.trainer, run.schedule.total_steps, step or None, run_id)
     )
+    record_start(run.config, run_id, step)
     for line in headlines(run):
         say_on_console(run, line)
     say_on_console(run, run.rollout.summary)

@@ -31,6 +31,8 @@ EXPORT = "export"
 GENERATIONS = "generations"
 VALIDATION = "validation"
 PLOT = "training.png"
+CONFIG_FILE = "resolved_config.yaml"
+STARTS_FILE = "starts.jsonl"
 _OUTPUTS = (
     success.NAME,
     METRICS_FILE,
@@ -38,6 +40,8 @@ _OUTPUTS = (
     GENERATIONS,
     VALIDATION,
     PLOT,
+    CONFIG_FILE,
+    STARTS_FILE,
     HF,
     EXPORT,
     "nonfinite_step_*.json",

