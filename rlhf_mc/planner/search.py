@@ -155,9 +155,10 @@ class _Search:
             held = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
             parts = generation(cfg, self._shapes["actor"], self._machine, self._lengths, held)
             rollouts[rollout_tp] = sum(parts.values())
+        budget = self._budget_sizes()[-1]
         is_any = False
         for layout in self._layouts(beyond_node):
-            trial = {**layout, **self._budgets(_LARGEST_BUDGET, _LARGEST_BUDGET), **self._levels()[-1]}
+            trial = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
             trial[_ROLLOUT_TP] = max(rollouts)
             cfg = self._config(trial)
             try:
@@ -180,15 +181,14 @@ class _Search:
     def _of_layout(self, layout: Settings, rollout_tp: int) -> Iterator[_Candidate]:
         """Yield the candidates of a training layout, with the bound of all but generation. rollout_tp: that with least
         memory."""
-        longest = self._base.data.max_prompt_length + self._base.data.max_response_length
-        states = self._smallest({**layout, _ROLLOUT_TP: rollout_tp}, longest)
+        states = self._smallest({**layout, _ROLLOUT_TP: rollout_tp})
         if states is None:
             return
         for recompute in _RECOMPUTE:
             chosen = {**layout, _GRANULARITY: recompute, _ROLLOUT_TP: rollout_tp}
             forward: dict[int, float] = {}
             update: dict[int, float] = {}
-            for budget in self._budget_sizes(longest):
+            for budget in self._budget_sizes():
                 cfg = self._config({**chosen, **self._budgets(budget, budget)})
                 phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
                 update[budget] = sum(phase.seconds for phase in phases if phase.name.startswith("update_"))
@@ -224,8 +224,11 @@ class _Search:
         sizes = _divisors(self._machine.world)
         return [n for n in sizes if node % n == 0 or (beyond_node and n % node == 0)]
 
-    def _budget_sizes(self, longest: int) -> list[int]:
-        """Return the token budgets to try: one sequence, powers of two, and the user's."""
+    def _budget_sizes(self) -> list[int]:
+        """Return the token budgets to try, ascending: one sequence, powers of two, and the user's."""
+        longest = self._base.data.max_prompt_length + self._base.data.max_response_length
+        if not self._base.actor.use_dynamic_bsz:
+            return [longest]  # micro-batches are those of the user's numbers of sequences
         sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu}
         sizes |= {1 << power for power in range(_LARGEST_BUDGET.bit_length())}
         return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
@@ -254,7 +257,7 @@ class _Search:
 
     # ---------------------------------------------------------------- memory
 
-    def _smallest(self, layout: Settings, longest: int) -> dict[str, ModelState] | None:
+    def _smallest(self, layout: Settings) -> dict[str, ModelState] | None:
         """Return the states of the models in a layout; None where it does not fit with all that saves memory."""
         dp = self._machine.world // layout[_TP] // layout[_PP]
         stages = layout[_TP] * layout[_PP]
@@ -262,7 +265,8 @@ class _Search:
         shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
         if shared / stages > self._device_bytes:
             return None
-        chosen = {**layout, **self._budgets(longest, longest), **self._levels()[-1]}
+        budget = self._budget_sizes()[0]
+        chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
         cfg = self._config({**chosen, _GRANULARITY: "full"})
         plan = self._plan(cfg)
         return None if self._room_of_vllm(plan) is None else largest_states(plan)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.load import sections_of
+from rlhf_mc.config.schema import Config
 from rlhf_mc.config.yaml_reader import yaml_document
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.search import EQUAL, Choice
@@ -59,13 +60,16 @@ def _row(number: int, choice: Choice) -> tuple[str, ...]:
         str(actor.virtual_pipeline_model_parallel_size or 1),
         str(actor.expert_model_parallel_size),
         str(cfg.rollout.tensor_model_parallel_size),
-        str(cfg.actor.ppo_max_token_len_per_gpu),
-        str(cfg.rollout.log_prob_max_token_len_per_gpu),
+        *(_micro_batches(cfg) if cfg.actor.use_dynamic_bsz else ("", "")),
         actor.recompute_granularity or "none",
         "+".join(offloads) or "none",
         f"{cfg.rollout.gpu_memory_utilization:g}",
         str(choice.times.sequences_at_a_time),
     )
+
+
+def _micro_batches(cfg: Config) -> tuple[str, str]:
+    return str(cfg.actor.ppo_max_token_len_per_gpu), str(cfg.rollout.log_prob_max_token_len_per_gpu)
 
 
 def search_json(choices: Sequence[Choice], lengths: Lengths) -> list[dict[str, Any]]:

@@ -183,7 +183,11 @@ class _Model:
         settings = (self._megatron.dtype, self._megatron.sequence_parallel, self._megatron.recompute_granularity)
         work = Work(self._lengths.total, results, 0.0, 1)
         communication = _communication(self._shape, self._mesh, stage, *settings, work, self._machine, backward)
-        return {"products": products, **{name: sequences * seconds for name, seconds in communication.items()}}
+        found = {name: sequences * seconds for name, seconds in communication.items()}
+        if self._mesh.vpp > 1:
+            # Messages overlap with the products of other virtual pipeline chunks (models/build.py).
+            found["pipeline"] = max(0.0, found["pipeline"] - products)
+        return {"products": products, **found}
 
     def _products(self, stage: int, sequences: float, results: float, backward: bool) -> float:
         """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if that is longer. A
@@ -259,10 +263,9 @@ def _communication(
     machine: Machine,
     backward: bool,
 ) -> Mapping[str, float]:
-    """Return the seconds, by purpose, of the collectives that a stage's products wait for.
+    """Return the seconds, by purpose, of the collectives that a stage's products wait for, and of messages.
 
-    Messages between stages overlap with the products of other virtual pipeline chunks, if there are any
-    (models/build.py). Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
+    Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
     the products of column-parallel layers: the sum of the input's gradient, and the second gather of the input
     (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
     megatron = MegatronConfig(
@@ -279,8 +282,7 @@ def _communication(
         found = _by_purpose(of_rank.forward_and_backward(work), rank, machine)
         if mesh.tp > 1:
             found["tensor parallel"] -= forward["tensor parallel"]
-    waits = {"tensor parallel", "experts", *(("pipeline",) if mesh.vpp == 1 else ())}
-    return {name: seconds for name, seconds in found.items() if name in waits}
+    return {name: seconds for name, seconds in found.items() if name in ("tensor parallel", "experts", "pipeline")}
 
 
 @functools.lru_cache(maxsize=4096)

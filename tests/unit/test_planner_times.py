@@ -98,6 +98,9 @@ def test_directions(times: Any) -> None:
     # Interleaving: chunks divide the bubble.
     one_chunk = change("update_critic", "bubble", "actor.megatron.virtual_pipeline_model_parallel_size=null")
     assert one_chunk == pytest.approx(4, rel=0.02)
+    # Messages between stages are hidden by other chunks, unless they take longer than the products.
+    assert as_shipped["update_critic"]["pipeline"] == 0
+    assert times("--network-bandwidth", "1e8")["phases"]["update_critic"]["pipeline"] > 0
     # Across nodes a collective is slower, unless the network is as fast as NVLink.
     beyond = ("actor.megatron.tensor_model_parallel_size=16", "actor.megatron.pipeline_model_parallel_size=2")
     slow = change("update_critic", "tensor parallel", *beyond)
