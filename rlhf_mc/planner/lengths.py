@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import needs_of
 from rlhf_mc.config.schema import Config
+from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.topology.mesh import Mesh
 
 
@@ -36,10 +37,10 @@ class Share:
     """Dummy micro-batches, of one sequence each: virtual pipeline chunks need a multiple of the stages."""
 
 
-def share_of(mesh: Mesh, num_sequences: int, limit: int, dynamic: bool, lengths: Lengths) -> Share:
-    """Return a replica's share of a batch. limit: tokens of a micro-batch (dynamic), or its sequences."""
+def share_of(mesh: Mesh, num_sequences: int, limit: Limit, lengths: Lengths) -> Share:
+    """Return a replica's share of a batch. limit: of a micro-batch."""
     mine = math.ceil(num_sequences / mesh.dp)
-    at_most = max(1, int(limit // lengths.total)) if dynamic else limit
+    at_most = limit.at_most if isinstance(limit, Sequences) else max(1, int(limit // lengths.total))
     count = math.ceil(mine / at_most)
     return Share(mine, count, -count % mesh.pp if mesh.vpp > 1 else 0)
 

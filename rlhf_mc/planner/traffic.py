@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.planner.collectives import Collective, Passes, Work
 from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -86,14 +87,12 @@ class PhaseWork:
 
 def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths) -> Iterator[PhaseWork]:
     """Yield the phases in which a model computes, in the order of a step."""
-    roll = cfg.rollout
     actor = cfg.actor
-    critic = cfg.critic
+    limits = micro_batch_limits(cfg)
 
-    def of(phase: str, role: str, limit: tuple[int, int | None], count: int, passes: int | None = None) -> PhaseWork:
+    def of(phase: str, role: str, count: int, passes: int | None = None) -> PhaseWork:
         mesh = mesh_of(layouts(cfg)[role], world)
-        most = limit[0] if actor.use_dynamic_bsz else limit[1] or actor.ppo_micro_batch_size_per_gpu or 1
-        share = share_of(mesh, count, most, actor.use_dynamic_bsz, lengths)
+        share = share_of(mesh, count, limits[phase], lengths)
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response
         work = Work(
@@ -104,26 +103,21 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
         )
         return PhaseWork(phase, role, passes is not None, share, results, work, passes or 1)
 
-    sampled = cfg.data.train_batch_size * roll.n
+    sampled = cfg.data.train_batch_size * cfg.rollout.n
     if not cfg.algorithm.rollout_correction.bypass_mode:
-        limit = (roll.log_prob_max_token_len_per_gpu, roll.log_prob_micro_batch_size_per_gpu)
-        yield of("old_log_prob", "actor", limit, sampled)
+        yield of("old_log_prob", "actor", sampled)
     if "ref" in shapes:
-        limit = (cfg.ref.log_prob_max_token_len_per_gpu, cfg.ref.log_prob_micro_batch_size_per_gpu)
-        yield of("ref", "ref", limit, sampled)
+        yield of("ref", "ref", sampled)
     if "critic" in shapes:
-        limit = (critic.forward_max_token_len_per_gpu, critic.forward_micro_batch_size_per_gpu)
-        yield of("values", "critic", limit, sampled)
-    for role, scorer in reward_models(cfg).items():
-        limit = (scorer.forward_max_token_len_per_gpu, scorer.forward_micro_batch_size_per_gpu)
-        yield of(role, role, limit, cfg.data.train_batch_size * responses_per_prompt(cfg))
-    for role, settings in (("critic", critic), ("actor", actor)):
+        yield of("values", "critic", sampled)
+    for role in reward_models(cfg):
+        yield of(role, role, cfg.data.train_batch_size * responses_per_prompt(cfg))
+    for role, settings in (("critic", cfg.critic), ("actor", actor)):
         if role in shapes:
             prompts = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
             epochs = settings.ppo_epochs or actor.ppo_epochs
             passes = epochs * math.ceil(cfg.data.train_batch_size / prompts)
-            limit = (settings.ppo_max_token_len_per_gpu, settings.ppo_micro_batch_size_per_gpu)
-            yield of(f"update_{role}", role, limit, prompts * roll.n, passes)
+            yield of(f"update_{role}", role, prompts * cfg.rollout.n, passes)
 
 
 class _Model:
