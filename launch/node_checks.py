@@ -53,8 +53,12 @@ def settings(job: Job) -> Iterator[str]:
     try:
         check_early(job.cfg, job.world)
     except UserError as error:
-        ranks = f" ({job.num_nodes} nodes x {job.ranks_per_node} ranks)"
-        yield f"{error}{ranks if 'processes of this run' in str(error) else ''}"
+        hint = ""
+        if "processes of this run" in str(error):
+            hint = f" ({job.num_nodes} nodes x {job.ranks_per_node} ranks)"
+        elif "no such " in str(error) and "RLHF_MC_CONTAINER" in os.environ:
+            hint = "; in the container are only the repository and [container] mounts of the site file"
+        yield f"{error}{hint}"
 
 
 def open_files(job: Job) -> Iterator[str]:

@@ -54,7 +54,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Give this machine no GPUs, two interfaces and no adapters."""
     for name in ("CUDA_VISIBLE_DEVICES", "RLHF_MC_DEVICE", "SLURM_GPUS_ON_NODE", "RANK", "NCCL_IB_HCA"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RLHF_MC_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+    for name in (
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "RLHF_MC_SOCKET_IFNAME",
+        "NCCL_IB_DISABLE",
+        "RLHF_MC_CONTAINER",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine_facts, "driver", Driver)
     monkeypatch.setattr(machine_facts, "gpu_device_files", list)
@@ -80,6 +86,9 @@ def test_layout_and_files_are_checked_by_the_runs_own_rules(machine: pytest.Monk
     assert "= 32 does not divide the 56 processes of this run" in line and line.endswith("(7 nodes x 8 ranks)")
     (line,) = found([*overrides, "data.val_files=none.parquet"])
     assert line == "data.val_files none.parquet: no such file"
+    machine.setenv("RLHF_MC_CONTAINER", "pyxis")
+    (line,) = found([*overrides, "model.path=/none"])
+    assert line.startswith("model.path /none: no such directory; in the container are only the repository and [contai")
 
 
 GPU_CASES = {
