@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shipped_configs import LLAMA_3_70B, QWEN_25_05B, REPO
+from published import LLAMA_3_70B, QWEN_25_05B, write_model
+from test_shipped_configs import REPO
 
 from rlhf_mc.config.load import read_settings
 from rlhf_mc.planner.__main__ import main
-from rlhf_mc.planner.search import EQUAL, MARGIN
+from rlhf_mc.planner.gpus import GPUS
+from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.machine import Machine
+from rlhf_mc.planner.search import EQUAL, MARGIN, search
+from rlhf_mc.planner.start import Capacity
 
 SMALL = "configs/ppo_qwen2.5_0.5b.yaml"
-MODELS = {"configs/ppo_70b.yaml": (LLAMA_3_70B, "LlamaForCausalLM"), SMALL: (QWEN_25_05B, "Qwen2ForCausalLM")}
+MODELS = {"configs/ppo_70b.yaml": LLAMA_3_70B, SMALL: QWEN_25_05B}
 
 
 @pytest.fixture
@@ -22,9 +27,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return a function that runs the command with config.json alone as the model: (code, output, errors)."""
 
     def call(config: str, *arguments: str) -> tuple[int, str, str]:
-        sizes, architecture = MODELS[config]
-        (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": [architecture]}))
-        code = main([str(REPO / config), f"model.path={tmp_path}", *arguments])
+        code = main([str(REPO / config), f"model.path={write_model(tmp_path, MODELS[config])}", *arguments])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -106,3 +109,18 @@ def test_existing_file_is_not_replaced(run: Any, tmp_path: Path) -> None:
     code, _, err = run(SMALL, "--gpus-per-node", "1", "--search", "--write", str(path))
     assert code == 2 and err.strip().endswith(f"--write: {path} exists; name a new file, or remove it")
     assert path.read_text() == "mine"
+
+
+def test_less_memory_takes_more_of_what_saves_it(tmp_path: Path) -> None:
+    """Search for two nodes of one GPU each: over both nodes tensor parallelism is used only if nothing else fits."""
+    settings = read_settings(REPO / SMALL, [f"model.path={write_model(tmp_path / 'model', QWEN_25_05B)}"])
+    rates = GPUS["h100"].rates
+    assert rates is not None
+    found = []
+    for device_bytes in (80e9, 16e9, 12e9, 10e9):
+        capacity = Capacity(2, int(device_bytes), gpus_per_node=1)
+        (best,) = search(settings, Machine(2, 1, rates, 50e9), capacity, Lengths(512, 512), top=1)
+        megatron = best.cfg.actor.megatron
+        found.append((megatron.tensor_model_parallel_size, best.offload, megatron.recompute_granularity))
+    # Offload: 0 none, 1 of vLLM, 2 gradients, 3 optimizer state, 4 weights.
+    assert found == [(1, 0, None), (1, 3, None), (2, 3, None), (2, 4, "selective")]
