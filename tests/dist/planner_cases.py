@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
 
 from gpu_parts.engines import make_engine, mesh_groups, objective, token_batch
-from torch.profiler import ProfilerActivity, profile
+from gpu_parts.measure import activation_peak
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.models.engine import ModelEngine
@@ -61,12 +60,4 @@ def measured_peak(checkpoint: str, mesh: dict[str, int], micro_batches: int, **m
         loss = objective(engine, batch, "token-mean")
         engine.backward(batch, plan, loss)
         passes = PASSES if groups.mesh.world > 1 else 1
-        return median_low(_profiled_peak(lambda: engine.backward(batch, plan, loss)) for _ in range(passes))
-
-
-def _profiled_peak(function: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    recorded = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(recorded, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(changes))
+        return median_low(activation_peak(lambda: engine.backward(batch, plan, loss)) for _ in range(passes))

@@ -85,6 +85,7 @@ PARTS = (
     Part("deterministic", "training_parts", "the same with trainer.deterministic: the same bits", deterministic=True),
     Part("async_save", "training_parts", "a save in the background while parameters change"),
     Part("offload", "memory_parts", "offload at 95 % of the device memory: bits, and rates against a pinned copy"),
+    Part("planned_memory", "planner_parts", "the planner's bytes of a 0.5B model's state and activations"),
     Part("weight_update", "memory_parts", "the weight update of 8B models against one copy on the device"),
     Part("synchronisations", "speed_parts", "waits for the device per micro-batch"),
     Part("throughput", "speed_parts", "tokens per second and share of peak FLOP/s of a 0.5B model"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from rlhf_mc import platform
 from rlhf_mc.planner.gpus import device_bfloat16
@@ -42,6 +44,18 @@ def extra_memory(action: Callable[[], object]) -> int:
     resident = _status("VmRSS")
     action()
     return _status("VmHWM") - resident
+
+
+def activation_peak(action: Callable[[], object]) -> int:
+    """Return the peak of the bytes of tensors that the action allocates: by torch's allocator on a GPU, by its profiler
+    on a CPU. The profiler counts from 0, so that tensors of an action before make the peak of a repetition lower."""
+    if platform.use_cuda():
+        return extra_memory(action)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    recorded = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(recorded, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
 
 
 def _status(key: str) -> int:

@@ -111,6 +111,8 @@ class Sizes:
         }
     )
     """config.json of Qwen2.5-0.5B, whose speed is measured."""
+    planned_lens: tuple[int, int, int] = (8, 512, 512)
+    """Sequences of the micro-batch whose memory is planned, and tokens of each prompt and response."""
     speed_lens: tuple[int, ...] = (2048,) * 8
     """Tokens of each sequence in the measurement of speed; a quarter of them is the prompt."""
     least_share: float = 0.1
@@ -160,6 +162,7 @@ SMALL = Sizes(
     timeout_seconds=3,
     trained={**QWEN2, **TINY},
     half_billion={**QWEN2, **TINY},
+    planned_lens=(4, 40, 60),
     speed_lens=(24, 40, 32, 32),
     least_share=0.0,
     offloaded={**QWEN2, **TINY},

@@ -1,0 +1,108 @@
+"""The part that compares the planner's bytes with those of a model on this device."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from gpu_parts import measure
+from gpu_parts.engines import mesh_groups, my_micro_batches, objective, random_engine, token_batch, with_targets
+from gpu_parts.report import Report
+from gpu_parts.sizes import Sizes
+from rlhf_mc import platform
+from rlhf_mc.config.roles import overlaps_reduction
+from rlhf_mc.config.schema import MegatronConfig
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
+from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
+from rlhf_mc.planner.memory import RESERVED
+from rlhf_mc.planner.model_state import trained_state
+from rlhf_mc.topology.groups import Groups
+from rlhf_mc.trainer.scoring import log_prob_head
+from rlhf_mc.trainer.setup import layouts_of
+
+GB = 10**9
+RECOMPUTATION = {"none": None, "selective": "selective", "full": "full"}
+WITHIN = 0.1
+"""Largest relative difference of the activations of an update, and of a log-prob pass."""
+
+
+def planned_memory(report: Report, sizes: Sizes) -> None:
+    """Compare parameters, gradients, optimizer state, and the activations of an update and of a log-prob pass with the
+    planner's, for each kind of recomputation; on a GPU also what the process takes besides tensors."""
+    cuda = uses_transformer_engine()
+    texts = []
+    with mesh_groups(1, 1) as groups:
+        for name, recompute in RECOMPUTATION.items():
+            settings: dict[str, Any] = {"recompute_granularity": recompute}
+            engine = random_engine(sizes.half_billion, groups, **settings)
+            megatron = MegatronConfig(**settings)
+            found = _state(engine) | _activations(engine, sizes)
+            planned = _planned(engine, megatron, groups, sizes, cuda)
+            report.record(**{f"{name}_{key}_gb": size / GB for key, size in found.items()})
+            report.record(**{f"{name}_{key}_planned_gb": size / GB for key, size in planned.items()})
+            for part in ("params", "grads", "optimizer"):
+                text = f"{name}: {part} take {found[part]} bytes, planned are {planned[part]:.0f}"
+                # Of the replicas the planner takes the one whose share of the optimizer state is largest.
+                report.check(found[part] <= planned[part] <= 1.05 * found[part], text)
+            ratios = {work: planned[work] / found[work] for work in ("update", "log_prob")}
+            for work, ratio in ratios.items():
+                if groups.mesh.world == 1 or platform.use_cuda():  # gloo's threads free tensors unseen by the profiler
+                    text = f"{name}: {work} takes {found[work]} bytes, planned are {planned[work]:.0f}"
+                    report.check(abs(ratio - 1) < WITHIN, text)
+            texts.append(f"{name} {ratios['update']:.2f}")
+            del engine
+            gc.collect()
+    report.summarize(f"state as planned; planned / measured activations of an update: {', '.join(texts)}")
+    if platform.use_cuda():
+        _besides_tensors(report)
+
+
+def _state(engine: ModelEngine) -> dict[str, float]:
+    engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})  # Adam's moments
+    params = list(engine.named_parameters().values())
+    grads = [buffer.grad_data for ddp in engine._ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    optimizer = list(tensors_besides(optimizer_tensors(engine._optimizer), params))
+    parts = {"params": params, "grads": grads, "optimizer": optimizer}
+    return {name: sum(s.nbytes() for s in distinct_storages(tensors)) for name, tensors in parts.items()}
+
+
+def _activations(engine: ModelEngine, sizes: Sizes) -> dict[str, float]:
+    count, prompt, response = sizes.planned_lens
+    world = engine.groups.mesh.world
+    batch = token_batch(engine.shape.vocab_size, [prompt] * count * world, [response] * count * world)
+    batch = with_targets(engine, batch)
+    micro_batches = my_micro_batches(engine, batch, count * (prompt + response))
+    loss = objective(engine, batch, "token-mean")
+    head = log_prob_head(engine.shape.vocab_size, 1.0)
+    return {
+        "update": measure.activation_peak(lambda: engine.backward(batch, micro_batches, loss)),
+        "log_prob": measure.activation_peak(lambda: engine.score(batch, micro_batches, head)),
+    }
+
+
+def _planned(
+    engine: ModelEngine, megatron: MegatronConfig, groups: Groups, sizes: Sizes, cuda: bool
+) -> dict[str, float]:
+    count, prompt, response = sizes.planned_lens
+    work = Pass(count * (prompt + response), count * response, 1)
+    shape = engine.shape
+    mesh = groups.mesh
+    overlaps = overlaps_reduction(megatron, mesh.dp, platform.use_cuda())
+    layout = layouts_of(engine)[groups.rank]
+    state = trained_state(layout, megatron, mesh, 0, (), overlaps, shape.shares_embeddings)
+    return {
+        **vars(state),
+        "update": update_peak(shape, megatron, mesh, 0, work, cuda, entropy=True),
+        "log_prob": forward_peak(shape, megatron, mesh, 0, work, cuda),
+    }
+
+
+def _besides_tensors(report: Report) -> None:
+    """Record what this process takes of the device besides torch's memory: context, kernels, communicators."""
+    free, total = torch.cuda.mem_get_info()
+    besides = total - free - torch.cuda.memory_reserved()
+    report.record(besides_tensors_gb=besides / GB, reserved_planned_gb=RESERVED / GB)
