@@ -24,8 +24,8 @@ GB = 10**9
 def capacity(job: Job) -> Capacity:
     """Return the number of ranks, and the memory of each: of the node's smallest GPU, or its share of host memory."""
     if found := visible_gpus():
-        return Capacity(job.world, min(gpu.memory_mib for gpu in found) << 20)
-    return Capacity(job.world, host_memory() // job.ranks_per_node, cuda=False)
+        return Capacity(job.world, min(gpu.memory_mib for gpu in found) << 20, True, job.ranks_per_node)
+    return Capacity(job.world, host_memory() // job.ranks_per_node, False, job.ranks_per_node)
 
 
 def memory(job: Job, plan: list[RankMemory]) -> Iterator[str]:
@@ -44,7 +44,10 @@ def storage(job: Job, plan: list[RankMemory]) -> Iterator[str]:
     needed = number * files.checkpoint + files.export
     folder = Path(job.cfg.trainer.default_local_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
-    present = sum(file.stat().st_size for file in folder.glob("global_step_*/*") if file.is_file())
+    present = 0
+    if job.cfg.trainer.resume_mode != "disable":  # the files of an earlier run are kept
+        steps = [path for path in folder.glob("global_step_*") if path.name.removeprefix("global_step_").isdecimal()]
+        present = sum(file.stat().st_size for step in steps for file in step.iterdir() if file.is_file())
     free = shutil.disk_usage(existing).free
     if free + present < needed:
         yield (

@@ -76,7 +76,11 @@ def _planned(job: Job, problems: list[str]) -> dict[str, Any]:
         return {}  # one of the problems
     kind = "problems" if job.cfg.trainer.planner == "refuse" else "warnings"
     needed = plan_checks.host_memory_needed(job, plan)
-    lines = [*plan_checks.memory(job, plan), *plan_checks.storage(job, plan)]
+    lines = list(plan_checks.memory(job, plan))
+    try:
+        lines += plan_checks.storage(job, plan)
+    except OSError as error:
+        lines.append(f"trainer.default_local_dir {job.cfg.trainer.default_local_dir}: {reason_of(error)}")
     return {"planner": kind, kind: [*problems * (kind == "problems"), *lines], "host memory needed": needed}
 
 

@@ -140,8 +140,12 @@ cpus=$((SLURM_CPUS_ON_NODE / tasks_per_node))
 step=(srun --cpu-bind=none "${site_srun[@]}")
 if [[ -n "${RLHF_MC_CONTAINER:-}" && -z "${SLURM_JOB_END_TIME:-}" ]]; then
     # For trainer.stop_before_minutes: a container has no squeue.
-    end=$(date --date="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null) &&
-        export SLURM_JOB_END_TIME=$end
+    end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null) || end=""
+    case $end in
+        "") ;;
+        N/A | NONE | Unknown) export SLURM_JOB_END_TIME=inf ;; # no time limit
+        *) end=$(date --date="$end" +%s) && export SLURM_JOB_END_TIME=$end ;;
+    esac
 fi
 
 preflight "$@" || [[ -n "$stop" ]] || exit 2

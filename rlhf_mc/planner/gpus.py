@@ -37,7 +37,7 @@ class Gpu:
     """A GPU."""
 
     memory: int
-    """Bytes of device memory. The driver keeps some hundred MB of it (memory.RESERVED)."""
+    """Bytes of device memory. The driver keeps up to 1 GiB of it (memory.RESERVED)."""
     rates: Rates | None = None
     """None: the GPU was given by its bytes alone, so that no times are known."""
 
@@ -45,8 +45,8 @@ class Gpu:
 GPUS = {
     "a100": Gpu(80 << 30, Rates(312e12, None, 19.5e12, 2.039e12, 300e9, 32e9)),
     "h100": Gpu(80 << 30, Rates(989e12, 1979e12, 67e12, 3.35e12, 450e9, 64e9)),
-    "h200": Gpu(141 * 10**9, Rates(989e12, 1979e12, 67e12, 4.8e12, 450e9, 64e9)),
-    "b200": Gpu(180 * 10**9, Rates(2250e12, 4500e12, 75e12, 8e12, 900e9, 64e9)),
+    "h200": Gpu(139 << 30, Rates(989e12, 1979e12, 67e12, 4.8e12, 450e9, 64e9)),
+    "b200": Gpu(178 << 30, Rates(2250e12, 4500e12, 75e12, 8e12, 900e9, 64e9)),
 }
 """The SXM variant of each GPU. Sources: NVIDIA's data sheets "A100 80GB SXM" (PCIe 4.0: 64 GB/s, NVLink 600 GB/s),
 "H100 SXM" and "H200 SXM" (tensor cores "with sparsity" halved; PCIe 5.0: 128 GB/s, NVLink 900 GB/s), "DGX B200" (eight

@@ -94,6 +94,7 @@ def plan_memory(
     world: int,
     device_bytes: int,
     cuda: bool = True,
+    gpus_per_node: int = 8,
     one_of_each_stage: bool = False,
 ) -> list[RankMemory]:
     """Return the memory of each class of ranks of a run. one_of_each_stage: of one rank of each class of pipeline
@@ -102,7 +103,7 @@ def plan_memory(
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
     are a rank's share of the memory of its node."""
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in shapes}
-    tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size)
+    tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size, gpus_per_node)
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
         alike.setdefault((*(place_of(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
@@ -172,7 +173,9 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
     work = _activations(cfg, models)
     buckets = 2.0 * min(cfg.reshard.bucket_megabytes << 20, rollout.weights + rollout.staged)
     work["update_weights"] = {"reshard buckets": buckets, "unquantized weights": rollout.staged}
-    for name in ("update_weights", "gen", *(phase for phase in work if phase != "update_weights")):
+    passes = [phase for phase in work if phase != "update_weights"]
+    # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint does.
+    for name in ("update_weights", "gen", *passes, "save_checkpoint", "export"):
         row = row_of(name)
         assert row is not None
         parts: dict[str, float] = {}

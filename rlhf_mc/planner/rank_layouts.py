@@ -39,9 +39,9 @@ def layouts_of(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
 
 
 @functools.lru_cache(maxsize=64)
-def rollout_tp_ranks(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> Mapping[int, int]:
+def rollout_tp_ranks(shape: ModelShape, mesh: Mesh, rollout_tp: int, gpus_per_node: int) -> Mapping[int, int]:
     """Return the place of each rank in its rollout engine."""
-    groups = choose_rollout_groups(shape, mesh, rollout_tp)
+    groups = choose_rollout_groups(shape, mesh, rollout_tp, gpus_per_node)
     return {rank: place for group in groups for place, rank in enumerate(group)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import NodeMemory
-from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.memory import Phase, RankMemory
 from rlhf_mc.planner.storage import Storage
 from rlhf_mc.planner.traffic import Transfer
 
@@ -30,32 +30,53 @@ class Verdict:
     """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
 
 
-def verdict(cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bool = True) -> Verdict:
-    """Return the verdict on a plan. cuda: of a run on GPUs."""
-    fullest = max(plan, key=lambda ranks: ranks.fullest.total)
-    phase = fullest.fullest
+def verdict(
+    cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bool = True, ranks_per_node: int = 1
+) -> Verdict:
+    """Return the verdict on a plan. cuda: of a run on GPUs, each with device_bytes; otherwise the ranks of a node share
+    the memory of all of them."""
+    ranks: Sequence[int]
+    if cuda:
+        ranks, phase = max(((alike.ranks, alike.fullest) for alike in plan), key=lambda found: found[1].total)
+    else:
+        ranks, phase = _fullest_node(plan, ranks_per_node)
+        device_bytes *= len(ranks)
     spare = device_bytes - phase.total
     if spare < 0:
         largest = max(phase.parts, key=lambda part: phase.parts[part])
         problem = (
-            f"phase {phase.name} on {_ranks(fullest.ranks)} takes {phase.total / GB:.1f} GB of {device_bytes / GB:.1f},"
+            f"phase {phase.name} on {_ranks(ranks)} takes {phase.total / GB:.1f} GB of {device_bytes / GB:.1f},"
             f" {-spare / GB:.1f} too much; the largest part is {largest}, {phase.parts[largest] / GB:.1f} GB"
         )
         return Verdict(problem, phase.name, spare)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    for ranks in plan:
-        rollout = ranks.rollout
+    for alike in plan:
+        rollout = alike.rollout
         needed = longest * rollout.kv_bytes_per_token
         if rollout.kv_cache < needed:
             key = "gpu_memory_utilization" if cuda else "cpu_kvcache_space_gb"
             problem = (
                 f"rollout.{key} {getattr(cfg.rollout, key)} gives vLLM"
-                f" {rollout.budget / GB:.1f} GB on {_ranks(ranks.ranks)}: {rollout.weights / GB:.1f} of weights and"
+                f" {rollout.budget / GB:.1f} GB on {_ranks(alike.ranks)}: {rollout.weights / GB:.1f} of weights and"
                 f" {rollout.activations / GB:.1f} of activations leave {max(rollout.kv_cache, 0) / GB:.2f} for keys"
                 f" and values, and one sequence of {longest} tokens needs {needed / GB:.2f}"
             )
             return Verdict(problem, KV_CACHE, spare)
     return Verdict(None, phase.name, spare)
+
+
+def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequence[int], Phase]:
+    """Return the ranks of the node whose fullest phase takes most, and that phase with the bytes of all of them."""
+    of_rank = {rank: ranks.phases for ranks in plan for rank in ranks.ranks}
+    found: list[tuple[Sequence[int], Phase]] = []
+    for first in range(0, len(of_rank), ranks_per_node):
+        ranks = range(first, min(first + ranks_per_node, len(of_rank)))
+        for phases in zip(*(of_rank[rank] for rank in ranks), strict=True):
+            parts: dict[str, float] = {}
+            for part, size in (item for phase in phases for item in phase.parts.items()):
+                parts[part] = parts.get(part, 0.0) + size
+            found.append((ranks, Phase(phases[0].name, parts)))
+    return max(found, key=lambda node: node[1].total)
 
 
 def with_host(found: Verdict, host: NodeMemory, node_bytes: float) -> Verdict:

@@ -263,7 +263,7 @@ class _Search:
         stages = layout[_TP] * layout[_PP]
         # Weights of two bytes, gradients of four, Adam's moments over all replicas.
         shared = self._dense * (6 + 8 / dp) + self._experts * (6 + 8 * layout[_EP] / dp) / layout[_EP]
-        if shared / stages > self._device_bytes:
+        if not self._base.actor.freeze and not self._base.critic.freeze and shared / stages > self._device_bytes:
             return None
         budget = self._budget_sizes()[0]
         chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
@@ -353,7 +353,7 @@ class _Search:
         except UserError:
             return None
         found = judge(choice.cfg, plan, self._capacity)
-        if found.problem is not None:
+        if found.problem is not None or found.spare < MARGIN * self._device_bytes:
             return None
         machine = self._machine
         shape = self._shapes["actor"]

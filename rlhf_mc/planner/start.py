@@ -24,9 +24,9 @@ class Capacity:
 
     num_ranks: int
     device_bytes: int
-    """Memory of each GPU, or a rank's share of the memory of its node."""
+    """Memory of each GPU, or an equal share of the memory of a node for each of its ranks."""
     cuda: bool = True
-    gpus_per_node: int = 8
+    ranks_per_node: int = 8
     host_bytes: float | None = None
     """Host memory of each node with GPUs; None: it is not judged."""
 
@@ -44,15 +44,15 @@ def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
     for role, shape in shapes.items():
         check_layout(shape, layouts(cfg)[role], role)
     check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
-    return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda)
+    return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 
 def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> Verdict:
     """Return the verdict on a plan."""
-    found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda)
+    found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
     if capacity.host_bytes is None:
         return found
-    host = plan_host_memory(cfg, shapes_of(cfg), plan, capacity.gpus_per_node)
+    host = plan_host_memory(cfg, shapes_of(cfg), plan, capacity.ranks_per_node)
     return with_host(found, host, capacity.host_bytes)
 
 
@@ -81,12 +81,11 @@ def check_start(cfg: Config, capacity: Capacity) -> str:
     plan = plan_run(cfg, capacity)
     found = judge(cfg, plan, capacity)
     if found.problem is None:
-        fullest = capacity.device_bytes - found.spare
-        where = "of each GPU" if capacity.cuda else "that each rank has on its node"
-        return (
-            f"memory as planned: {found.phase} takes most, {fullest / GB:.1f} of the"
-            f" {capacity.device_bytes / GB:.1f} GB {where}"
-        )
+        size, where = capacity.device_bytes, "of each GPU"
+        if not capacity.cuda:
+            size, where = size * min(capacity.ranks_per_node, capacity.num_ranks), "of a node"
+        taken = size - found.spare
+        return f"memory as planned: {found.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
     line = complaint(cfg, capacity, found)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.planner.collectives import Collective, Passes, Work
@@ -111,7 +112,7 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
     if "critic" in shapes:
         yield of("values", "critic", sampled)
     for role in reward_models(cfg):
-        yield of(role, role, cfg.data.train_batch_size * responses_per_prompt(cfg))
+        yield of(role, role, drawn_prompts(cfg) * responses_per_prompt(cfg))
     for role, settings in (("critic", cfg.critic), ("actor", actor)):
         if role in shapes:
             prompts = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
@@ -129,8 +130,7 @@ class _Model:
         self._megatron = layouts(cfg)[phase.role]
         self._held = held
         self._mesh = mesh_of(self._megatron, len(held))
-        overlaps = self._megatron.overlap_grad_reduce
-        self._overlaps = self._mesh.dp > 1 if overlaps is None else overlaps
+        self._overlaps = overlaps_reduction(self._megatron, self._mesh.dp, cuda=True)
 
     def collectives(self, rank: int) -> list[Collective]:
         """Return those of all passes, on this rank."""

@@ -118,9 +118,12 @@ def driver() -> Driver:
     gpus = []
     version = ""
     for line in lines:
-        name, total, used, capability, version = (text.strip() for text in line.rsplit(",", 4))
-        major, minor = capability.split(".")
-        gpus.append(Gpu(name, int(total), int(used), (int(major), int(minor))))
+        try:
+            name, total, used, capability, version = (text.strip() for text in line.rsplit(",", 4))
+            major, minor = capability.split(".")
+            gpus.append(Gpu(name, int(total), int(used), (int(major), int(minor))))
+        except ValueError:  # of a GPU that is lost
+            return Driver(error=f"nvidia-smi prints {line!r}")
     newest = re.search(r"CUDA[\w ]* Version\s*:\s*(\d+)\.(\d+)", summary)
     return Driver(version, (int(newest[1]), int(newest[2])) if newest else None, gpus)
 
@@ -243,7 +246,7 @@ def memory() -> tuple[int, int]:
     """Return the memory that this process may use, by the machine and its cgroups, and what is available, in bytes."""
     machine = psutil.virtual_memory()
     total = min([machine.total, *memory_limits(Path("/proc/self/cgroup").read_text())])
-    return total, min(available_memory(), total)
+    return total, available_memory()
 
 
 def memory_limits(cgroup: str) -> list[int]:
@@ -265,7 +268,8 @@ def available_memory() -> int:
     """Return the bytes that this node can still give to this process: of its free and reclaimable memory, and within
     the limits of the process's control groups (version 2), whose files in the page cache do not count."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return min([int(fields["MemAvailable"].split()[0]) << 10, *memory_margins()])
+    limits = memory_limits(Path("/proc/self/cgroup").read_text())
+    return min([int(fields["MemAvailable"].split()[0]) << 10, *limits, *memory_margins()])
 
 
 def memory_margins(root: Path = CGROUPS) -> Iterator[int]:

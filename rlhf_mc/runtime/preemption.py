@@ -144,7 +144,8 @@ def job_end() -> float | None:
     if job is None:
         return None
     if "SLURM_JOB_END_TIME" in os.environ:
-        return float(os.environ["SLURM_JOB_END_TIME"])
+        end = float(os.environ["SLURM_JOB_END_TIME"])
+        return end if math.isfinite(end) else None
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%e"]  # in the local time zone
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()

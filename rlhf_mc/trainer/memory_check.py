@@ -10,7 +10,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.runtime.machine_facts import available_memory
-from rlhf_mc.topology.consensus import gather_objects, on_rank_0
+from rlhf_mc.topology.consensus import gather_objects, on_rank_0, ranks_per_node
 
 
 def check_memory(cfg: Config) -> str | None:
@@ -20,7 +20,8 @@ def check_memory(cfg: Config) -> str | None:
         return None
     cuda = platform.use_cuda()
     smallest = min(gather_objects(platform.device_memory())) if cuda else _smallest_share()
-    return on_rank_0(lambda: check_start(cfg, Capacity(dist.get_world_size(), smallest, cuda)))
+    capacity = Capacity(dist.get_world_size(), smallest, cuda, ranks_per_node())
+    return on_rank_0(lambda: check_start(cfg, capacity))
 
 
 def _smallest_share() -> int:

@@ -42,7 +42,7 @@ def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "run_id": run_id,
         "after_step": step,
-        "command": sys.orig_argv,
+        "command": _command(),
         "versions": {"python": sys.version.split()[0], "rlhf_mc": rlhf_mc.__version__, **_versions()},
         "git": _git(),
         "hosts": hosts,
@@ -82,6 +82,13 @@ def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any
     return found
 
 
+def _command() -> list[str]:
+    """Return this process's command; of a program that uses the Python API without its arguments, which may be
+    secrets."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return sys.orig_argv if spec is not None and spec.name == "rlhf_mc.__main__" else sys.orig_argv[:2]
+
+
 def _versions() -> dict[str, str]:
     found = {name: version_of(name) for name in TESTED_VERSIONS}
     if found["vllm"] is None:
@@ -90,12 +97,14 @@ def _versions() -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit of the code and whether files of it differ from that commit; None outside of a repository."""
+    """Return the commit of the code, and whether its files differ from that commit (null: git does not answer); None
+    outside of a repository."""
     folder = Path(rlhf_mc.__file__).parents[1]
     commit = _output(folder, "rev-parse", "HEAD")
     if commit is None or _output(folder, "ls-files", "--error-unmatch", "rlhf_mc/__init__.py") is None:
         return None  # the repository around an installed package is another one
-    return {"commit": commit, "has_changes": bool(_output(folder, "status", "--porcelain", "--untracked-files=no"))}
+    changes = _output(folder, "--no-optional-locks", "status", "--porcelain", "--", "rlhf_mc")
+    return {"commit": commit, "has_changes": None if changes is None else bool(changes)}
 
 
 def _output(folder: Path, *arguments: str) -> str | None:

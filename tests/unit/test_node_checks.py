@@ -136,7 +136,7 @@ def test_run_that_does_not_fit(machine: pytest.MonkeyPatch, overrides: list[str]
     machine.setattr(machine_facts, "driver", Driver)
     machine.setattr(machine_facts, "memory", lambda: (8 << 30, 8 << 30))
     (line,) = preflight.probe(arguments)["problems"]
-    assert line.startswith("does not fit: phase ") and "GB of 1.1" in line
+    assert line.startswith("does not fit: phase ") and "on ranks 0 to 7" in line and "GB of 8.6" in line
     found = preflight.probe([*arguments, "trainer.planner=warn"])
     assert found["problems"] == [] and found["warnings"] == [line]
 
@@ -222,6 +222,8 @@ def test_space_and_host_memory_are_compared_with_the_plan(
         machine.setenv("SLURM_NODEID", "0")
         found_lines = preflight.probe([str(ROOT / "configs/ppo_70b.yaml"), *settings])[nodes[0]["planner"]]
         assert len(found_lines) == (free < needed)
+    anew = [*settings, "trainer.resume_mode=disable"]  # the earlier checkpoint is moved, not deleted
+    assert len(preflight.probe([str(ROOT / "configs/ppo_70b.yaml"), *anew])[nodes[0]["planner"]]) == 1
 
 
 def test_equal_problems_of_nodes_are_one_line(tmp_path: Path) -> None:

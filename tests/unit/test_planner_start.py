@@ -13,7 +13,7 @@ from test_shipped_configs import REPO
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
-from rlhf_mc.planner.start import Capacity, check_start
+from rlhf_mc.planner.start import Capacity, check_start, plan_run
 
 GB = 10**9
 SHORT = tuple(
@@ -40,7 +40,7 @@ def config(model: str, *overrides: str) -> Config:
 
 @pytest.mark.parametrize(
     ("capacity", "where"),
-    [(Capacity(1, 80 * GB), "of each GPU"), (Capacity(1, 80 * GB, cuda=False), "that each rank has on its node")],
+    [(Capacity(1, 80 * GB), "of each GPU"), (Capacity(1, 80 * GB, cuda=False), "of a node")],
 )
 def test_one_line_where_it_fits(model: str, capacity: Capacity, where: str) -> None:
     line = check_start(config(model), capacity)
@@ -72,3 +72,37 @@ def test_cpu_has_its_own_settings(model: str) -> None:
         check_start(cfg, Capacity(1, 45 * GB, cuda=False))
     with pytest.raises(UserError, match="use fewer ranks on a node, or one with more memory"):
         check_start(config(model), Capacity(1, 2 * GB, cuda=False))
+
+
+def test_ranks_of_a_node_share_its_memory(model: str) -> None:
+    """Check that a rank may take more than an equal share where its neighbours take less."""
+    cfg = config(model, "actor.megatron.pipeline_model_parallel_size=2")
+    plan = plan_run(cfg, Capacity(2, GB, False, 2))
+    first, last = (next(ranks.fullest.total for ranks in plan if rank in ranks.ranks) for rank in (0, 1))
+    assert abs(first - last) > 0.2 * GB
+    share = int((first + last) / 2) + 1
+    assert check_start(cfg, Capacity(2, share, False, 2)).endswith(" GB of a node")
+    with pytest.raises(UserError, match="on ranks 0 to 1 takes"):
+        check_start(cfg, Capacity(2, share - GB, False, 2))
+
+
+def test_saving_may_take_most(model: str) -> None:
+    """Check that a run which trains its models in turn, offloaded, must still hold both in a save."""
+    offloads = [f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
+    cfg = config(
+        model,
+        *offloads,
+        "reshard.share_weights=false",
+        "actor.ppo_max_token_len_per_gpu=1024",
+        "critic.ppo_max_token_len_per_gpu=1024",
+        "actor.megatron.recompute_granularity=full",
+        "rollout.free_cache_engine=true",
+        "rollout.gpu_memory_utilization=0.2",
+    )
+    (ranks,) = plan_run(cfg, Capacity(1, 40 * GB))
+    sizes = {phase.name: phase.parts for phase in ranks.phases}
+    states = sum(
+        sizes["save_checkpoint"][f"{role} {part}"] for role in ("actor", "critic") for part in ("params", "optimizer")
+    )
+    assert states == sum(state.params + state.optimizer for role, state in ranks.states.items() if role != "ref")
+    assert "ref params" not in sizes["save_checkpoint"]

@@ -29,7 +29,7 @@ def test_first_start(tmp_path: Path) -> None:
     record_start(cfg, "run1", 0)
     assert load_config(str(tmp_path / CONFIG_FILE)) == cfg
     (start,) = starts(tmp_path)
-    assert (start["run_id"], start["after_step"], start["command"]) == ("run1", 0, sys.orig_argv)
+    assert (start["run_id"], start["after_step"], start["command"]) == ("run1", 0, sys.orig_argv[:2])
     assert start["versions"]["torch"] == version("torch") and start["versions"]["python"] == sys.version.split()[0]
     assert start["hosts"] == {socket.gethostname(): 1}
     assert start["config"]["rollout"]["n"] == 3 and "changed" not in start
