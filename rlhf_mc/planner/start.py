@@ -81,9 +81,9 @@ def check_start(cfg: Config, capacity: Capacity) -> str:
     plan = plan_run(cfg, capacity)
     found = judge(cfg, plan, capacity)
     if found.problem is None:
-        size, where = capacity.device_bytes, "of each GPU"
-        if not capacity.cuda:
-            size, where = size * min(capacity.ranks_per_node, capacity.num_ranks), "of a node"
+        ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
+        size = capacity.device_bytes * ranks
+        where = "of each GPU" if capacity.cuda else "of a node"
         taken = size - found.spare
         return f"memory as planned: {found.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
     line = complaint(cfg, capacity, found)

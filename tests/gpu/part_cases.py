@@ -168,6 +168,9 @@ FAULTS = {
     "a sum without a rank": Fault(
         "process_groups", "gpu_parts.torch_parts", "sum_over_ranks", _without_rank_0, "sum_over_ranks: another sum"
     ),
+    "a plan of a fifth more": Fault(
+        "planned_memory", "gpu_parts.planner_parts", "update_peak", _scaled(1.2), "none: update takes"
+    ),
     "no timeout": Fault("timeouts", "subprocess", "run", _returns_at_once, "that the other ranks missed has returned"),
     "scores without temperature": Fault(
         "models_float32", _SCORING, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"

@@ -223,4 +223,4 @@ def test_every_shipped_config_loads(path: Path) -> None:
     cfg = load_config(str(path), [])
     layout = cfg.actor.megatron
     world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-    validate(cfg, world * cfg.rollout.tensor_model_parallel_size)
+    validate(cfg, world * layout.expert_model_parallel_size * cfg.rollout.tensor_model_parallel_size)
