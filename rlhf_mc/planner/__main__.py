@@ -114,22 +114,20 @@ def _positive(text: str) -> int:
 
 
 def _bandwidth(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 1e6 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes per second of at least 1e6, such as 50e9")
-    return found
+    return _at_least(text, 1e6, "bytes per second of at least 1e6, such as 50e9")
 
 
 def _bytes(text: str) -> float:
+    return _at_least(text, 1e9, "bytes of at least 1e9, such as 2e12")
+
+
+def _at_least(text: str, least: float, what: str) -> float:
     try:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 1e9 <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes of at least 1e9, such as 2e12")
+    if not least <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}")
     return found
 
 
