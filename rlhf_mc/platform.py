@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,19 @@ def synchronize() -> None:
 def device_memory() -> int:
     """Return the bytes of memory of this process's GPU, used or not."""
     return torch.cuda.get_device_properties(device()).total_memory
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for the errors of torch's allocators on a GPU and on a CPU."""
+    cpu_allocator = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or cpu_allocator
+
+
+def free_cached_memory() -> None:
+    """Free what is no longer referenced: objects in reference cycles, and blocks that torch keeps for reuse."""
+    gc.collect()
+    if use_cuda():
+        torch.cuda.empty_cache()
 
 
 def process_memory() -> int:

@@ -24,11 +24,12 @@ from rlhf_mc.models.build import DTYPES, PackedGPT, build_model, enable_input_gr
 from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
 from rlhf_mc.models.fp8 import token_multiple
 from rlhf_mc.models.megatron_patches import gather_parameters_once, megatron_calls
+from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.models.pipeline import PlannedShapes
 from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
-from rlhf_mc.models.schedule import learning_rate_schedule
+from rlhf_mc.models.schedule import learning_rate_schedule, set_learning_rates
 from rlhf_mc.models.statistics import StatisticSums
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
@@ -54,6 +55,7 @@ class ModelEngine:
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._ddp: list[Any] = []
+        self._memory_recovery: MemoryRecovery | None = None
         self._statistics = StatisticSums()
         self.offload = model_offload(name, megatron, self.named_parameters)
         """The groups of this model's tensors that can be offloaded."""
@@ -127,12 +129,23 @@ class ModelEngine:
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss
             chunk.config.finalize_model_grads_func = finalize_model_grads
+        self._optim = optim
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_steps)
+
+    def recover_memory(self) -> None:
+        """Let train_step raise OutOfMemory on every rank, with weights and optimizer as before, where a rank runs out
+        of memory in its passes. For the layouts of MemoryRecovery; make_trainable must precede."""
+        assert self.groups.mesh.dp == self.groups.mesh.world, self.groups.mesh
+        self._memory_recovery = MemoryRecovery(self.chunks[0].config)
 
     @property
     def lr(self) -> float:
         """The learning rate of the next optimizer step."""
         return float(self._scheduler.get_lr({}))  # a rank whose parameters are all frozen has no group to look at
+
+    def scale_learning_rate(self, factor: float) -> None:
+        """Multiply the learning rate of the config by `factor`, at this and all later steps of the schedule."""
+        set_learning_rates(self._scheduler, self._optim, factor)
 
     def end_of_ppo_step(self) -> None:
         """Advance the learning-rate schedule by one step."""
@@ -253,7 +266,11 @@ class ModelEngine:
             self._statistics.add(stats)
             return value * scale
 
-        self._run(batch, micro_batches, share, False, packing)
+        passes = lambda: self._run(batch, micro_batches, share, False, packing)  # noqa: E731
+        if self._memory_recovery is None:
+            passes()
+        else:
+            self._memory_recovery.run(passes)
 
     @property
     def _has_loss(self) -> bool:

@@ -90,6 +90,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     schedule = run.schedule
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
+    run.adjustments.load()
     step = position.step
     num_batches = position.num_batches
     accuracy = position.accuracy

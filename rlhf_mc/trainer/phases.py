@@ -33,6 +33,7 @@ from rlhf_mc.trainer.rollout_correction import corrected
 from rlhf_mc.trainer.samples import write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
 from rlhf_mc.trainer.step_report import StepState
+from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import (
     ActorTerms,
     actor_objective,
@@ -200,13 +201,14 @@ def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> Ragged
     """Compute token rewards, advantages and returns, update the KL controller, and correct for the rollout's policy."""
     algorithm = run.config.algorithm
     n = run.config.rollout.n
+    adjusted = run.adjustments.kl_coef(state.step)
     with run.offload_schedule.phase(state.timer, "adv"):
-        batch, metrics, kl = advantages.advantages_and_returns(
-            batch, algorithm, run.kl_controller.value, n, run.estimator
-        )
+        kl_coef = run.kl_controller.value if adjusted is None else adjusted
+        batch, metrics, kl = advantages.advantages_and_returns(batch, algorithm, kl_coef, n, run.estimator)
         if algorithm.kl_ctrl.type == "adaptive":
             advantages.check_kl(kl, batch, state.step)
-            run.kl_controller.update(kl, batch.num_sequences)
+            if adjusted is None:
+                run.kl_controller.update(kl, batch.num_sequences)
         state.metrics.update(metrics)
         batch, metrics = corrected(batch, algorithm.rollout_correction)
         state.metrics.update(metrics)
@@ -230,8 +232,8 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
         )
         scale = critic.loss_scale_factor or cfg.data.max_response_length
         objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
-        limit = run.limits["update_critic"]
-        metrics = update(run.critic, batch, minis, objective, limit, run.skipped, state.step, state.packing)
+        budget = token_budget(run, "critic", state.step)
+        metrics = update(run.critic, batch, minis, objective, budget, run.skipped, state.packing)
         state.metrics.update(metrics)
 
 
@@ -253,15 +255,22 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         terms = ActorTerms(
             policy_loss=run.policy_loss,
             entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
-            kl_loss_coef=kl_loss_coef(cfg, run.kl_controller),
+            kl_loss_coef=kl_loss_coef(cfg, run.kl_controller, run.adjustments.kl_coef(state.step)),
             loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
             draws=step_generator(cfg.trainer.seed, state.step),
         )
         vocab_size = run.actor.shape.vocab_size
         objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
-        limit = run.limits["update_actor"]
-        metrics = update(run.actor, batch, minis, objective, limit, run.skipped, state.step, state.packing)
+        budget = token_budget(run, "actor", state.step)
+        metrics = update(run.actor, batch, minis, objective, budget, run.skipped, state.packing)
         state.metrics.update(metrics)
+
+
+def token_budget(run: Run, role: str, step: int) -> TokenBudget:
+    """Return the token budget of a model's updates in a step."""
+    data = run.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    return TokenBudget(role, step, run.limits[f"update_{role}"], longest, run.adjustments)
 
 
 def validate(run: Run, state: StepState) -> float:

@@ -33,6 +33,7 @@ VALIDATION = "validation"
 PLOT = "training.png"
 CONFIG_FILE = "resolved_config.yaml"
 STARTS_FILE = "starts.jsonl"
+ADJUSTMENTS_FILE = "adjustments.jsonl"
 _OUTPUTS = (
     success.NAME,
     METRICS_FILE,
@@ -42,6 +43,7 @@ _OUTPUTS = (
     PLOT,
     CONFIG_FILE,
     STARTS_FILE,
+    ADJUSTMENTS_FILE,
     HF,
     EXPORT,
     "nonfinite_step_*.json",

@@ -53,6 +53,7 @@ from rlhf_mc.runtime.run_lock import check_free
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.trainer.adjustments import Adjustments
 from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.memory_check import check_memory
@@ -101,6 +102,8 @@ class Run:
     kl_controller: KLController
     skipped: SkippedUpdates
     log_prob_check: LogProbCheck
+    adjustments: Adjustments
+    """Settings that the run has changed by itself."""
 
     def trained_models(self) -> list[ModelEngine]:
         """Return the models that are updated and saved, the actor first."""
@@ -179,6 +182,7 @@ def build_run(cfg: Config) -> Run:
         policy_loss=policy_loss,
         kl_controller=_kl_controller(cfg),
         log_prob_check=_log_prob_check(cfg, tokenizer),
+        adjustments=Adjustments(Path(cfg.trainer.default_local_dir)),
         skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
     )
 

@@ -63,7 +63,9 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     seq_lens = batch.seq_lens.tolist()
     state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
     if run.config.actor.use_kl_loss:
-        state.metrics["actor/kl_coef"] = kl_loss_coef(run.config, run.kl_controller)
+        state.metrics["actor/kl_coef"] = kl_loss_coef(
+            run.config, run.kl_controller, run.adjustments.kl_coef(state.step)
+        )
     if run.config.actor.entropy_coeff_end is not None:
         coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
         state.metrics["actor/entropy_coeff"] = coeff

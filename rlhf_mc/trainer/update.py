@@ -21,14 +21,13 @@ from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
-from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import MeanMetrics
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
-from rlhf_mc.trainer.micro_batching import my_micro_batches
+from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
 def mini_batches(
@@ -70,11 +69,13 @@ def entropy_coeff(cfg: ActorConfig, step: int, total_steps: int) -> float:
     return cfg.entropy_coeff + done * (cfg.entropy_coeff_end - cfg.entropy_coeff)
 
 
-def kl_loss_coef(cfg: Config, controller: KLController) -> float:
+def kl_loss_coef(cfg: Config, controller: KLController, adjusted: float | None) -> float:
     """Return the coefficient of the KL loss in this step; 0 without one. The controller, where it sets the coefficient,
-    has seen the KL of this step."""
+    has seen the KL of this step. adjusted: the coefficient that the run has set by itself, if any."""
     if not cfg.actor.use_kl_loss:
         return 0.0
+    if adjusted is not None and not cfg.algorithm.use_kl_in_reward:
+        return adjusted
     return controller.value if adapts_kl_loss(cfg) else cfg.actor.kl_loss_coef
 
 
@@ -236,21 +237,18 @@ def update(
     batch: RaggedBatch,
     mini_batch_indices: Iterator[list[int]],
     objective: Callable[[RaggedBatch], Loss],
-    limit: Limit,
+    budget: TokenBudget,
     skipped: SkippedUpdates,
-    step: int,
     packing: PackingCache | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that were taken, and the
     share of steps that were skipped, under "{role}/{statistic}". Every rank must call it."""
     metrics = MeanMetrics()
     packing = packing or PackingCache()
-    for indices in mini_batch_indices:
+    for number, indices in enumerate(mini_batch_indices):
         mini = batch.select(indices)
-        mini_packing = packing.of_mini_batch(indices)
-        micro_batches = my_micro_batches(engine, mini, limit, mini_packing)
-        stats = engine.train_step(mini, micro_batches, objective(mini), mini_packing)
+        stats = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
         metrics.add(stats)
-        skipped.count(engine.name, step, mini, stats["skipped"] > 0, engine.params)
+        skipped.count(engine.name, budget.step, mini, stats["skipped"] > 0, engine.params)
     engine.end_of_ppo_step()
     return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}

@@ -39,9 +39,11 @@ from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy
 from rlhf_mc.topology.groups import Groups
 from rlhf_mc.trainer import reward_models
+from rlhf_mc.trainer.adjustments import Adjustments
 from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
 from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import ActorTerms, SkippedUpdates, actor_objective, mini_batches, update
 
 __all__ = ["Role", "actor_config", "critic_config", "value_head_weight"]
@@ -204,9 +206,8 @@ def first_update(checkpoint: str, tp: int, pp: int, batch: RaggedBatch) -> dict[
             batch,
             order,
             lambda mini: actor_objective(mini, config, vocab, TEMPERATURE, terms),
-            32,
+            TokenBudget("actor", 1, 32, 32, Adjustments(Path())),
             SkippedUpdates(1, Path()),
-            1,
         )
 
 
@@ -238,7 +239,14 @@ def updates_with_bad_losses(
             order = iter([list(range(batch.num_sequences))])
             result: dict[str, Any] = {}
             try:
-                result["metrics"] = update(engine, batch, order, objective, 48, skipped, step)
+                result["metrics"] = update(
+                    engine,
+                    batch,
+                    order,
+                    objective,
+                    TokenBudget("actor", step, 48, 48, Adjustments(Path())),
+                    skipped,
+                )
             except UserError as error:
                 result["error"] = str(error)
             after = _parameters_and_states(engine)

@@ -1,0 +1,80 @@
+"""The token budget of an update's micro-batches, halved where a rank runs out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.balance import Limit, Sequences
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.models.memory_recovery import OutOfMemory
+from rlhf_mc.runtime.console import say
+from rlhf_mc.trainer.adjustments import Adjustment, Adjustments
+from rlhf_mc.trainer.micro_batching import my_micro_batches
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """The limit of a micro-batch in the updates of one model in one step."""
+
+    role: str
+    """The model: actor or critic."""
+    step: int
+    limit: Limit
+    """Of the config."""
+    longest: int
+    """Tokens of the longest sequence that the settings allow: no budget is below it."""
+    adjustments: Adjustments
+
+    def of_update(self, number: int) -> Limit:
+        """Return the limit of an update of the step, from 0."""
+        if isinstance(self.limit, Sequences):
+            return self.limit
+        made = self.adjustments.max_token_len(f"update_{self.role}", self.step, number)
+        return self.limit if made is None else min(self.limit, made)
+
+    def halve(self, number: int, rank: int) -> None:
+        """Halve the budget from an update of the step on. Raise UserError if it is the longest sequence already. Every
+        rank must call it. rank: the one that is out of memory."""
+        limit = self.of_update(number)
+        if isinstance(limit, Sequences) or limit <= self.longest:
+            raise UserError(f"{self._where(number, rank)}, with micro-batches of one sequence; {self._advice()}")
+        half = max(limit // 2, self.longest)
+        reason = f"{self._where(number, rank)}, with micro-batches of {limit} tokens"
+        self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
+        say(f"WARNING: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
+
+    def error(self, number: int, rank: int) -> UserError:
+        """Return the error of a run that does not halve the budget."""
+        return UserError(
+            f"{self._where(number, rank)}, with micro-batches of {self.of_update(number)}; {self._advice()}"
+        )
+
+    def _where(self, number: int, rank: int) -> str:
+        return f"{self.role}: rank {rank} is out of memory in update {number + 1} of step {self.step}"
+
+    def _advice(self) -> str:
+        return f"lower {self.role}.ppo_max_token_len_per_gpu, or shard the model over more ranks: {self.role}.megatron"
+
+
+def train_step(
+    engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int, packing: PackingCache
+) -> dict[str, float]:
+    """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out of memory in it,
+    repeat it with half the token budget if the engine recovers memory; else raise UserError, on that rank alone.
+    number: of the update in its step, from 0."""
+    while True:
+        micro_batches: Sequence[Sequence[int]] = my_micro_batches(engine, mini, budget.of_update(number), packing)
+        try:
+            return engine.train_step(mini, micro_batches, loss, packing)
+        except OutOfMemory as error:
+            rank = error.rank
+        except Exception as error:
+            if platform.is_out_of_memory(error):
+                raise budget.error(number, engine.groups.rank) from error
+            raise
+        budget.halve(number, rank)

@@ -1,0 +1,88 @@
+"""Functions that the ranks run in test_out_of_memory.py."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_cases import _objective, make_engine, mesh_groups
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.build import PackedGPT
+from rlhf_mc.models.engine import Loss
+from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.trainer.adjustments import Adjustments
+from rlhf_mc.trainer.token_budget import TokenBudget
+from rlhf_mc.trainer.update import SkippedUpdates, update
+
+BYTES_PER_TOKEN = 16 << 20
+"""Of the memory that each micro-batch's loss asks for: far more than all else, so that the limit is sharp."""
+
+
+@contextlib.contextmanager
+def address_space_of(more: int | None) -> Iterator[None]:
+    """Let this process allocate `more` bytes beyond those that it has mapped; None: without a limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if more is not None:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def updates(
+    checkpoint: str, batch: RaggedBatch, budget: int, tokens_in_memory: int | None, recovers: bool, directory: str
+) -> dict[str, Any]:
+    """Take two optimizer steps with micro-batches of at most `budget` tokens, of which rank 1 has memory for
+    `tokens_in_memory` in the second. Return the metrics or the error, the weights after them and the budgets used."""
+    used: list[int] = []
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(checkpoint, "actor", groups)
+        engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
+        if recovers:
+            engine.recover_memory()
+
+        def objective(mini: RaggedBatch) -> Loss:
+            loss = _objective(engine, mini, "token-mean")
+
+            def hungry(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
+                used.append(micro.tokens.numel())
+                activations = torch.empty(micro.tokens.numel() * BYTES_PER_TOKEN, dtype=torch.uint8)
+                value, stats = loss(model, states, micro)
+                del activations
+                return value, stats
+
+            return hungry
+
+        adjustments = Adjustments(Path(directory))
+        token_budget = TokenBudget("actor", 1, budget, int(batch.seq_lens.max()), adjustments)
+        whole = list(range(batch.num_sequences))
+
+        def mini_batches() -> Iterator[list[int]]:
+            yield whole
+            more = None if tokens_in_memory is None else (tokens_in_memory * BYTES_PER_TOKEN + (64 << 20))
+            with address_space_of(more if dist.get_rank() == 1 else None):
+                yield whole
+
+        result: dict[str, Any] = {}
+        try:
+            skipped = SkippedUpdates(1, Path(directory))
+            result["metrics"] = update(engine, batch, mini_batches(), objective, token_budget, skipped)
+        except UserError as error:
+            result["error"] = str(error)
+        result["weights"] = {name: tensor.clone() for name, tensor in engine.params.items()}
+        result["budgets"] = [token_budget.of_update(0), token_budget.of_update(1)]
+        result["used"] = used
+        again = Adjustments(Path(directory))
+        again.load()
+        result["after_resume"] = [again.max_token_len("update_actor", 1, 0), again.max_token_len("update_actor", 1, 1)]
+    return result
