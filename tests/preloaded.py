@@ -15,8 +15,11 @@ import compressed_tensors  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import vllm.entrypoints.llm  # noqa: F401
+from declared_metrics import declared_only
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rlhf_mc.observability.sinks import Sinks
 
 # vLLM searches all modules for its kernels in each engine. One search finds them all.
 CpuPlatform.register_triton_kernel_overrides()
@@ -25,6 +28,8 @@ CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
 # vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use some MiB.
 available_memory = CPUWorker.determine_available_memory
 CPUWorker.determine_available_memory = lambda worker: min(available_memory(worker), 1 << 28)
+
+Sinks.log = declared_only(Sinks.log)  # type: ignore[method-assign]
 
 # The libraries' objects stay out of every garbage collection. vLLM collects 8 times for each engine, and it unfreezes
 # what was frozen with the first engine: 2 s more for each one after that.

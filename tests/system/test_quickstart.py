@@ -11,9 +11,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from documents import unexplained
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_mc.observability.catalog import undeclared
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -59,7 +60,7 @@ def test_all_results_are_written(run_dir: Path, quickstart_made: Path, rows: lis
     assert len(samples) >= 2 and "[response]" in samples[-1].read_text()
     train, val = (pq.read_table(quickstart_made / f"{name}.parquet") for name in ("train", "val"))
     assert train.num_rows > val.num_rows > 0
-    assert unexplained({key for row in rows for key in row} - {"step", "run_id"}) == []
+    assert undeclared({key for row in rows for key in row} - {"step", "run_id"}) == []
 
 
 def test_transformers_loads_the_trained_actor_and_gets_the_same_accuracy(

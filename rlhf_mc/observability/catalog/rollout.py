@@ -1,0 +1,156 @@
+"""Metrics of lengths and load, and of the agreement of rollout and trainer."""
+
+from __future__ import annotations
+
+from rlhf_mc.observability.catalog.metric import Metric, Section
+
+LENGTHS = Section(
+    "Lengths and load",
+    [
+        Metric("response_length/{mean,max,min}", "tokens of a response, its EOS included", "tokens", "over responses"),
+        Metric(
+            "response_length/clip_ratio",
+            "share of responses that reached `max_response_length`",
+            "share",
+            "over responses",
+            "high: answers are cut off",
+        ),
+        Metric(
+            "prompt_length/{mean,max,min}", "tokens of a prompt, chat template included", "tokens", "over responses"
+        ),
+        Metric(
+            "prompt_length/clip_ratio",
+            "share of prompts that are `max_prompt_length` long",
+            "share",
+            "over responses",
+        ),
+        Metric(
+            "global_seqlen/{min,max,mean}",
+            "tokens (prompt + response) of a data-parallel rank's share, if sequences were assigned round-robin",
+            "tokens",
+            "over data-parallel ranks",
+        ),
+        Metric("global_seqlen/minmax_diff", "largest share less smallest", "tokens", "over data-parallel ranks"),
+        Metric(
+            "global_seqlen/balanced_{min,max}",
+            "the same after sequences are spread by cost (tokens, and the quadratic part of long ones)",
+            "tokens",
+            "over data-parallel ranks",
+            "should be close together: the slowest rank sets the pace",
+        ),
+        Metric(
+            "global_seqlen/idle_share",
+            "share of the replicas' time spent waiting for the slowest one, estimated by that cost with the whole "
+            "batch as one update; higher with mini-batches of few sequences",
+            "share",
+            "over data-parallel ranks",
+            "below 0.03 with tens of sequences to a replica",
+        ),
+    ],
+)
+
+AGREEMENT = Section(
+    "Agreement of rollout and trainer",
+    [
+        Metric(
+            "training/rollout_probs_diff_{max,mean,std}",
+            "difference of the two probabilities of a sampled token, absolute",
+            "–",
+            "over tokens",
+            "float32: below 1e-4; bfloat16: a mean around 1e-2. A jump means that the weight update is wrong",
+        ),
+        Metric(
+            "training/rollout_logprobs_diff_{mean,p99,max}",
+            "absolute difference of the two log-probs: mean, 99th percentile, largest",
+            "nats",
+            "over tokens",
+            "float32: below 1e-4; bfloat16: a mean of 0.01 to 0.04; fp8: about ten times that. "
+            "`trainer.max_rollout_logprob_diff` bounds mean and p99",
+        ),
+        Metric(
+            "rollout_corr/{kl,k3_kl}",
+            "estimates of KL(vLLM's policy, trainer's), by k1 and k3",
+            "nats",
+            "mean over tokens",
+            "float32: below 1e-6; a rise over the steps: the engines diverge",
+        ),
+        Metric(
+            "rollout_corr/{training,rollout}_ppl",
+            "perplexity of a sequence by the trainer and by vLLM",
+            "–",
+            "mean over responses",
+        ),
+        Metric(
+            "rollout_corr/{log_ppl_diff,log_ppl_abs_diff}",
+            "difference of the logarithms, trainer less vLLM",
+            "nats",
+            "mean over responses",
+            "away from 0: one engine is surer than the other",
+        ),
+        Metric(
+            "rollout_corr/{chi2_token,chi2_seq}",
+            "χ² divergence: mean of ρ² − 1 over tokens, and of the product over a sequence; ρ = trainer's probability "
+            "/ vLLM's",
+            "–",
+            "mean over tokens, over responses",
+            "the variance that importance weights would have",
+        ),
+        Metric(
+            "rollout_corr/pearson",
+            "correlation of the two probabilities",
+            "–",
+            "over tokens",
+            "below 0.99: look at the differences above",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_{mean,max,min}",
+            "importance weights, after the bound; with `rollout_is`",
+            "–",
+            "over tokens",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_eff_sample_size",
+            "mean² / mean of squares of the weights: the share of tokens that they are worth",
+            "share",
+            "over tokens",
+            "below 0.5: the weights waste half of the batch",
+        ),
+        Metric(
+            "rollout_corr/{rejected_tokens,rejected_sequences}",
+            "shares of tokens, and of whole sequences, that are left out of the actor's loss; with `rollout_rs` or a "
+            "veto",
+            "share",
+            "over tokens, over responses",
+        ),
+        Metric(
+            "reshard/received_bytes",
+            "bytes that rank 0 receives from other ranks in one weight update to vLLM",
+            "bytes",
+            "rank 0",
+            "0 where the layouts agree",
+        ),
+        Metric(
+            "reshard/sent_bytes",
+            "bytes that rank 0 sends",
+            "bytes",
+            "rank 0",
+            "the start of a run prints how even the senders are",
+        ),
+        Metric(
+            "reshard/copied_bytes",
+            "bytes that rank 0 copies within its own memory",
+            "bytes",
+            "rank 0",
+            "redundant copies: training and vLLM each hold these blocks",
+        ),
+        Metric(
+            "reshard/shared_bytes",
+            "bytes of vLLM's parameters that alias Megatron-Core's storage (zero-copy)",
+            "bytes",
+            "rank 0",
+            "all of them where the layouts agree",
+        ),
+    ],
+    "vLLM sampled the tokens; Megatron computes their log-probs again. Both use the same weights and temperature.\n"
+    "With `algorithm.rollout_correction.bypass_mode` they are not compared, and the rows of both are missing.",
+)
