@@ -130,6 +130,9 @@ RANGES = {
     "trainer.export_freq": _FREQUENCY,
     "trainer.max_ckpt_to_keep": _COUNT,
     "trainer.log_val_generations": Range(0, 1_000_000_000),
+    "trainer.log_train_generations": Range(0, 1_000_000_000),
+    "trainer.log_train_freq": _FREQUENCY,
+    "trainer.rollout_data_save_freq": _FREQUENCY,
     "trainer.target_val_acc": Range(-1e6, 1e6),
     "trainer.critic_warmup": Range(0, 1_000_000_000),
     "trainer.seed": Range(0, 2**32 - 1),  # numpy, which vLLM seeds too, takes 32 bits

@@ -228,11 +228,18 @@ class TrainerConfig:
     last step the actor is always exported to hf/."""
     log_val_generations: int = 8
     """Number of validation generations that are written as text at each validation."""
+    log_train_generations: int = 8
+    """Number of generations of a training step that are kept in default_local_dir/train_generations/<step>.jsonl, one
+    of each prompt first."""
+    log_train_freq: int = 10
+    """Steps between those; the first step's are kept too. -1: none are."""
     validation_data_dir: str | None = None
     """Directory for all generations of each validation, as <step>.jsonl: input, output, gts, score, parts of the score,
     length; null: none."""
     rollout_data_dir: str | None = None
     """Directory for all generations that a training step trains on, in the same form; null: none."""
+    rollout_data_save_freq: int = 1
+    """Steps between those; -1: none."""
     val_only: bool = False
     """Validate the initial or resumed weights and end, without training, export or checkpoint."""
     target_val_acc: float | None = None

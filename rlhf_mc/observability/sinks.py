@@ -20,9 +20,9 @@ from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.progress import Progress
+from rlhf_mc.observability.run_files import METRICS_FILE
 from rlhf_mc.runtime.console import say
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 

@@ -4,6 +4,7 @@ themselves are in phases.py, what is logged of a step in step_report.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,15 @@ from pathlib import Path
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.plots import plot_run
-from rlhf_mc.observability.sinks import METRICS_FILE, Sink, build_sinks, view
+from rlhf_mc.observability.run_files import METRICS_FILE, PLOT
+from rlhf_mc.observability.sinks import Sink, build_sinks, view
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 from rlhf_mc.trainer import evaluate, success
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.dynamic_sampling import TooFewGroups, filtered_rollout
+from rlhf_mc.trainer.histograms import record_histograms
 from rlhf_mc.trainer.phases import (
     collect_rewards,
     compute_advantages,
@@ -31,8 +34,8 @@ from rlhf_mc.trainer.phases import (
     update_critic,
     validate,
 )
-from rlhf_mc.trainer.run_directory import EXPORT, HF, PLOT
-from rlhf_mc.trainer.run_record import record_start
+from rlhf_mc.trainer.run_directory import EXPORT, HF
+from rlhf_mc.trainer.run_record import record_end, record_start
 from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState, begin_step, headlines, log, say_on_console, step_metrics
 
@@ -67,19 +70,27 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
     generator, a checkpoint that is being written is completed, and nothing is exported; all ranks must leave it after
     the same step."""
     checkpoints = Checkpoints(run)
+    ended = functools.partial(record_end, run.config, run.groups.rank)
     try:
         yield from train(run, checkpoints, status, stop)
         return True
     except GeneratorExit:
         checkpoints.commit()
+        ended(checkpoints.position.step, "left", "the caller has left the run")
         raise
     except StopRequested as request:
         saved = save_last_step(run, checkpoints, status)
         line = f"asked to stop ({request}): {saved}; the run resumes from there when it is started again"
         say_on_console(run, line)
+        ended(checkpoints.position.step, "stopped", line)
         return False
     except TooFewGroups as error:
-        raise UserError(f"{error}; {save_last_step(run, checkpoints, status)}") from None
+        line = f"{error}; {save_last_step(run, checkpoints, status)}"
+        ended(checkpoints.position.step, "failed", line)
+        raise UserError(line) from None
+    except Exception as error:
+        ended(checkpoints.position.step, "failed", str(error))
+        raise
     finally:
         checkpoints.release()
 
@@ -122,13 +133,14 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         if schedule.is_save_due(step, num_batches, accuracy):
             save_checkpoint(run, state, checkpoints)
         log(sinks, state)
+        record_histograms(run.config, run.groups.rank, run_id, step, batch)
         checkpoints.commit_if_written()
         stop.steps_done += 1
         yield Step(step, state.metrics, state.prompts, batch)
     checkpoints.commit()
     export(run, begin_step(step, status), directory / HF, run_id)
-    close_run(run, sinks, run_id, step)
     reason = "the target accuracy is reached" if schedule.reaches_target(accuracy) else "all steps are done"
+    close_run(run, sinks, run_id, step, reason)
     say_on_console(run, f"{reason}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
 
 
@@ -180,11 +192,13 @@ def save_last_step(run: Run, checkpoints: Checkpoints, status: RankStatus) -> st
     return f"the checkpoint of step {step} is complete" if step else "no step is complete yet, so none is saved"
 
 
-def close_run(run: Run, sinks: Sink, run_id: str, step: int) -> None:
-    """Close the sinks, plot the metrics and, last of all, write the success marker. Every rank must call it."""
+def close_run(run: Run, sinks: Sink, run_id: str, step: int, reason: str) -> None:
+    """Close the sinks, plot the metrics and, last of all, write the success marker. Every rank must call it. reason:
+    why the run has ended."""
     cfg = run.config.trainer
     directory = Path(cfg.default_local_dir)
     on_every_rank(sinks.close)
+    record_end(run.config, run.groups.rank, step, "finished", reason)
     if run.groups.rank == 0 and "jsonl" in cfg.logger:
         view(PLOT, lambda: plot_run(directory / METRICS_FILE, directory / PLOT, title=directory.name))
     on_rank_0(lambda: success.write(directory, run_id, step), "trainer.default_local_dir")

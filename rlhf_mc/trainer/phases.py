@@ -20,6 +20,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.run_files import TRAIN_GENERATIONS
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rewards.metrics import reward_metrics
@@ -30,7 +31,7 @@ from rlhf_mc.trainer import advantages, evaluate, reward_models, sampling, scori
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.rollout_correction import corrected
-from rlhf_mc.trainer.samples import write_samples
+from rlhf_mc.trainer.samples import some_of_each_prompt, write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
 from rlhf_mc.trainer.step_report import StepState
 from rlhf_mc.trainer.token_budget import TokenBudget
@@ -166,9 +167,19 @@ def record_rewards(state: StepState, sources: Sequence[str], scores: Sequence[Sc
 
 
 def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
-    """Write the responses that are trained on to trainer.rollout_data_dir, unless it is null."""
-    if run.groups.rank == 0:
-        keep_samples(run, run.config.trainer.rollout_data_dir, state.step, prompts, batch.responses(), scores)
+    """Write the responses that are trained on to trainer.rollout_data_dir, and some of them to train_generations/, in
+    the steps in which they are due."""
+    cfg = run.config.trainer
+    if run.groups.rank != 0:
+        return
+    responses = batch.responses()
+    if run.schedule.is_rollout_data_due(state.step):
+        keep_samples(run, cfg.rollout_data_dir, state.step, prompts, responses, scores)
+    if run.schedule.is_train_log_due(state.step):
+        rows = some_of_each_prompt(len(prompts), run.config.rollout.n, cfg.log_train_generations)
+        directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS) if rows else None
+        some = [prompts[i] for i in rows], [responses[i] for i in rows], [scores[i] for i in rows]
+        keep_samples(run, directory, state.step, *some)
 
 
 def score_by_reward_model(

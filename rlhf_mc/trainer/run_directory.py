@@ -21,26 +21,35 @@ from rlhf_mc import durable
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.hf_export import RUN_FILE
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability.sinks import METRICS_FILE, TENSORBOARD_DIR
+from rlhf_mc.observability.run_files import (
+    CONFIG_FILE,
+    GENERATIONS,
+    HISTOGRAMS_FILE,
+    METRICS_FILE,
+    PLOT,
+    REPORT,
+    STARTS_FILE,
+    TRAIN_GENERATIONS,
+)
+from rlhf_mc.observability.sinks import TENSORBOARD_DIR, keep_up_to
 from rlhf_mc.runtime.run_lock import Owner
 from rlhf_mc.trainer import success
 
 EARLIER = "earlier_runs"
 HF = "hf"
 EXPORT = "export"
-GENERATIONS = "generations"
 VALIDATION = "validation"
-PLOT = "training.png"
-CONFIG_FILE = "resolved_config.yaml"
-STARTS_FILE = "starts.jsonl"
 ADJUSTMENTS_FILE = "adjustments.jsonl"
 _OUTPUTS = (
     success.NAME,
     METRICS_FILE,
+    HISTOGRAMS_FILE,
     TENSORBOARD_DIR,
     GENERATIONS,
+    TRAIN_GENERATIONS,
     VALIDATION,
     PLOT,
+    REPORT,
     CONFIG_FILE,
     STARTS_FILE,
     ADJUSTMENTS_FILE,
@@ -127,9 +136,11 @@ def _move(root: Path) -> Path:
 
 
 def drop_later(root: Path, step: int) -> list[str]:
-    """Remove the generations of later steps, which the run repeats, and quarantine its exports of later steps. Return
-    one line for each quarantined export."""
-    for path in (root / GENERATIONS).glob("step_*.txt"):
+    """Remove the generations and histograms of later steps, which the run repeats, and quarantine its exports of later
+    steps. Return one line for each quarantined export."""
+    if (root / HISTOGRAMS_FILE).exists():
+        keep_up_to(root / HISTOGRAMS_FILE, step)
+    for path in (*(root / GENERATIONS).glob("step_*.txt"), *(root / TRAIN_GENERATIONS).glob("*.jsonl")):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
             path.unlink()

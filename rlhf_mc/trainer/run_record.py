@@ -1,34 +1,37 @@
 """The record of a run's starts in its directory, written before the first step: resolved_config.yaml, and one line of
-starts.jsonl for each start, so that a result can be traced to its settings, code and machines.
+starts.jsonl for each start, so that a result can be traced to its settings, code and machines; and how each ended.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import rlhf_mc
 from rlhf_mc import durable
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.schema import Config
+from rlhf_mc.observability.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
+from rlhf_mc.observability.sinks import view
 from rlhf_mc.runtime.machine_check import TESTED_VERSIONS
 from rlhf_mc.runtime.machine_facts import version_of
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
-from rlhf_mc.trainer.run_directory import CONFIG_FILE, STARTS_FILE
 
 _GIT_SECONDS = 10
 
 
 def record_start(cfg: Config, run_id: str, step: int) -> None:
-    """Write resolved_config.yaml, and add a line to starts.jsonl: time, run, the step after which it
-    starts, command, versions, git commit, ranks by host, and the settings that differ from the start before. Every rank
+    """Write resolved_config.yaml, and add a line to starts.jsonl: time, run, the step after which it starts, process of
+    rank 0, command, versions, git commit, ranks by host, and the settings that differ from the start before. Every rank
     must call it. Raise UserError on all ranks if a file cannot be written."""
     hosts = Counter(gather_objects(socket.gethostname()))
     root = Path(cfg.trainer.default_local_dir)
@@ -36,12 +39,13 @@ def record_start(cfg: Config, run_id: str, step: int) -> None:
 
 
 def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int]) -> None:
-    earlier = starts(root)
+    earlier = json_objects(root / STARTS_FILE)
     settings = to_dict(cfg)
     start = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": _now(),
         "run_id": run_id,
         "after_step": step,
+        "process": os.getpid(),
         "command": _command(),
         "versions": {"python": sys.version.split()[0], "rlhf_mc": rlhf_mc.__version__, **_versions()},
         "git": _git(),
@@ -51,35 +55,34 @@ def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int
     if earlier:
         start["changed"] = differences(earlier[-1].get("config", {}), settings)
     durable.replace(root / CONFIG_FILE, commented_yaml(cfg).encode())
-    lines = [json.dumps(row) for row in (*earlier, start)]
-    durable.replace(root / STARTS_FILE, "".join(f"{line}\n" for line in lines).encode())
+    _replace(root, [*earlier, start])
 
 
-def starts(root: Path) -> list[dict[str, Any]]:
-    """Return the rows of starts.jsonl, without lines that are no JSON objects; none where there is no file."""
-    try:
-        lines = (root / STARTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            found.append(row)
-    return found
+def record_end(
+    cfg: Config, rank: int, step: int, how: Literal["finished", "stopped", "left", "failed"], text: str
+) -> None:
+    """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it is a run that goes
+    on or was killed. Any rank may call it; rank 0 writes. Like a view it cannot fail the run.
+
+    how: finished; stopped on request; left by the caller of the Python API; failed with an error. text: the reason."""
+    if rank == 0 and not cfg.trainer.val_only:
+        view(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
 
 
-def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any]]:
-    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
-        return {} if before == after else {prefix: [before, after]}
-    found: dict[str, list[Any]] = {}
-    for key in {**before, **after}:
-        found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
+def _write_end(root: Path, step: int, how: str, text: str) -> None:
+    rows = json_objects(root / STARTS_FILE)
+    if not rows or rows[-1].get("process") != os.getpid() or "end" in rows[-1]:
+        return  # this process has failed before its start was recorded
+    rows[-1]["end"] = {"time": _now(), "step": step, "how": how, "text": text}
+    _replace(root, rows)
+
+
+def _replace(root: Path, rows: Sequence[dict[str, Any]]) -> None:
+    durable.replace(root / STARTS_FILE, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _command() -> list[str]:

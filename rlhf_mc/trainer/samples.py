@@ -12,6 +12,12 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.results import Score
 
 
+def some_of_each_prompt(num_responses: int, n: int, count: int) -> list[int]:
+    """Return the indices of `count` responses of a batch, or of all if it has fewer: the first response of each prompt,
+    then the second of each, and so on. n: responses per prompt, which are consecutive."""
+    return [i for first in range(n) for i in range(first, num_responses, n)][:count]
+
+
 def write_samples(
     directory: Path,
     step: int,

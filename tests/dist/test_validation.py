@@ -33,6 +33,7 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
         "rollout.val_kwargs={n: 3, temperature: 1.0, top_k: 4, top_p: 0.9}",
         f"trainer.validation_data_dir={tmp_path}/val",
         f"trainer.rollout_data_dir={tmp_path}/train",
+        "trainer.log_train_generations=2",
     ]
     assert pool(2).run(validation_cases.fit, config_path=config, overrides=usual) == [True, True]
 
@@ -49,6 +50,14 @@ def test_validation_of_several_responses(pool: Any, tmp_path: Path) -> None:
         scores = [row["score"] for row in rows(tmp_path / "train" / f"{step}.jsonl")]
         assert sum(scores) / len(scores) == pytest.approx(logged[step]["critic/score/mean"], abs=1e-6)
     assert not (tmp_path / "train" / "0.jsonl").exists()
+    assert rows(root / "train_generations" / "1.jsonl") == rows(tmp_path / "train" / "1.jsonl")[0:3:2]
+    assert [path.name for path in (root / "train_generations").iterdir()] == ["1.jsonl"]
+    histograms = rows(root / "histograms.jsonl")
+    assert [row["step"] for row in histograms] == [1, 2]
+    for row in histograms:
+        assert sum(row["response_length"]["counts"]) == len(rows(tmp_path / "train" / f"{row['step']}.jsonl"))
+    (start,) = rows(root / "starts.jsonl")
+    assert (start["end"]["how"], start["end"]["step"]) == ("finished", 2)
 
     best = max((1, 2), key=lambda step: (logged[step][METRIC], step))
     assert {path.name for path in root.glob("global_step_*")} == {f"global_step_{best}", "global_step_2"}

@@ -16,7 +16,8 @@ from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.trainer import run_directory
 
 INPUTS = ("train.parquet", "model_hf", "my_notes.txt", "run.lock")
-OUTPUTS = ("metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "export", "global_step_2")
+MORE = ("train_generations", "histograms.jsonl", "report.html")
+OUTPUTS = ("metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "export", "global_step_2", *MORE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,12 +32,14 @@ def write_run(root: Path, run_id: str | None = "first") -> None:
     root.mkdir(exist_ok=True)
     for name in INPUTS:
         (root / name).write_text(name)
-    for name in ("tensorboard", "generations", "hf", "export/global_step_1"):
+    for name in ("tensorboard", "generations", "train_generations", "hf", "export/global_step_1"):
         (root / name).mkdir(parents=True)
         (root / name / "file").write_text(f"{run_id} {name}")
     (root / "nonfinite_step_3.json").write_text("[]")
     (root / "training.png").write_bytes(b"png")
+    (root / "report.html").write_text("report")
     (root / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "run_id": run_id}) + "\n" for n in (1, 2, 3)))
+    (root / "histograms.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
     path = directory.begin(root, 2)
     files = {"a": directory.write_bytes(path / "a", b"a" * 100)}
     directory.commit(root, 2, files, run_id)
@@ -89,7 +92,7 @@ def test_run_moved_back_by_hand_is_unchanged(tmp_path: Path) -> None:
     assert directory.steps_with_checkpoint(tmp_path) == [2]
 
 
-@pytest.mark.parametrize("after", range(12))
+@pytest.mark.parametrize("after", range(15))
 def test_interrupted_move_is_finished_by_the_next_start(
     tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,12 +174,15 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     write_run(tmp_path)
     for number in (2, 3):
         (tmp_path / "generations" / f"step_{number:06d}.txt").write_text("sample")
+        (tmp_path / "train_generations" / f"{number}.jsonl").write_text("sample")
         (tmp_path / "export" / f"global_step_{number}").mkdir()
         (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(json.dumps({"step": number}))
     (tmp_path / "hf" / "run.json").write_text(json.dumps({"step": 3}))
     lines = run_directory.drop_later(tmp_path, 2)
     assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
     assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
+    assert names(tmp_path / "train_generations") == {"file", "2.jsonl"}
+    assert (tmp_path / "histograms.jsonl").read_text() == '{"step": 1}\n'
     assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.quarantined1"}
     assert "hf" not in names(tmp_path) and "hf.quarantined1" in names(tmp_path)
     assert run_directory.drop_later(tmp_path, 2) == []

@@ -7,6 +7,7 @@ import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_files import MINIMAL
@@ -14,8 +15,12 @@ from config_files import MINIMAL
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
-from rlhf_mc.trainer.run_directory import CONFIG_FILE, STARTS_FILE
-from rlhf_mc.trainer.run_record import differences, record_start, starts
+from rlhf_mc.observability.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
+from rlhf_mc.trainer.run_record import record_end, record_start
+
+
+def starts(root: Path) -> list[dict[str, Any]]:
+    return json_objects(root / STARTS_FILE)
 
 
 def config(root: Path, *overrides: str) -> Config:
@@ -53,6 +58,27 @@ def test_incomplete_lines_are_left_out(tmp_path: Path) -> None:
     record_start(config(tmp_path), "run1", 1)
     assert [start["after_step"] for start in starts(tmp_path)] == [0, 1]
     assert all(json.loads(line) for line in (tmp_path / STARTS_FILE).read_text().splitlines())
+
+
+def test_end_is_added_to_the_start_of_this_process(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    record_end(cfg, 0, 0, "failed", "nothing has started")
+    assert starts(tmp_path) == []
+    record_start(cfg, "run1", 0)
+    record_end(cfg, 1, 3, "failed", "of another rank")
+    assert "end" not in starts(tmp_path)[0]
+    record_end(cfg, 0, 3, "stopped", "asked to stop")
+    record_end(cfg, 0, 4, "failed", "a second end")
+    (start,) = starts(tmp_path)
+    assert {key: start["end"][key] for key in ("step", "how", "text")} == {
+        "step": 3,
+        "how": "stopped",
+        "text": "asked to stop",
+    }
+    path = tmp_path / STARTS_FILE
+    path.write_text(json.dumps({"run_id": "run1", "process": -1}) + "\n")
+    record_end(cfg, 0, 4, "failed", "not recorded: another process's start")
+    assert starts(tmp_path) == [{"run_id": "run1", "process": -1}]
 
 
 def test_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

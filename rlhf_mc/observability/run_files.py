@@ -1,0 +1,60 @@
+"""The files of a run in its directory that the report reads: their names, and readers of JSON lines that a killed run
+may have left incomplete. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+STARTS_FILE = "starts.jsonl"
+CONFIG_FILE = "resolved_config.yaml"
+HISTOGRAMS_FILE = "histograms.jsonl"
+HEALTH_FILE = "health.jsonl"
+SUCCESS_FILE = "success.json"
+LOCK_FILE = "run.lock"
+GENERATIONS = "generations"
+TRAIN_GENERATIONS = "train_generations"
+PROFILE = "profile"
+PLOT = "training.png"
+REPORT = "report.html"
+
+Row = dict[str, Any]
+
+
+def json_objects(path: Path) -> list[Row]:
+    """Return the JSON objects of a file of JSON lines, without the lines that are none; none where there is no file."""
+    return json_objects_and_faults(path)[0]
+
+
+def json_objects_and_faults(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the JSON objects of a file of JSON lines, and the numbers of the lines, from 1, that are none. A file that
+    is missing or a directory has no lines."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return [], []
+    found: list[Row] = []
+    faults = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            found.append(row)
+        else:
+            faults.append(number)
+    return found, faults
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any]]:
+    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return {} if before == after else {prefix: [before, after]}
+    found: dict[str, list[Any]] = {}
+    for key in {**before, **after}:
+        found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
+    return found
