@@ -26,6 +26,7 @@ from rlhf_mc.data.batch import Generation
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
+from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.consensus import on_every_rank
@@ -177,29 +178,32 @@ class VLLMEngine:
         engine or batch. Raise UserError if the ranks of one engine have drawn different tokens."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
         mine = range(self._replica, len(prompts), len(self._groups))
-        requests = [
-            vllm.SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_tokens,
-                stop_token_ids=list(sampling.stop_token_ids),
-                ignore_eos=True,  # the end tokens are among stop_token_ids
-                seed=seeds[i],
-                logprobs=0,
-                detokenize=False,
-            )
-            for i in mine
-        ]
-        outputs = (
-            self._llm.generate(
-                [vllm.TokensPrompt(prompt_token_ids=list(prompts[i])) for i in mine], requests, use_tqdm=False
-            )
-            if requests
-            else []
-        )
-        responses = [_to_generation(out.outputs[0]) for out in outputs]
+        responses = self._generate([prompts[i] for i in mine], [seeds[i] for i in mine], sampling) if mine else []
         return exchange_responses(responses, self._groups, len(prompts))
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+        """Return the response of this rank's engine to each of these prompts."""
+        draws = None if platform.use_cuda() else Draws(prompts, seeds, sampling)
+        common = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the end tokens are among stop_token_ids
+            "detokenize": False,
+        }
+        requests = [
+            vllm.SamplingParams(**common, seed=seed, logprobs=0)
+            if draws is None
+            else vllm.SamplingParams(**common, extra_args=vllm_patches.request_number(number))
+            for number, seed in enumerate(seeds)
+        ]
+        with contextlib.nullcontext() if draws is None else vllm_patches.drawing(draws):
+            outputs = self._llm.generate(
+                [vllm.TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], requests, use_tqdm=False
+            )
+        return [_to_generation(out.outputs[0], number, draws) for number, out in enumerate(outputs)]
 
     def close(self) -> None:
         """Free the engine and vLLM's process groups, so that another engine can be built in this process."""
@@ -314,7 +318,11 @@ def check_parameters(
     )
 
 
-def _to_generation(output: Any) -> Generation:
+def _to_generation(output: Any, number: int, draws: Draws | None) -> Generation:
+    """Return the response of request `number`, with the log-probs of `draws` or else those of vLLM."""
     token_ids = list(output.token_ids)
-    log_probs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+    if draws is None:
+        log_probs = [entry[token].logprob for token, entry in zip(token_ids, output.logprobs, strict=True)]
+    else:
+        log_probs = draws.log_probs(number, len(token_ids))
     return Generation(token_ids, log_probs, finished=output.finish_reason == "stop")

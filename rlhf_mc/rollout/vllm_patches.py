@@ -45,10 +45,13 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rlhf_mc.patching import Patch, apply, replaced
+from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.experts import fused_moe
 
 LOAD_FORMAT = "rlhf_mc"
 """vLLM's name of the weight loader that use_storage registers."""
+_NUMBER = "rlhf_mc_request"
+"""The key of a request's number in its extra_args."""
 
 
 def _do_nothing(*args: Any) -> None:
@@ -72,22 +75,6 @@ def on_cpu() -> tuple[Patch, ...]:
     import vllm._custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    @functools.wraps(GPUModelRunner.sample_tokens)
-    def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample without the generators of requests whose token is discarded.
-
-        Without its generator such a request is sampled from the default one, as a request without a seed, and its own
-        generator does not advance."""
-        generators = runner.input_batch.generators
-        discarded = np.nonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])[0].tolist()
-        kept = {index: generators.pop(index) for index in discarded if index in generators}
-        try:
-            return GPUModelRunner.sample_tokens(runner, *args, **kwargs)
-        finally:
-            generators.update(kept)
 
     return (
         Patch(
@@ -115,14 +102,6 @@ def on_cpu() -> tuple[Patch, ...]:
             "the ranks of a node get collectives in shared memory: they wait without timeout for a rank that has died "
             "(gloo's raise), and their segments outlive the process",
         ),
-        Patch(
-            CPUModelRunner,
-            "sample_tokens",
-            sample_tokens,
-            "a request with tokens left to prefill (max_num_batched_tokens splits its prompt, or it was preempted) is "
-            "sampled too, and its generator's offset is then set back by one draw; a CPU generator has no offset "
-            "(RuntimeError)",
-        ),
     )
 
 
@@ -131,6 +110,48 @@ def patch() -> None:
     apply(EVERYWHERE)
     if not platform.use_cuda():
         apply(on_cpu())
+
+
+def request_number(number: int) -> dict[str, int]:
+    """Return the extra_args of the SamplingParams of request `number` of `drawing`."""
+    return {_NUMBER: number}
+
+
+@contextlib.contextmanager
+def drawing(draws: Draws) -> Iterator[None]:
+    """Let the engine draw tokens with the noise of `draws`, and record their log-probs there, while the body runs. CPU
+    only. All requests are of `draws`, with `request_number`, and without a seed, log-probs or penalties.
+
+    Target: CPUModelRunner._sample.
+    Reason: vLLM's seeds are a generator for each request, and its log-probs a list of objects for each token: one
+    Python operation after the other, a tenth to a fifth of the time of a small model. Its generators also fail
+    (RuntimeError) for requests with tokens left to prefill, since max_num_batched_tokens splits their prompts or they
+    were preempted: these are sampled too, and their offsets are set back, which a CPU generator does not have. Here
+    such a draw is repeated later with the same key."""
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    temperature = draws.sampling.temperature
+
+    def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: None) -> SamplerOutput:
+        batch = runner.input_batch
+        requests = np.array([runner.requests[name].sampling_params.extra_args[_NUMBER] for name in batch.req_ids])
+        positions = batch.num_tokens_no_spec[: len(requests)]
+        logits = logits.float()
+        if temperature == 0.0:
+            tokens = logits.argmax(-1)
+        else:
+            metadata = batch.sampling_metadata
+            logits = apply_top_k_top_p(logits.div_(temperature), metadata.top_k, metadata.top_p)
+            tokens = torch.ops._C.fused_gumbel_argmax(logits, draws.keys(requests, positions))
+        log_probs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        whole = ~runner.discard_request_mask.np[: len(requests)]
+        draws.record(requests[whole], positions[whole], log_probs.numpy()[whole])
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32)[:, None], logprobs_tensors=None)
+
+    with replaced(CPUModelRunner, "_sample", sample):
+        yield
 
 
 @contextlib.contextmanager

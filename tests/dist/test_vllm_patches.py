@@ -1,6 +1,6 @@
 """Every patch of vLLM is still needed: without it vLLM behaves as the patch's reason says. A patch whose test fails
-after an upgrade can be dropped. Chunked prefill with its patch is tested in test_rollout.py, engines over given
-storage in test_layouts.py."""
+after an upgrade can be dropped. Draws of our own are tested in test_rollout.py, engines over given storage in
+test_layouts.py."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ ONEDNN = "vllm._custom_ops._supports_onednn"
 SHARED_MEMORY = (
     "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name"
 )
-SAMPLE = "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens"
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
-TARGETS = {TIED, ONEDNN, SHARED_MEMORY, SAMPLE, REPACK, f"{EXPERTS}.cpu_fused_moe"}
+TARGETS = {TIED, ONEDNN, SHARED_MEMORY, REPACK, f"{EXPERTS}.cpu_fused_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +55,17 @@ def test_every_patch_has_a_test() -> None:
 
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize(
-    ("target", "budget", "error"),
-    [
-        (TIED, 8192, "vLLM alone has lm_head.weight"),
-        (ONEDNN, 8192, "has shape (0,) in vLLM"),
-        (SAMPLE, 72, "does not use offset"),
-    ],
+    ("target", "error"), [(TIED, "vLLM alone has lm_head.weight"), (ONEDNN, "has shape (0,) in vLLM")]
 )
-def test_an_engine_fails_without_the_patch(
-    pool: Any, checkpoint: str, world: int, target: str, budget: int, error: str
-) -> None:
-    ((ok, value),) = pool(world).outcomes(
-        vllm_patch_cases.generate_without, target=target, checkpoint=checkpoint, max_num_batched_tokens=budget
-    )
+def test_an_engine_fails_without_the_patch(pool: Any, checkpoint: str, world: int, target: str, error: str) -> None:
+    ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_without, target=target, checkpoint=checkpoint)
     assert not ok and error in value[1], value
+
+
+@pytest.mark.parametrize("world", [1])
+def test_vllms_own_seeds_fail_where_a_prompt_is_split(pool: Any, checkpoint: str, world: int) -> None:
+    ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_with_vllms_seeds, checkpoint=checkpoint)
+    assert not ok and "does not use offset" in value[1], value
 
 
 def test_vllm_repacks_the_weights_of_experts_for_its_kernel() -> None:

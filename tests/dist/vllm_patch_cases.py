@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import vllm
 import vllm.distributed.parallel_state as vllm_state
 from rollout_cases import built_engine
 from vllm.distributed.device_communicators import cpu_communicator, custom_all_reduce
@@ -37,17 +38,23 @@ def reverted(target: str) -> Iterator[None]:
         yield
 
 
-def generate_without(target: str, checkpoint: str, max_num_batched_tokens: int) -> None:
-    """Build an engine and generate responses to prompts of 60 tokens with one patch reverted."""
-    prompts = [[4 + i] * 60 for i in range(3)]
+PROMPTS = [[4 + i] * 60 for i in range(3)]
+
+
+def generate_without(target: str, checkpoint: str) -> None:
+    """Build an engine and generate responses with one patch reverted."""
     shape = HFReader(checkpoint).shape()
     embedding = "model.embed_tokens.weight"
     storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
-    with (
-        reverted(target),
-        built_engine(checkpoint, 1, 72, storage=storage, max_num_batched_tokens=max_num_batched_tokens) as engine,
-    ):
-        engine.generate(prompts, [0, 1, 2], Sampling(1.0, 8, ()))
+    with reverted(target), built_engine(checkpoint, 1, 72, storage=storage) as engine:
+        engine.generate(PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
+
+
+def generate_with_vllms_seeds(checkpoint: str) -> None:
+    """Generate responses to prompts that do not fit in one step, with a seed for each request."""
+    requests = [vllm.SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, seed=i) for i in range(3)]
+    with built_engine(checkpoint, 1, 72, max_num_batched_tokens=72) as engine:
+        engine._llm.generate([vllm.TokensPrompt(prompt_token_ids=p) for p in PROMPTS], requests, use_tqdm=False)
 
 
 class _GlooCollectives:

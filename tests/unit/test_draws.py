@@ -1,0 +1,50 @@
+"""The keys of random draws (rollout/draws.py): functions of seed and position, and independent of one another."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.draws import Draws
+
+SAMPLING = Sampling(1.0, 8, ())
+
+
+def _keys(seeds: list[int], requests: list[int], positions: list[int]) -> list[int]:
+    draws = Draws([[1]] * len(seeds), seeds, SAMPLING)
+    return draws.keys(np.array(requests), np.array(positions, dtype=np.int32)).tolist()
+
+
+def test_a_key_is_splitmix64_of_the_seed() -> None:
+    # The first three numbers of the published generator from the state 1234567 (prng.di.unimi.it/splitmix64.c).
+    wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    found = _keys([1234567], [0, 0, 0], [0, 1, 2])
+    assert [key % 2**64 for key in found] == wanted
+
+
+def test_a_key_does_not_depend_on_the_batch() -> None:
+    seeds = [5, 2**62 + 1, 7]
+    assert _keys(seeds, [2, 0, 1], [3, 9, 4]) == [
+        *_keys(seeds, [2], [3]),
+        *_keys(seeds, [0], [9]),
+        *_keys(seeds, [1], [4]),
+    ]
+
+
+def test_bits_of_keys_are_independent() -> None:
+    """Neighbouring seeds and positions flip each bit in half of the cases."""
+    seeds = list(range(1000, 1064))
+    rows = np.array([_keys(seeds, list(range(64)), [position] * 64) for position in range(64)]).view(np.uint64)
+    for a, b in ((rows[1:], rows[:-1]), (rows[:, 1:], rows[:, :-1])):
+        bits = np.unpackbits((a ^ b).reshape(-1, 1).view(np.uint8), axis=1)
+        assert np.abs(bits.mean(0) - 0.5).max() < 6 * 0.5 / len(bits) ** 0.5
+    assert len(np.unique(rows)) == rows.size
+
+
+def test_log_probs_are_those_of_the_last_draw_at_a_position() -> None:
+    draws = Draws([[1, 2], [3]], [0, 0], SAMPLING)
+    draws.record(np.array([1, 0]), np.array([1, 2]), np.array([-1.0, -2.0], dtype=np.float32))
+    draws.record(np.array([0, 1]), np.array([3, 1]), np.array([-3.0, -4.0], dtype=np.float32))
+    assert draws.log_probs(0, 2) == [-2.0, -3.0]
+    assert torch.tensor(draws.log_probs(1, 1)).tolist() == [-4.0]
