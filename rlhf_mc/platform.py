@@ -65,6 +65,12 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def free_device_memory() -> tuple[int, int]:
+    """Return the bytes of memory of this process's GPU, and how many of them are free or in torch's cache."""
+    free, total = torch.cuda.mem_get_info()
+    return total, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
 def process_memory() -> int:
     """Return the bytes of host memory that this process has now, with the pages that it shares."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.data_schema import DataConfig
+from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
 from rlhf_mc.config.reward_schema import (
     NAMED,
@@ -327,6 +328,8 @@ class Config:
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     """Further reward models by name, each with the settings of reward_model. The name is that of its part of the score
     in reward.mixture."""
+    health: HealthConfig = field(default_factory=HealthConfig)
+    """Rules that watch the metrics, and the response to each."""
 
 
 FROZEN_ROLES = ("ref", "reward_model")

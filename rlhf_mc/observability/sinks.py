@@ -174,7 +174,7 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
         return
-    rows = list(_rows(path))
+    rows = list(rows_of(path))
     other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
     found = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
     if other is not None:
@@ -193,11 +193,12 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
 
 def steps_logged(path: Path) -> list[int]:
     """Return the steps of the rows of metrics.jsonl, in file order."""
-    return [row["step"] for _, row in _rows(path)]
+    return [row["step"] for _, row in rows_of(path)]
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each complete line of a step with its parsed row. A missing file has none."""
+def rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each complete line of a step with its parsed row, of metrics.jsonl or a file like it. A missing file has
+    none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -213,7 +214,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def keep_up_to(path: Path, step: int) -> None:
     """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
-    kept = [line for line, row in _rows(path) if row["step"] <= step]
+    kept = [line for line, row in rows_of(path) if row["step"] <= step]
     durable.replace(path, "".join(kept).encode())
 
 

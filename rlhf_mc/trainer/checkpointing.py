@@ -255,7 +255,8 @@ class Checkpoints:
     def _say_changed_settings(self, stored: dict[str, Any]) -> None:
         before = _flat(stored)
         now = _flat(to_dict(self._run.config))
-        changed = [key for key in now if before.get(key) != now[key] and key not in _WITHOUT_EFFECT]
+        unlike = [key for key in now if before.get(key) != now[key]]
+        changed = [key for key in unlike if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
         if changed:
             listed = ", ".join(f"{key} {before.get(key)} -> {now[key]}" for key in changed)
             _say(f"settings that differ from the checkpoint's: {listed}")

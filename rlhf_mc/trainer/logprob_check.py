@@ -65,6 +65,11 @@ class LogProbCheck:
     is_first: bool = True
     """No rollout has been checked since the process started."""
 
+    @property
+    def mean_bound(self) -> float:
+        """The bound of the mean at the run's temperature."""
+        return self.bound / self.temperature
+
     def check(self, batch: RaggedBatch, step: int) -> None:
         """Raise UserError if the difference of the first rollout exceeds the bounds; warn of later ones."""
         fault = self._fault(batch)
@@ -89,8 +94,8 @@ class LogProbCheck:
                     f"{self._token(batch, int(broken.nonzero()[0]))}"
                 )
         found = Difference.of(batch)
-        mean = self.bound / self.temperature
-        tail = TAIL * self.bound / self.temperature
+        mean = self.mean_bound
+        tail = TAIL * mean
         if found.mean <= mean and found.p99 <= tail:
             return None
         each = token_differences(batch)

@@ -20,6 +20,7 @@ from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 from rlhf_mc.trainer import evaluate, success
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.dynamic_sampling import TooFewGroups, filtered_rollout
+from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy
 from rlhf_mc.trainer.histograms import record_histograms
 from rlhf_mc.trainer.phases import (
     collect_rewards,
@@ -84,7 +85,7 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         say_on_console(run, line)
         ended(checkpoints.position.step, "stopped", line)
         return False
-    except TooFewGroups as error:
+    except (TooFewGroups, Unhealthy) as error:
         line = f"{error}; {save_last_step(run, checkpoints, status)}"
         ended(checkpoints.position.step, "failed", line)
         raise UserError(line) from None
@@ -113,6 +114,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         lambda: build_sinks(run.groups.rank, run.config.trainer, run.schedule.total_steps, step or None, run_id)
     )
     record_start(run.config, run_id, step)
+    health = HealthWatch(run, run_id, step)
     for line in headlines(run):
         say_on_console(run, line)
     say_on_console(run, run.rollout.summary)
@@ -127,6 +129,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         batch = one_step(run, state, stop)
         num_batches = state.num_batches
         accuracy = validate(run, state) if schedule.is_validation_due(step, num_batches) else None
+        health.step_done(state)
         if schedule.is_export_due(step):
             export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
         checkpoints.step_done(step, num_batches, accuracy, state.metrics)
@@ -137,6 +140,8 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         checkpoints.commit_if_written()
         stop.steps_done += 1
         yield Step(step, state.metrics, state.prompts, batch)
+        health.act()
+    health.close(step)
     checkpoints.commit()
     export(run, begin_step(step, status), directory / HF, run_id)
     reason = "the target accuracy is reached" if schedule.reaches_target(accuracy) else "all steps are done"

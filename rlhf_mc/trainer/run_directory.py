@@ -24,6 +24,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.run_files import (
     CONFIG_FILE,
     GENERATIONS,
+    HEALTH_FILE,
     HISTOGRAMS_FILE,
     METRICS_FILE,
     PLOT,
@@ -44,6 +45,7 @@ _OUTPUTS = (
     success.NAME,
     METRICS_FILE,
     HISTOGRAMS_FILE,
+    HEALTH_FILE,
     TENSORBOARD_DIR,
     GENERATIONS,
     TRAIN_GENERATIONS,
@@ -136,10 +138,11 @@ def _move(root: Path) -> Path:
 
 
 def drop_later(root: Path, step: int) -> list[str]:
-    """Remove the generations and histograms of later steps, which the run repeats, and quarantine its exports of later
-    steps. Return one line for each quarantined export."""
-    if (root / HISTOGRAMS_FILE).exists():
-        keep_up_to(root / HISTOGRAMS_FILE, step)
+    """Remove the generations, histograms and health events of later steps, which the run repeats, and quarantine its
+    exports of later steps. Return one line for each quarantined export."""
+    for name in (HISTOGRAMS_FILE, HEALTH_FILE):
+        if (root / name).exists():
+            keep_up_to(root / name, step)
     for path in (*(root / GENERATIONS).glob("step_*.txt"), *(root / TRAIN_GENERATIONS).glob("*.jsonl")):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:

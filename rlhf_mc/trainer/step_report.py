@@ -19,6 +19,7 @@ from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.machine_facts import memory
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
@@ -62,6 +63,8 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
         state.metrics.update(difference_metrics(batch))
     seq_lens = batch.seq_lens.tolist()
     state.metrics.update(balance_metrics(seq_lens, run.groups.mesh.dp, run.actor.shape.sequence_cost))
+    if run.config.rollout.n > 1:
+        state.metrics["train/equal_groups_ratio"] = equal_groups_ratio(batch, run.config.rollout.n)
     if run.config.actor.use_kl_loss:
         state.metrics["actor/kl_coef"] = kl_loss_coef(
             run.config, run.kl_controller, run.adjustments.kl_coef(state.step)
@@ -80,6 +83,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             "perf/peak_memory_gb": platform.peak_memory_gb(),
+            "perf/memory_used_ratio": memory_used_ratio(),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
         }
@@ -125,6 +129,20 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
         "global_seqlen/balanced_max": max(balanced),
         "global_seqlen/idle_share": 1.0 - sum(costs) / (num_replicas * max(costs)),
     }
+
+
+def equal_groups_ratio(batch: RaggedBatch, responses_per_prompt: int) -> float:
+    """Return the share of prompts whose responses all have the same score."""
+    assert batch.scores is not None
+    groups = batch.scores.view(-1, responses_per_prompt)
+    return float((groups == groups[:, :1]).all(1).double().mean())
+
+
+def memory_used_ratio() -> float:
+    """Return the used share of this rank's device memory, without what torch could release; on a CPU of the machine's
+    memory."""
+    total, free = platform.free_device_memory() if platform.use_cuda() else memory()
+    return min(max(1.0 - free / total, 0.0), 1.0)
 
 
 def log(sinks: Sink, state: StepState) -> None:

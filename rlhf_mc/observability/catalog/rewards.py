@@ -15,6 +15,13 @@ PROGRESS = Section(
             "–",
         ),
         Metric(
+            "health/num_active",
+            "health rules that count in this step; the run's health file names them",
+            "count",
+            "rank 0 decides",
+            "above 0: see Health below",
+        ),
+        Metric(
             "val-core/<data_source>/acc/mean@N",
             "share of that data source's validation questions answered correctly, N = `rollout.val_kwargs.n` "
             "responses each",
@@ -139,6 +146,13 @@ REWARDS = Section(
             "a further number that a reward function returned, such as `acc`",
             "of the number",
             "mean over the data source's responses that have it",
+        ),
+        Metric(
+            "train/equal_groups_ratio",
+            "share of the prompts whose responses all have the same score; with `rollout.n` above 1",
+            "share",
+            "over prompts",
+            "near 1: an estimator that compares a prompt's responses has nothing to learn from",
         ),
         Metric(
             "reward/num_failed",

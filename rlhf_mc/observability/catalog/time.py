@@ -78,5 +78,12 @@ MEMORY = Section(
             "GiB",
             "largest so far, rank 0",
         ),
+        Metric(
+            "perf/memory_used_ratio",
+            "used share of the device memory, without what torch could release; on a CPU of the machine's memory",
+            "share",
+            "at the end of the step, rank 0",
+            "above 0.95: a longer batch may not fit",
+        ),
     ],
 )

@@ -1,0 +1,134 @@
+"""The settings of the health rules: bounds, patience, and the response to each rule. What each rule means, and which
+setting to turn, is in observability/health_rules.py. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhf_mc.config.errors import UserError
+
+Response = Literal["off", "note", "warn", "stop"]
+MildResponse = Literal["off", "note", "warn"]
+"""For rules after which a run has no reason to end."""
+
+
+@dataclass
+class HealthResponsesConfig:
+    """The response to each rule. off: the rule is not checked. note: an event in health.jsonl. warn: a line on the
+    console too. stop: the run also saves a checkpoint, exports nothing and ends with an error."""
+
+    not_finite: Response = "warn"
+    """A metric is not finite, or an update was skipped because its loss or gradient was not."""
+    kl_explosion: Response = "warn"
+    """actor/ppo_kl above ppo_kl_explosion, or the KL to the reference above ref_kl_max."""
+    policy_collapsed: Response = "stop"
+    """Entropy below entropy_collapse, scores no better than in the first step and, where it is measured, a KL to the
+    reference above ref_kl_max: the policy gives one answer, a bad one."""
+    ppo_kl_high: Response = "warn"
+    """actor/ppo_kl above ppo_kl_max."""
+    ppo_kl_low: MildResponse = "note"
+    """actor/ppo_kl below ppo_kl_min, with several updates per step (in the first one the KL is 0)."""
+    grad_norm_high: Response = "note"
+    """actor/grad_norm or critic/grad_norm above grad_norm_max."""
+    grad_norm_growing: Response = "warn"
+    """actor/grad_norm or critic/grad_norm above grad_norm_growth times its median over the window before."""
+    grad_norm_low: MildResponse = "note"
+    """actor/grad_norm or critic/grad_norm below grad_norm_min."""
+    entropy_falling: Response = "warn"
+    """actor/entropy has lost entropy_drop of its mean over the window before."""
+    entropy_low: Response = "warn"
+    """actor/entropy below entropy_min."""
+    vf_clipfrac_high: Response = "warn"
+    """critic/vf_clipfrac above vf_clipfrac_max."""
+    explained_variance_low: Response = "warn"
+    """critic/vf_explained_var below explained_variance_min."""
+    truncated: Response = "warn"
+    """response_length/clip_ratio above truncated_max."""
+    reward_constant: Response = "warn"
+    """Every response of a step has the same score, which is not the best one."""
+    reward_flat: Response = "warn"
+    """critic/score/mean has no trend over reward_window steps."""
+    reward_saturated: Response = "warn"
+    """critic/score/mean is at the highest score that the run has seen."""
+    equal_groups: Response = "warn"
+    """Share of prompts whose responses all score the same above equal_groups_max, with an estimator that compares
+    them."""
+    rollout_mismatch: Response = "warn"
+    """The log-probs of vLLM and trainer differ by more than trainer.max_rollout_logprob_diff."""
+    throughput_falling: MildResponse = "warn"
+    """perf/throughput below throughput_min of the run's median."""
+    replicas_unbalanced: MildResponse = "warn"
+    """global_seqlen/idle_share above idle_share_max."""
+    memory_near_limit: MildResponse = "warn"
+    """perf/memory_used_ratio above memory_max."""
+
+
+@dataclass
+class HealthConfig:
+    """Rules that watch the metrics of each step. docs/metrics.md lists symptom, meaning and the setting to turn."""
+
+    enable: bool = True
+    """Check the rules. Rank 0 does, on the metrics that it logs."""
+    responses: HealthResponsesConfig = field(default_factory=HealthResponsesConfig)
+    """The response to each rule."""
+    patience: int = 5
+    """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion, rollout_mismatch and
+    memory_near_limit count at once."""
+    window: int = 20
+    """Steps of a moving average or median. ppo_kl_low, grad_norm_low, entropy_low and explained_variance_low must hold
+    for as many consecutive steps."""
+    reward_window: int = 100
+    """Steps over which reward_flat looks for a trend of the mean score."""
+    ppo_kl_min: float = 0.01
+    """Lower end of the target range of actor/ppo_kl."""
+    ppo_kl_max: float = 0.03
+    """Upper end of the target range of actor/ppo_kl."""
+    ppo_kl_explosion: float = 0.5
+    """actor/ppo_kl of a policy that an update has thrown off, nats per token."""
+    ref_kl_max: float = 5.0
+    """KL to the reference of a policy that has left it, nats per token."""
+    grad_norm_min: float = 0.5
+    """Lower end of the expected range of a gradient norm, before clipping."""
+    grad_norm_max: float = 2.0
+    """Upper end of the expected range of a gradient norm, before clipping."""
+    grad_norm_growth: float = 10.0
+    """Growth of a gradient norm over its median that is taken for instability."""
+    entropy_drop: float = 0.5
+    """Share of its moving average that the entropy may not lose."""
+    entropy_min: float = 0.01
+    """Entropy below which little is explored, nats per token."""
+    entropy_collapse: float = 0.001
+    """Entropy of a policy that gives one answer, nats per token."""
+    vf_clipfrac_max: float = 0.05
+    """Share of tokens whose value may be clipped."""
+    explained_variance_min: float = 0.0
+    """Explained variance of a critic that predicts no better than a constant."""
+    truncated_max: float = 0.1
+    """Share of responses that may reach data.max_response_length."""
+    saturated_share: float = 0.99
+    """Share of the way from the lowest to the highest score that the run has seen at which the mean is saturated."""
+    equal_groups_max: float = 0.9
+    """Share of prompts whose responses may all score the same."""
+    throughput_min: float = 0.5
+    """Share of the median throughput of the window."""
+    idle_share_max: float = 0.1
+    """Share of the replicas' time that may be spent waiting for the slowest one."""
+    memory_max: float = 0.95
+    """Share of the memory that may be used: of the device, or on a CPU of the machine."""
+
+
+def check_health(health: HealthConfig) -> None:
+    """Raise UserError for two bounds in the wrong order."""
+    pairs = (
+        ("ppo_kl_min", "ppo_kl_max"),
+        ("ppo_kl_max", "ppo_kl_explosion"),
+        ("grad_norm_min", "grad_norm_max"),
+        ("entropy_collapse", "entropy_min"),
+    )
+    for low, high in pairs:
+        least = getattr(health, low)
+        most = getattr(health, high)
+        if least > most:
+            raise UserError(f"health.{low} is {least:g}, above health.{high}, which is {most:g}")

@@ -1,0 +1,115 @@
+"""The health rules in a run: rank 0 checks them, all ranks act on what it finds. The rules are in observability/."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc.config.roles import needs_of
+from rlhf_mc.observability.health import Event, Monitor
+from rlhf_mc.observability.health_rules import RULES, Facts
+from rlhf_mc.observability.run_files import HEALTH_FILE, METRICS_FILE
+from rlhf_mc.observability.sinks import rows_of, view
+from rlhf_mc.runtime.console import say
+from rlhf_mc.topology.consensus import gather_objects, integers_of_rank_0
+from rlhf_mc.trainer.setup import Run
+from rlhf_mc.trainer.step_report import StepState
+
+
+class Unhealthy(Exception):
+    """A rule with the response stop counts. Every rank raises it, after the step is logged."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """The health of a step, the same on every rank."""
+
+    is_healthy: bool = True
+    """The weights after the step are fit to go back to, as far as its metrics show."""
+    acting: tuple[tuple[str, str], ...] = ()
+    """Rules whose response is more than a warning: name, and what was found."""
+
+
+class HealthWatch:
+    """The health of a run. Every rank must call each method."""
+
+    def __init__(self, run: Run, run_id: str, after_step: int) -> None:
+        """Rebuild the state of the rules from the rows of metrics.jsonl up to `after_step`, if trainer.logger has
+        jsonl; else begin anew."""
+        self._cfg = run.config.health
+        self._directory = Path(run.config.trainer.default_local_dir)
+        self._run_id = run_id
+        self._monitor: Monitor | None = None
+        self.last = Health()
+        """The health of the last complete step."""
+        if not self._cfg.enable or run.groups.rank != 0:
+            return
+        self._monitor = Monitor(self._cfg, facts_of(run), say, self._write)
+        view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
+        if "jsonl" in run.config.trainer.logger:
+            for _, row in rows_of(self._directory / METRICS_FILE):
+                if 0 < row["step"] <= after_step:
+                    self._monitor.replay(row["step"], numbers_of(row))
+
+    def step_done(self, state: StepState) -> None:
+        """Check the rules on the metrics of a complete step, and add the metric of their number. The run has not acted
+        on them yet."""
+        if not self._cfg.enable:
+            return
+        mine = [0, 0, 1]
+        texts: list[str] = []
+        if self._monitor is not None:
+            verdict = self._monitor.step(state.step, state.metrics)
+            texts = [event.text for event in verdict.acting]
+            mine = [verdict.acting_bits, verdict.num_active, int(verdict.is_healthy)]
+        mask, num_active, is_healthy = integers_of_rank_0(mine)
+        state.metrics["health/num_active"] = num_active
+        acting = [rule.name for i, rule in enumerate(RULES) if mask >> i & 1]
+        if acting:  # on every rank
+            texts = gather_objects(texts)[0]
+        self.last = Health(bool(is_healthy), tuple(zip(acting, texts, strict=True)))
+
+    def act(self) -> None:
+        """Raise Unhealthy if the response to a rule that counts in the last step is stop."""
+        for name, text in self.last.acting:
+            rule = next(rule for rule in RULES if rule.name == name)
+            if getattr(self._cfg.responses, name) == "stop":
+                raise Unhealthy(
+                    f"{text.removeprefix('health: ')}: {rule.meaning}; {rule.setting}; health.responses.{name} is "
+                    "stop: nothing is exported"
+                )
+
+    def close(self, step: int) -> None:
+        """Print how often each rule counted, after the last step."""
+        if self._monitor is not None:
+            self._monitor.close(step)
+
+    def _write(self, event: Event) -> None:
+        line = json.dumps(event.row(self._run_id), allow_nan=False) + "\n"
+
+        def append() -> None:
+            with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
+                file.write(line)
+
+        view(HEALTH_FILE, append)
+
+
+def facts_of(run: Run) -> Facts:
+    """Return what the rules need to know of the run."""
+    cfg = run.config
+    updates = math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
+    bound = None if cfg.algorithm.rollout_correction.bypass_mode else run.log_prob_check.mean_bound
+    return Facts(updates, needs_of(cfg.algorithm).group, bound)
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a row of metrics.jsonl, NaN for null."""
+    return {
+        key: math.nan if value is None else value
+        for key, value in row.items()
+        if value is None or (isinstance(value, int | float) and key != "step")
+    }
