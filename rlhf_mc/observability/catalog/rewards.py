@@ -19,7 +19,7 @@ PROGRESS = Section(
             "health rules that count in this step; the run's health file names them",
             "count",
             "rank 0 decides",
-            "above 0: see Health below",
+            "above 0: lines of `rlhf_mc: health` say why",
         ),
         Metric(
             "val-core/<data_source>/acc/mean@N",
