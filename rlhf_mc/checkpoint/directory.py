@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -197,12 +197,12 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def to_remove(steps: Sequence[int], keep_last: int | None, best: int | None) -> list[int]:
+def to_remove(steps: Sequence[int], keep_last: int | None, others: Collection[int | None]) -> list[int]:
     """Return the steps of complete checkpoints to delete: all but the last `keep_last` (None: keep all) and the
-    best."""
+    others to keep."""
     if keep_last is None:
         return []
-    return [step for step in sorted(steps)[:-keep_last] if step != best]
+    return [step for step in sorted(steps)[:-keep_last] if step not in others]
 
 
 # ---------------------------------------------------------------- reading

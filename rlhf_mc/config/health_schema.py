@@ -7,23 +7,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf_mc.config.errors import UserError
-
 Response = Literal["off", "note", "warn", "stop"]
 MildResponse = Literal["off", "note", "warn"]
 """For rules after which a run has no reason to end."""
+PolicyResponse = Literal["off", "note", "warn", "stop", "roll_back"]
+"""For rules that show weights with which training should not continue."""
+KLResponse = Literal["off", "note", "warn", "stop", "roll_back", "fixed_kl_coef"]
 
 
 @dataclass
 class HealthResponsesConfig:
     """The response to each rule. off: the rule is not checked. note: an event in health.jsonl. warn: a line on the
-    console too. stop: the run also saves a checkpoint, exports nothing and ends with an error."""
+    console too. stop: the run also saves a checkpoint, exports nothing and ends with an error. roll_back: the run
+    continues from the checkpoint of the last healthy step, with its learning rates times rollback_lr_factor; without
+    such a checkpoint it ends with an error. fixed_kl_coef: the coefficient of the KL term is kl_coef from then on."""
 
-    not_finite: Response = "warn"
+    not_finite: PolicyResponse = "warn"
     """A metric is not finite, or an update was skipped because its loss or gradient was not."""
-    kl_explosion: Response = "warn"
+    kl_explosion: KLResponse = "warn"
     """actor/ppo_kl above ppo_kl_explosion, or the KL to the reference above ref_kl_max."""
-    policy_collapsed: Response = "stop"
+    policy_collapsed: PolicyResponse = "stop"
     """Entropy below entropy_collapse, scores no better than in the first step and, where it is measured, a KL to the
     reference above ref_kl_max: the policy gives one answer, a bad one."""
     ppo_kl_high: Response = "warn"
@@ -73,6 +76,18 @@ class HealthConfig:
     """Check the rules. Rank 0 does, on the metrics that it logs."""
     responses: HealthResponsesConfig = field(default_factory=HealthResponsesConfig)
     """The response to each rule."""
+    rollback_lr_factor: float = 0.5
+    """roll_back: the factor of the learning rates of actor and critic, each time."""
+    max_rollbacks: int = 3
+    """roll_back: the run ends with an error when a rule asks for one more."""
+    kl_coef: float | None = None
+    """fixed_kl_coef: the coefficient of the KL term, in the reward or in the loss, in place of the configured or
+    adaptive one."""
+    out_of_memory: Literal["stop", "halve_tokens"] = "stop"
+    """Response to a rank that runs out of memory in an update. stop: the run ends with an error. halve_tokens: every
+    rank repeats the update with half the token budget of a micro-batch, and keeps it; a micro-batch's size changes no
+    number but for rounding. It needs actor.use_dynamic_bsz, and for actor and critic data parallelism alone and
+    megatron.overlap_grad_reduce: false: ranks must not wait for one that has failed. It needs no enable."""
     patience: int = 5
     """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion, rollout_mismatch and
     memory_near_limit count at once."""
@@ -119,16 +134,6 @@ class HealthConfig:
     """Share of the memory that may be used: of the device, or on a CPU of the machine."""
 
 
-def check_health(health: HealthConfig) -> None:
-    """Raise UserError for two bounds in the wrong order."""
-    pairs = (
-        ("ppo_kl_min", "ppo_kl_max"),
-        ("ppo_kl_max", "ppo_kl_explosion"),
-        ("grad_norm_min", "grad_norm_max"),
-        ("entropy_collapse", "entropy_min"),
-    )
-    for low, high in pairs:
-        least = getattr(health, low)
-        most = getattr(health, high)
-        if least > most:
-            raise UserError(f"health.{low} is {least:g}, above health.{high}, which is {most:g}")
+def rolls_back(health: HealthConfig) -> bool:
+    """Return True if the response to a rule is roll_back."""
+    return health.enable and "roll_back" in vars(health.responses).values()

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.group_checks import check_filter_groups
-from rlhf_mc.config.health_schema import check_health
+from rlhf_mc.config.health_checks import check_health
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.ranges import check_range
@@ -54,7 +54,7 @@ def validate(cfg: Config, world_size: int) -> None:
     check_rewards(cfg)
     _check_validation(cfg)
     _check_checkpoints(cfg.trainer)
-    check_health(cfg.health)
+    check_health(cfg)
 
 
 def _check_ranges(cfg: Config) -> None:

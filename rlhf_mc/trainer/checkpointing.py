@@ -17,6 +17,7 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel
 from rlhf_mc.checkpoint.training_state import Save, load, reading_state, stored_config, stored_origin
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
+from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import say
@@ -73,6 +74,9 @@ class Position:
     """That step's trainer.best_metric."""
     best_metric: str | None = None
     """The trainer.best_metric of best_accuracy."""
+    last_healthy_step: int | None = None
+    """The latest saved step after which the next one was healthy too: the metrics of a step show the weights before
+    its updates."""
 
 
 class Checkpoints:
@@ -100,6 +104,7 @@ class Checkpoints:
         self._skipped: dict[str, int] = {}
         """Consecutive skipped updates by model, from the checkpoint."""
         self._loop_state: dict[str, Any] = {}
+        self._is_rolled_back = False
         on_rank_0(self._acquire, f"trainer.default_local_dir: {self._root}")
 
     def _acquire(self) -> None:
@@ -119,7 +124,8 @@ class Checkpoints:
         elif self._is_own(path):
             self._continue_run(path)
         else:
-            self.position.best_step = self.position.best_accuracy = None  # it is in another directory
+            # They are in another directory.
+            self.position.best_step = self.position.best_accuracy = self.position.last_healthy_step = None
             self._begin_run(path)
         if self.position.best_metric != self._cfg.best_metric:  # its values are not comparable
             self.position.best_step = self.position.best_accuracy = None
@@ -166,9 +172,7 @@ class Checkpoints:
         success.clear(self._root)
         if owner is None:
             run_directory.claim(self._root, self.run_id, 0, None)
-        for step in directory.steps_with_checkpoint(self._root):
-            if step > self.position.step:
-                _say(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
+        self._quarantine_after(self.position.step)
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
             _say(
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
@@ -178,6 +182,23 @@ class Checkpoints:
         for line in run_directory.drop_later(self._root, self.position.step):
             _say(line)
 
+    def _quarantine_after(self, last: int) -> None:
+        for step in directory.steps_with_checkpoint(self._root):
+            if step > last:
+                _say(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
+
+    def roll_back(self) -> int | None:
+        """Let the next `resume` continue from the checkpoint of the last healthy step: quarantine those of later steps.
+        Return its step; None, with nothing changed, if there is none. Every rank must call it."""
+        self.commit()
+        healthy = self.position.last_healthy_step
+        saved = on_rank_0(self._list, str(self._root))
+        step = max((n for n in saved if healthy is not None and n <= healthy), default=None)
+        if step is not None:
+            on_rank_0(lambda: self._quarantine_after(step), str(self._root))
+            self._is_rolled_back = True
+        return step
+
     def _is_own(self, path: Path) -> bool:
         return path.resolve() == directory.final_path(self._root, self.position.step).resolve()
 
@@ -186,7 +207,7 @@ class Checkpoints:
         steps = on_rank_0(self._list, str(self._root))
         mode = self._cfg.resume_mode
         given = self._cfg.resume_from_path if mode == "resume_path" else None
-        if mode == "auto" or (given is not None and self._began_at(given, steps)):
+        if self._is_rolled_back or mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
         if mode == "disable" and on_rank_0(lambda: run_directory.is_of_requeued_job(self._root), str(self._root)):
             _say("this requeued job resumes its run; trainer.resume_mode=disable is for its first start")
@@ -263,9 +284,14 @@ class Checkpoints:
 
     # ------------------------------------------------------------ save
 
-    def step_done(self, step: int, num_batches: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
+    def step_done(
+        self, step: int, num_batches: int, accuracy: float | None, metrics: Mapping[str, float], is_healthy: bool = True
+    ) -> None:
         """Record that a step is complete. num_batches: batches of prompts drawn so far. accuracy: of a validation after
-        it, if any. metrics: the step's. A rank may call it by itself."""
+        it, if any. metrics: the step's. is_healthy: none of them shows weights that a run should not be rolled back
+        to. A rank may call it by itself."""
+        if is_healthy:
+            self.position.last_healthy_step = self._saved if self._in_flight is None else self._in_flight.step
         self.position.step = step
         self.position.num_batches = num_batches
         self.position.accuracy = accuracy
@@ -346,9 +372,13 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)
-        best = self.position.best_step if self._cfg.keep_best else None
-        for step in directory.to_remove(steps, self._cfg.max_ckpt_to_keep, best):
+        best = {self.position.best_step} if self._cfg.keep_best else set()
+        for step in directory.to_remove(steps, self._cfg.max_ckpt_to_keep, best | self._rolled_back_to()):
             directory.remove(self._root, step)
+
+    def _rolled_back_to(self) -> set[int | None]:
+        """Return the step that the run may be rolled back to."""
+        return {self.position.last_healthy_step} if rolls_back(self._run.config.health) else set()
 
     @contextlib.contextmanager
     def _naming_last_checkpoint(self) -> Iterator[None]:

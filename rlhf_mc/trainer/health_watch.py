@@ -20,10 +20,6 @@ from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState
 
 
-class Unhealthy(Exception):
-    """A rule with the response stop counts. Every rank raises it, after the step is logged."""
-
-
 @dataclass(frozen=True)
 class Health:
     """The health of a step, the same on every rank."""
@@ -72,16 +68,6 @@ class HealthWatch:
         if acting:  # on every rank
             texts = gather_objects(texts)[0]
         self.last = Health(bool(is_healthy), tuple(zip(acting, texts, strict=True)))
-
-    def act(self) -> None:
-        """Raise Unhealthy if the response to a rule that counts in the last step is stop."""
-        for name, text in self.last.acting:
-            rule = next(rule for rule in RULES if rule.name == name)
-            if getattr(self._cfg.responses, name) == "stop":
-                raise Unhealthy(
-                    f"{text.removeprefix('health: ')}: {rule.meaning}; {rule.setting}; health.responses.{name} is "
-                    "stop: nothing is exported"
-                )
 
     def close(self, step: int) -> None:
         """Print how often each rule counted, after the last step."""

@@ -5,7 +5,7 @@ themselves are in phases.py, what is logged of a step in step_report.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 from rlhf_mc.trainer import evaluate, success
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.dynamic_sampling import TooFewGroups, filtered_rollout
-from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy
+from rlhf_mc.trainer.health_actions import Unhealthy, act, apply_adjustments
+from rlhf_mc.trainer.health_watch import HealthWatch
 from rlhf_mc.trainer.histograms import record_histograms
 from rlhf_mc.trainer.phases import (
     collect_rewards,
@@ -73,7 +74,8 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
     checkpoints = Checkpoints(run)
     ended = functools.partial(record_end, run.config, run.groups.rank)
     try:
-        yield from train(run, checkpoints, status, stop)
+        while (yield from train(run, checkpoints, status, stop)):
+            ended(checkpoints.position.step, "rolled back", "a health rule rolled the run back")
         return True
     except GeneratorExit:
         checkpoints.commit()
@@ -96,9 +98,9 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         checkpoints.release()
 
 
-def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequests) -> Iterator[Step]:
-    """Resume, run and yield the remaining steps, and export the trained actor. Raise StopRequested only while the
-    weights are those of the last complete step."""
+def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequests) -> Generator[Step, None, bool]:
+    """Resume, run and yield the remaining steps, and export the trained actor. Return True if the run was rolled back
+    instead, and is to resume. Raise StopRequested only while the weights are those of the last complete step."""
     schedule = run.schedule
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
@@ -109,7 +111,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     run_id = checkpoints.run_id
     if run.config.trainer.val_only:
         validate_only(run, begin_step(step, status), run_id)
-        return
+        return False
     sinks = on_every_rank(
         lambda: build_sinks(run.groups.rank, run.config.trainer, run.schedule.total_steps, step or None, run_id)
     )
@@ -126,13 +128,14 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     while not schedule.is_last(step, num_batches, accuracy):
         step += 1
         state = begin_step(step, status, num_batches)
+        apply_adjustments(run, step)
         batch = one_step(run, state, stop)
         num_batches = state.num_batches
         accuracy = validate(run, state) if schedule.is_validation_due(step, num_batches) else None
         health.step_done(state)
         if schedule.is_export_due(step):
             export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
-        checkpoints.step_done(step, num_batches, accuracy, state.metrics)
+        checkpoints.step_done(step, num_batches, accuracy, state.metrics, health.last.is_healthy)
         if schedule.is_save_due(step, num_batches, accuracy):
             save_checkpoint(run, state, checkpoints)
         log(sinks, state)
@@ -140,13 +143,16 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         checkpoints.commit_if_written()
         stop.steps_done += 1
         yield Step(step, state.metrics, state.prompts, batch)
-        health.act()
+        if act(run, checkpoints, step, health.last) == "rolled back":
+            on_every_rank(sinks.close)
+            return True
     health.close(step)
     checkpoints.commit()
     export(run, begin_step(step, status), directory / HF, run_id)
     reason = "the target accuracy is reached" if schedule.reaches_target(accuracy) else "all steps are done"
     close_run(run, sinks, run_id, step, reason)
     say_on_console(run, f"{reason}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
+    return False
 
 
 def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:

@@ -59,12 +59,13 @@ def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int
 
 
 def record_end(
-    cfg: Config, rank: int, step: int, how: Literal["finished", "stopped", "left", "failed"], text: str
+    cfg: Config, rank: int, step: int, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str
 ) -> None:
     """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it is a run that goes
     on or was killed. Any rank may call it; rank 0 writes. Like a view it cannot fail the run.
 
-    how: finished; stopped on request; left by the caller of the Python API; failed with an error. text: the reason."""
+    how: finished; stopped on request; left by the caller of the Python API; failed with an error; rolled back to an
+    earlier step, from which the next start continues. text: the reason."""
     if rank == 0 and not cfg.trainer.val_only:
         view(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
 

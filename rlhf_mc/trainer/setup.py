@@ -151,6 +151,8 @@ def build_run(cfg: Config) -> Run:
             # The actor's learning-rate schedule counts the steps in which the actor is updated.
             warmup = cfg.trainer.critic_warmup if role == "actor" else 0
             models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
+            if cfg.health.out_of_memory == "halve_tokens":
+                models[role].recover_memory()
         offload_schedule.add(role, models[role])
     limits = micro_batch_limits(cfg)
     weight_sync, rollout = _rollout(cfg, models["actor"], rank)

@@ -38,27 +38,29 @@ class TokenBudget:
         return self.limit if made is None else min(self.limit, made)
 
     def halve(self, number: int, rank: int) -> None:
-        """Halve the budget from an update of the step on. Raise UserError if it is the longest sequence already. Every
-        rank must call it. rank: the one that is out of memory."""
+        """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence,
+        or a number of sequences. Every rank must call it. rank: the one that is out of memory."""
         limit = self.of_update(number)
         if isinstance(limit, Sequences) or limit <= self.longest:
-            raise UserError(f"{self._where(number, rank)}, with micro-batches of one sequence; {self._advice()}")
+            raise self.error(number, rank)
         half = max(limit // 2, self.longest)
         reason = f"{self._where(number, rank)}, with micro-batches of {limit} tokens"
         self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
         say(f"WARNING: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
 
     def error(self, number: int, rank: int) -> UserError:
-        """Return the error of a run that does not halve the budget."""
+        """Return the error of a run whose budget is not halved."""
+        limit = self.of_update(number)
+        by_number = isinstance(limit, Sequences)
+        size = f"{limit.at_most} sequences" if isinstance(limit, Sequences) else f"{limit} tokens"
+        setting = "ppo_micro_batch_size_per_gpu" if by_number else "ppo_max_token_len_per_gpu"
         return UserError(
-            f"{self._where(number, rank)}, with micro-batches of {self.of_update(number)}; {self._advice()}"
+            f"{self._where(number, rank)}, with micro-batches of {size}; lower {self.role}.{setting}, or shard the "
+            f"model over more ranks ({self.role}.megatron)"
         )
 
     def _where(self, number: int, rank: int) -> str:
         return f"{self.role}: rank {rank} is out of memory in update {number + 1} of step {self.step}"
-
-    def _advice(self) -> str:
-        return f"lower {self.role}.ppo_max_token_len_per_gpu, or shard the model over more ranks: {self.role}.megatron"
 
 
 def train_step(

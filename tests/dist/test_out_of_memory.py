@@ -73,6 +73,6 @@ def test_without_room_for_the_longest_sequence_the_run_ends_on_every_rank(update
     longest = int(batch.seq_lens.max())
     for rank in updates("stuck", longest, tokens_in_memory=longest // 4):
         assert rank["error"] == (
-            "actor: rank 1 is out of memory in update 2 of step 1, with micro-batches of one sequence; lower "
-            "actor.ppo_max_token_len_per_gpu, or shard the model over more ranks: actor.megatron"
+            f"actor: rank 1 is out of memory in update 2 of step 1, with micro-batches of {longest} tokens; lower "
+            "actor.ppo_max_token_len_per_gpu, or shard the model over more ranks (actor.megatron)"
         )

@@ -128,10 +128,10 @@ def test_commit_rejects_files_missing_from_the_directory(tmp_path: Path) -> None
 
 def test_retention_of_checkpoints() -> None:
     steps = [2, 4, 6, 8]
-    assert directory.to_remove(steps, None, None) == []
-    assert directory.to_remove(steps, 2, None) == [2, 4]
-    assert directory.to_remove(steps, 1, 4) == [2, 6]
-    assert directory.to_remove(steps, 9, 2) == []
+    assert directory.to_remove(steps, None, {}) == []
+    assert directory.to_remove(steps, 2, {}) == [2, 4]
+    assert directory.to_remove(steps, 1, {None, 4}) == [2, 6]
+    assert directory.to_remove(steps, 9, {2}) == []
 
 
 def test_quarantined_checkpoint_does_not_count(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""The responses stop, roll_back and fixed_kl_coef to health rules."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.health_rules import RULES
+from rlhf_mc.runtime.console import say
+from rlhf_mc.trainer.adjustments import Adjustment
+from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer.health_watch import Health
+from rlhf_mc.trainer.setup import Run
+
+
+class Unhealthy(Exception):
+    """A rule with the response stop counts. Every rank raises it, after the step is logged."""
+
+
+def act(run: Run, checkpoints: Checkpoints, step: int, health: Health) -> Literal["continues", "rolled back"]:
+    """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
+    resume from an earlier step. Raise Unhealthy for the response stop, UserError if a roll-back is impossible. Every
+    rank must call it."""
+    found = {response_to(run, name): (name, text.removeprefix("health: ")) for name, text in reversed(health.acting)}
+    if "stop" in found:
+        name, text = found["stop"]
+        rule = next(rule for rule in RULES if rule.name == name)
+        raise Unhealthy(f"{text}: {rule.meaning}; {rule.setting}; health.responses.{name} is stop: nothing is exported")
+    if "roll_back" in found:
+        roll_back(run, checkpoints, step, found["roll_back"][1])
+        return "rolled back"
+    if "fixed_kl_coef" in found:
+        fix_kl_coef(run, step, found["fixed_kl_coef"][1])
+    return "continues"
+
+
+def response_to(run: Run, rule: str) -> str:
+    """Return the configured response to a rule."""
+    return str(getattr(run.config.health.responses, rule))
+
+
+def apply_adjustments(run: Run, step: int) -> None:
+    """Set the learning rates of a step. The KL coefficient and the token budgets are read where they are used."""
+    factor = run.adjustments.learning_rate_factor(step)
+    for model in run.trained_models():
+        model.scale_learning_rate(factor)
+
+
+def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> None:
+    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Raise UserError if
+    there is none, or if that has been done health.max_rollbacks times. Every rank must call it. reason: the line of the
+    rule."""
+    health = run.config.health
+    done = run.adjustments.count("learning_rate_factor")
+    if done >= health.max_rollbacks:
+        raise UserError(
+            f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its settings have to "
+            "change: a lower actor.optim.lr, fewer actor.ppo_epochs, a higher KL coefficient"
+        )
+    start = checkpoints.roll_back()
+    if start is None:
+        raise UserError(
+            f"{reason}; there is no checkpoint of a healthy step to roll back to: set a lower trainer.save_freq (now "
+            f"{run.config.trainer.save_freq}), or a lower actor.optim.lr if the first steps are not healthy"
+        )
+    run.adjustments.add(Adjustment("learning_rate_factor", health.rollback_lr_factor, start, reason))
+    factor = run.adjustments.learning_rate_factor(start + 1)
+    say(
+        f"WARNING: rolled back from step {step} to step {start}; learning rates are those of the config times "
+        f"{factor:g} from there on",
+        rank_0_only=True,
+    )
+
+
+def fix_kl_coef(run: Run, step: int, reason: str) -> None:
+    """Give the KL term the coefficient health.kl_coef from the next step on. Every rank must call it."""
+    coef = run.config.health.kl_coef
+    assert coef is not None, "validate.py ensures it"
+    if run.adjustments.kl_coef(step + 1) == coef:
+        return
+    run.adjustments.add(Adjustment("kl_coef", coef, step, reason))
+    say(f"WARNING: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)

@@ -1,0 +1,36 @@
+"""Functions that the ranks run in test_health_actions.py: whole runs that health rules roll back or adjust."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cases import built_run
+from resume_cases import Blocks, blocks
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.trainer import loop
+
+
+def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """Run the whole loop. Return the rows of metrics.jsonl and adjustments.jsonl, the last weights or the error."""
+    with built_run(config_path, overrides) as run:
+        directory = Path(run.config.trainer.default_local_dir)
+        error: str | None = None
+        last: Blocks = []
+        try:
+            loop.fit(run)
+            last = blocks(run)
+        except UserError as found:
+            error = str(found)
+    return {
+        "metrics": _rows(directory / "metrics.jsonl"),
+        "adjustments": _rows(directory / "adjustments.jsonl"),
+        "error": error,
+        "last": last,
+    }
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,120 @@
+"""Runs that health rules roll back, adjust or end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import health_action_cases
+import numpy as np
+import pytest
+from tiny import make_workspace, write_config
+
+pytestmark = pytest.mark.dist
+STEPS = 4
+KL = "actor/reward_kl_penalty"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trainer = {"total_training_steps": STEPS, "save_freq": 1, "test_freq": -1, "val_before_train": False}
+    return write_config(
+        make_workspace(tmp_path_factory.mktemp("health")), trainer=trainer, actor={"optim": {"lr": 2e-2}}
+    )
+
+
+@pytest.fixture(scope="module")
+def train(pool: Any, config: Path) -> Any:
+    def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
+        settings = [f"trainer.default_local_dir={directory}", *overrides]
+        found: list[dict[str, Any]] = pool(2).run(
+            health_action_cases.train, config_path=str(config), overrides=settings
+        )
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(train: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the rows of a run without health rules: its KL to the reference grows from step to step."""
+    rows: list[dict[str, Any]] = train(tmp_path_factory.mktemp("plain"), "health.enable=false")[0]["metrics"]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def bound(plain: list[dict[str, Any]]) -> float:
+    """Return a bound of the KL to the reference that the plain run first exceeds in step 3."""
+    kls = [row[KL] for row in plain]
+    assert max(kls[:2]) < 0.9 * kls[2], kls
+    return 0.9 * kls[2]
+
+
+def rolls_back(bound: float, *more: str) -> list[str]:
+    return [
+        "health.responses.kl_explosion=roll_back",
+        f"health.ref_kl_max={bound}",
+        "health.ppo_kl_explosion=100",
+        *more,
+    ]
+
+
+def test_run_is_rolled_back_with_smaller_learning_rates(
+    train: Any, plain: list[dict[str, Any]], bound: float, tmp_path: Path
+) -> None:
+    settings = rolls_back(bound, "health.rollback_lr_factor=0.25")
+    ranks = train(tmp_path / "run", *settings)
+    rows = ranks[0]["metrics"]
+    assert [rank["error"] for rank in ranks] == [None, None]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4], "each step has one row"
+    (made,) = ranks[0]["adjustments"]
+    # The KL of step 3 shows the weights of step 2, so the checkpoint of step 2 is none to go back to.
+    assert made["after_step"] == 1 and made["value"] == 0.25 and f"step 3: kl_explosion: {KL}" in made["reason"]
+    assert rows[0]["actor/lr"] == plain[0]["actor/lr"]
+    assert [row["actor/lr"] for row in rows[1:]] == [0.25 * row["actor/lr"] for row in plain[1:]]
+    assert [row["critic/lr"] for row in rows[1:]] == [0.25 * row["critic/lr"] for row in plain[1:]]
+    assert rows[0][KL] == plain[0][KL] and rows[2][KL] < bound < plain[2][KL]
+    kept = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
+    assert "global_step_3.quarantined1" in kept and "global_step_2.quarantined1" in kept, kept
+
+    # Killed after step 3 of the repeated steps, the run resumes as it would have continued.
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "run", resumed)
+    shutil.rmtree(resumed / "global_step_4")
+    again = train(resumed, *settings)
+    for rank, other in zip(ranks, again, strict=True):
+        for (key, _, _, data), (other_key, _, _, other_data) in zip(rank["last"], other["last"], strict=True):
+            assert key == other_key and np.array_equal(data, other_data), key
+
+
+def test_run_that_cannot_be_rolled_back_ends_on_every_rank(train: Any, tmp_path: Path) -> None:
+    first = train(tmp_path / "first", *rolls_back(1e-9, "actor.optim.lr_warmup_steps=0"))
+    for rank in first:
+        assert "there is no checkpoint of a healthy step to roll back to" in rank["error"]
+        assert "set a lower trainer.save_freq (now 1), or a lower actor.optim.lr" in rank["error"]
+    assert not (tmp_path / "first" / "hf").exists()
+
+
+def test_run_is_rolled_back_a_limited_number_of_times(train: Any, bound: float, tmp_path: Path) -> None:
+    settings = rolls_back(bound, "health.rollback_lr_factor=0.999", "health.max_rollbacks=1")
+    for rank in train(tmp_path, *settings):
+        assert rank["error"].startswith(f"step 3: kl_explosion: {KL} is ")
+        assert "the run was rolled back 1 times before (health.max_rollbacks)" in rank["error"]
+        assert len(rank["adjustments"]) == 1
+    assert not (tmp_path / "hf").exists()
+
+
+def test_kl_coefficient_is_fixed_from_the_next_step_on(
+    train: Any, plain: list[dict[str, Any]], bound: float, tmp_path: Path
+) -> None:
+    ranks = train(
+        tmp_path,
+        "health.responses.kl_explosion=fixed_kl_coef",
+        "health.kl_coef=0.75",
+        f"health.ref_kl_max={bound}",
+        "health.ppo_kl_explosion=100",
+    )
+    coefs = [row["actor/reward_kl_penalty_coeff"] for row in ranks[0]["metrics"]]
+    assert coefs == [*(row["actor/reward_kl_penalty_coeff"] for row in plain[:3]), 0.75]
+    assert [(made["setting"], made["after_step"]) for made in ranks[0]["adjustments"]] == [("kl_coef", 3)]

@@ -1,0 +1,71 @@
+"""adjustments.jsonl: from which step each change of a setting is in effect, also after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.balance import Sequences
+from rlhf_mc.trainer.adjustments import Adjustment, Adjustments
+from rlhf_mc.trainer.token_budget import TokenBudget
+
+
+def reread(directory: Path) -> Adjustments:
+    found = Adjustments(directory)
+    found.load()
+    return found
+
+
+def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> None:
+    made = Adjustments(tmp_path)
+    for step in (8, 8, 4):
+        made.add(Adjustment("learning_rate_factor", 0.5, step, f"KL at step {step}"))
+    found = reread(tmp_path)
+    assert [found.learning_rate_factor(step) for step in (4, 5, 8, 9)] == [1.0, 0.5, 0.5, 0.25]
+    assert found.count("learning_rate_factor") == 2, "the same adjustment, made again, counts once"
+    assert found.kl_coef(9) is None and found.max_token_len("update_actor", 9, 0) is None
+
+
+def test_last_kl_coefficient_holds(tmp_path: Path) -> None:
+    made = Adjustments(tmp_path)
+    made.add(Adjustment("kl_coef", 0.1, 3, "KL"))
+    made.add(Adjustment("kl_coef", 0.2, 5, "KL"))
+    assert [reread(tmp_path).kl_coef(step) for step in (3, 4, 5, 6)] == [None, 0.1, 0.1, 0.2]
+
+
+def test_token_budget_is_of_one_phase_and_from_one_update_on(tmp_path: Path) -> None:
+    budget = TokenBudget("critic", 7, 512, 100, Adjustments(tmp_path))
+    budget.halve(2, rank=1)
+    resumed = reread(tmp_path)
+    for step, updates in {6: [512, 512], 7: [512, 256], 8: [256, 256]}.items():
+        of_step = TokenBudget("critic", step, 512, 100, resumed)
+        assert [of_step.of_update(0), of_step.of_update(2)] == updates
+    assert TokenBudget("actor", 8, 512, 100, resumed).of_update(0) == 512
+    assert TokenBudget("critic", 8, 128, 100, resumed).of_update(0) == 128, "a resumed run may have a smaller one"
+    budget.halve(2, rank=1)
+    budget.halve(2, rank=1)
+    assert budget.of_update(2) == 100, "not below the longest sequence"
+    with pytest.raises(
+        UserError, match=r"^critic: rank 1 is out of memory in update 3 of step 7, with micro-batches of"
+    ):
+        budget.halve(2, rank=1)
+
+
+def test_numbers_of_sequences_cannot_be_halved(tmp_path: Path) -> None:
+    budget = TokenBudget("actor", 1, Sequences(4), 100, Adjustments(tmp_path))
+    with pytest.raises(UserError, match=r"lower actor.ppo_micro_batch_size_per_gpu"):
+        budget.halve(0, rank=0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[1]", '{"setting": "kl_coef"}', '{"setting": "kl_coef", "value": NaN, "after_step": 1, "reason": ""}'],
+)
+def test_a_line_that_was_edited_is_named(tmp_path: Path, line: str) -> None:
+    Adjustments(tmp_path).add(Adjustment("kl_coef", 0.1, 3, "KL"))
+    path = tmp_path / "adjustments.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(UserError, match=r"adjustments.jsonl, line 2: not an adjustment"):
+        reread(tmp_path)
