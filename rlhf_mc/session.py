@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.observability.phase_progress import phase_progress
 from rlhf_mc.runtime.cuda_environment import forbid_tf32, set_cuda_connections
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.runtime.work import working
 
 if TYPE_CHECKING:  # torch is imported once the environment is set
     from rlhf_mc.trainer.setup import Run
@@ -24,11 +26,20 @@ if TYPE_CHECKING:  # torch is imported once the environment is set
 def session(
     cfg: Config, status: RankStatus, stop: StopRequests, before_close: Callable[[], object] = lambda: None
 ) -> Iterator[Run]:
-    """Yield the run of a checked config (early_checks.py), with heartbeats. Every rank must enter and leave it.
+    """Yield the run of a checked config (early_checks.py), with heartbeats, and with phases on rank 0's console. Every
+    rank must enter and leave it.
 
     before_close: called once all ranks have left, before engine and process groups are closed. After an exception
     nothing is closed: other ranks may be in a collective."""
     rank = int(os.environ.get("RANK", "0"))
+    with phase_progress(status, wanted=rank == 0 and "console" in cfg.trainer.logger):
+        yield from _joined(cfg, status, stop, rank, before_close)
+
+
+def _joined(
+    cfg: Config, status: RankStatus, stop: StopRequests, rank: int, before_close: Callable[[], object]
+) -> Iterator[Run]:
+    """Do as `session`, without the console."""
     # Rank 0 alone logs warnings, which are the same on all ranks. The user need not see libraries' warnings.
     logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, format="rlhf_mc: %(message)s")
     warnings.filterwarnings("ignore")
@@ -37,10 +48,11 @@ def session(
     set_cuda_connections(max(megatron.tensor_model_parallel_size for megatron in layouts(cfg).values()))
     forbid_tf32([megatron.dtype for megatron in layouts(cfg).values()])
 
-    from rlhf_mc.observability.metrics import PhaseTimer
-    from rlhf_mc.runtime.determinism import use_deterministic_algorithms
-    from rlhf_mc.runtime.heartbeat import heartbeats
-    from rlhf_mc.topology.rendezvous import init_process_group
+    with working("importing torch"):
+        from rlhf_mc.observability.metrics import PhaseTimer
+        from rlhf_mc.runtime.determinism import use_deterministic_algorithms
+        from rlhf_mc.runtime.heartbeat import heartbeats
+        from rlhf_mc.topology.rendezvous import init_process_group
 
     trainer = cfg.trainer
     if trainer.deterministic:
@@ -51,7 +63,7 @@ def session(
     stop.read_job_end()
     # A straggler is named after half the timeout of a collective, before the other ranks fail.
     with heartbeats(status, rank, trainer.heartbeat_timeout_seconds, trainer.dist_timeout_seconds / 2):
-        with timer.phase("import"):  # Megatron-Core
+        with timer.phase("import"), working("Megatron-Core"):
             from rlhf_mc.models.transformer_engine import import_transformer_engine
 
             import_transformer_engine()
@@ -63,6 +75,7 @@ def session(
             yield run
             barrier()
     before_close()
+    status.enter("close")
     run.rollout.close()  # before its process groups are destroyed: garbage collection would print a stack trace
     # No heartbeats from here on: the ranks end at different times.
     shut_down()

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
+from rlhf_mc.runtime.work import working
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -271,8 +272,11 @@ def verify(path: Path) -> None:
 
 
 def _check(directory: Path, files: Mapping[str, FileDigest]) -> None:
-    for name, expected in files.items():
-        _check_file(directory / name, expected)
+    num_bytes = sum(expected.num_bytes for expected in files.values())
+    with working("verifying", num_bytes / 2**20, "MiB") as work:
+        for name, expected in files.items():
+            _check_file(directory / name, expected)
+            work.advance(expected.num_bytes / 2**20)
 
 
 def _check_file(path: Path, expected: FileDigest) -> None:

@@ -26,6 +26,7 @@ from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import point_to_point
+from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 
 RUN_FILE = "run.json"
@@ -102,7 +103,8 @@ def _export(
     shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
-    for start in range(0, len(shards), world):
+    rounds = range(0, len(shards), world)
+    for start in counted(rounds, len(rounds), "rounds of files"):
         names = shards[start : start + world]
         tensors = tensors_of([*names, *[[]] * (world - len(names))])
         save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, len(shards)), subject)

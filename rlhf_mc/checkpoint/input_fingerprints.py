@@ -24,6 +24,7 @@ from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
 from rlhf_mc.config.schema import Config, reward_models
+from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 WHOLE_BYTES = 16 << 20
@@ -55,7 +56,9 @@ def read_inputs(cfg: Config) -> Inputs:
     rank = dist.get_rank()
     world = dist.get_world_size()
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
-    found = on_every_rank(lambda: {number: _hashed(files[number]) for number in range(rank, len(files), world)})
+    mine = range(rank, len(files), world)
+    hashed = counted(mine, len(mine), "files", "hashing inputs")
+    found = on_every_rank(lambda: {number: _hashed(files[number]) for number in hashed})
     by_number = {number: entry for entries in gather_objects(found) for number, entry in entries.items()}
     inputs: Inputs = {}
     for number, file in enumerate(files):

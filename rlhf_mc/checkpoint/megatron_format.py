@@ -18,6 +18,7 @@ from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.megatron_patches import megatron_calls
+from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 HF_ASSETS = "hf"
@@ -35,7 +36,7 @@ def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> Non
     guard."""
     directory = Path(directory)
     on_rank_0(lambda: _begin(directory), f"{directory}: cannot be written")
-    with megatron_calls():
+    with megatron_calls(), working(f"writing {directory.name}"):
         try:
             dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
         except CheckpointException as error:
@@ -77,7 +78,8 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
         state = {n: v for n, v in _sharded(model, skip_prefixes).items() if not isinstance(v, ShardedObject)}
         _check_same_model(state, stored, directory, skip_prefixes)
         try:
-            loaded = dist_checkpointing.load(state, str(directory))
+            with working(f"reading {Path(directory).name}"):
+                loaded = dist_checkpointing.load(state, str(directory))
         except CheckpointException as error:
             raise UserError(f"{directory}: a file of weights is missing or truncated ({_cause(error)})") from error
     with torch.no_grad():

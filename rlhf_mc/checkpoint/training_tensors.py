@@ -26,6 +26,7 @@ from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.models.host_memory import HostArena
 from rlhf_mc.models.megatron_patches import PlannedSave, megatron_calls, write_bucket
+from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
 METADATA = ".metadata"
@@ -69,6 +70,7 @@ class TensorWriter:
         strategy = PlannedSave()
         with megatron_calls():
             strategy.async_save(_sharded(mine, data), str(directory))
+        self._num_bytes = sum(tensor.nbytes for tensor in data)
         self._writer = strategy.writer
         self._plan = strategy.plan
         self._files: dict[str, FileDigest] = {}
@@ -86,8 +88,10 @@ class TensorWriter:
 
     def wait(self) -> None:
         """Wait for all ranks, in collectives that are short even if a disk is slow. Every rank must call it."""
-        while not all(gather_objects(self.is_done(_ASK_SECONDS))):
-            pass
+        with working(total=self._num_bytes / 2**20, unit="MiB") as work:
+            while not all(gather_objects(self.is_done(_ASK_SECONDS))):
+                written = [Path(file) for file, *_ in self._writer.write_buckets]
+                work.done = sum(file.stat().st_size for file in written if file.exists()) / 2**20
 
     def finish(self) -> dict[str, FileDigest]:
         """Wait for all ranks and write the metadata files. Return this rank's files. Raise UserError on every rank if
@@ -136,7 +140,7 @@ class TensorWriter:
 def read_tensors(blocks: Sequence[Block], directory: Path) -> None:
     """Read the blocks into their storage. Raise UserError if the files do not hold them. Every rank must call it."""
     on_every_rank(lambda: _check_holds(directory, blocks))
-    with megatron_calls():
+    with megatron_calls(), working("reading tensors"):
         try:
             state = _sharded(blocks, [block.data for block in blocks])
             dist_checkpointing.load(state, str(directory), validate_access_integrity=False)

@@ -8,10 +8,10 @@ import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import NodeError, UserError, about
@@ -22,13 +22,13 @@ from rlhf_mc.data.dataset import FilePrompts, Prompts
 from rlhf_mc.data.source import EXTRA, REFERENCE, ColumnError, Rows, digest, open_rows
 from rlhf_mc.data.tokenise import RowTokenizer, TooLongError
 from rlhf_mc.runtime.console import global_rank
+from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import gather_objects, my_share, ranks_per_node
 
 logger = logging.getLogger(__name__)
 
 NAMED = 3
 """Bad rows that a warning names; the others are counted."""
-PROGRESS_AFTER_SECONDS = 3.0
 
 
 def load_prompts(
@@ -187,20 +187,12 @@ class _Share:
 def _tokenised_share(
     where: str, rows: Rows, rows_to_tokens: RowTokenizer, cfg: DataConfig, most_texts: int | None
 ) -> _Share:
-    """Return this rank's share of a file's prompts. Rank 0 shows the progress of its share."""
+    """Return this rank's share of a file's prompts."""
     share = _Share()
     mine = my_share(len(rows))
-    progress = tqdm(
-        zip(mine, rows.read(mine), strict=True),
-        f"{where}: tokenising (a share on each rank)",
-        len(mine),
-        unit=" rows",
-        delay=PROGRESS_AFTER_SECONDS,
-        mininterval=1.0,
-        disable=global_rank() != 0,
-    )
+    read = counted(zip(mine, rows.read(mine), strict=True), len(mine), "rows", f"tokenising {Path(where).name}")
     try:
-        for number, row in progress:
+        for number, row in read:
             share.order = (1, number)
             _add_row(share, number, row, f"{where}, {rows.place(number)}", rows_to_tokens, cfg)
             if most_texts is not None:
@@ -210,7 +202,7 @@ def _tokenised_share(
     except UserError as error:
         return _Share(error=error, order=share.order)
     finally:
-        progress.close()
+        read.close()
     prefix = f"{where}, "
     share.counts.problems = [problem.removeprefix(prefix) for problem in share.counts.problems]
     return share

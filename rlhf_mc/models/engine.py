@@ -32,6 +32,7 @@ from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
 from rlhf_mc.models.schedule import learning_rate_schedule, set_learning_rates
 from rlhf_mc.models.statistics import StatisticSums
 from rlhf_mc.reshard.placement import chunk_prefix
+from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import Groups
 
@@ -308,7 +309,9 @@ class ModelEngine:
                 value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
-            return run_stage(model, micro), finish
+            output = run_stage(model, micro)
+            work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
+            return output, finish
 
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
@@ -325,7 +328,7 @@ class ModelEngine:
         several = len(self.chunks) > 1
         overlap = not forward_only and overlaps_reduction(self._megatron, self.groups.mesh.dp, platform.use_cuda())
         set_reduction(self.chunks[0].config, self._ddp if overlap else ())
-        with megatron_calls():
+        with megatron_calls(), working(total=len(micro_batches) * len(self.chunks), unit="micro-batches") as work:
             get_forward_backward_func(pp, len(self.chunks) if several else None)(
                 forward_step_func=step,
                 data_iterator=[micros() for _ in self.chunks] if several else micros(),

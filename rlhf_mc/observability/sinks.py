@@ -1,4 +1,4 @@
-"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, the progress line on the console.
+"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, the table of steps on the console.
 
 metrics.jsonl is the run's record: the run ends if it cannot be written. All else is a view: the run continues without
 a view that cannot be written. Rank 0 writes; the other ranks have a NullSink.
@@ -66,7 +66,7 @@ class Sinks:
     ) -> None:
         """Open the sinks. Raise UserError if metrics.jsonl cannot be written.
 
-        after_step: the step that the run resumes after, None for a new run. stream: of the progress line, by default
+        after_step: the step that the run resumes after, None for a new run. stream: of the table of steps, by default
         standard output. run_id: the run that every row of metrics.jsonl names."""
         directory = Path(config.default_local_dir)
         self._record: list[Sink] = []
@@ -76,7 +76,7 @@ class Sinks:
         if "tensorboard" in config.logger:
             self._show("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
         if "console" in config.logger:
-            self._show("progress line", lambda: ConsoleSink(total_steps, stream))
+            self._show("table of steps", lambda: ConsoleSink(total_steps, stream))
 
     def _show(self, name: str, build: Callable[[], Sink]) -> None:
         view(name, lambda: self._views.update({name: build()}))
@@ -97,7 +97,7 @@ class Sinks:
 
 
 def view(what: str, write: Callable[[], object]) -> bool:
-    """Write a view of the run: a picture, samples, TensorBoard's events, the progress line. Return whether it was
+    """Write a view of the run: a picture, samples, TensorBoard's events, the table of steps. Return whether it was
     written. Any error becomes a warning: a view never fails a run. what: the view's name in the warning."""
     try:
         write()
@@ -154,7 +154,7 @@ class TensorBoardSink:
 
 
 class ConsoleSink:
-    """The progress line."""
+    """The table of steps."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
         self._progress = Progress(total_steps, stream)
@@ -163,7 +163,7 @@ class ConsoleSink:
         self._progress.update(step, metrics)
 
     def close(self) -> None:
-        self._progress.close()
+        pass
 
 
 def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:

@@ -16,6 +16,7 @@ import torch
 from rlhf_mc.reshard.layout import STACK, member
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 from rlhf_mc.reshard.transport import Transport
+from rlhf_mc.runtime.work import counted
 
 
 def aliased_views(plan: RankPlan, source: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -40,7 +41,7 @@ def execute(
     """
     for name, view in aliased_views(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} does not alias its source"
-    for transfer in plan.copies:
+    for transfer in counted(plan.copies, len(plan.copies), "blocks"):
         for there, here in zip(destination(transfer, target), source_blocks(transfer, source, target), strict=True):
             there.copy_(here)
     dtype = wire_dtype or _only_dtype(plan, source, target)
@@ -50,7 +51,7 @@ def execute(
     )
     buffers = transport.buffers(plan, dtype)
     # Messages between two ranks match by order, so all ranks go through the buckets in the same order.
-    for sends, receives in plan.buckets:
+    for sends, receives in counted(plan.buckets, len(plan.buckets), "buckets"):
         arriving = by_peer(receives, lambda t: t.src_rank)
         outgoing = _pack_messages(buffers.outbox, by_peer(sends, lambda t: t.dst_rank), source, target)
         incoming = transport.exchange(buffers, outgoing, {peer: _numel(ts) for peer, ts in arriving.items()})

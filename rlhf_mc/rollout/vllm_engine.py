@@ -29,6 +29,7 @@ from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
 from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank
 
 
@@ -200,10 +201,23 @@ class VLLMEngine:
             for number, seed in enumerate(seeds)
         ]
         with contextlib.nullcontext() if draws is None else vllm_patches.drawing(draws):
-            outputs = self._llm.generate(
-                [vllm.TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts], requests, use_tqdm=False
-            )
+            outputs = self._finished([vllm.TokensPrompt(prompt_token_ids=list(p)) for p in prompts], requests)
         return [_to_generation(out.outputs[0], number, draws) for number, out in enumerate(outputs)]
+
+    def _finished(self, prompts: Sequence[Any], requests: Sequence[vllm.SamplingParams]) -> list[Any]:
+        """Return vLLM's output of each request, in order, as LLM.generate does, and count them as work."""
+        self._llm.enqueue(prompts, requests, use_tqdm=False)
+        engine = self._llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        outputs: list[Any] = []
+        with working(total=len(requests), unit="responses") as work:
+            while engine.has_unfinished_requests():
+                finished = engine.step()
+                num_running, _ = scheduler.get_request_counts()
+                # Each request that runs has one more token, unless its prompt is not processed to the end yet.
+                work.advance(len(finished), tokens=num_running + len(finished))
+                outputs += finished
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def close(self) -> None:
         """Free the engine and vLLM's process groups, so that another engine can be built in this process."""

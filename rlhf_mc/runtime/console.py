@@ -5,7 +5,46 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TextIO
+import threading
+import time
+from typing import Protocol, TextIO
+
+
+class BottomLine(Protocol):
+    """The line at the bottom of a terminal, below all others."""
+
+    def clear(self) -> None:
+        """Erase it, so that a line can be printed there. It appears again when it is next shown."""
+
+
+lock = threading.RLock()
+"""Held while a line is printed to a terminal that has a bottom line."""
+_bottom_line: BottomLine | None = None
+_last_line = time.monotonic()
+
+
+def set_bottom_line(line: BottomLine | None) -> None:
+    """Print all further lines above this one; None: the terminal has none. There is one terminal, so this is a state of
+    the process."""
+    global _bottom_line
+    _bottom_line = line
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Print the lines to the stream, above the bottom line, and flush. Raise OSError or ValueError if the stream is
+    full or closed."""
+    global _last_line
+    with lock if _bottom_line is not None else contextlib.nullcontext():
+        if _bottom_line is not None:
+            _bottom_line.clear()
+        stream.write(text + "\n")  # one call, so that the lines of two threads do not mix
+        stream.flush()
+        _last_line = time.monotonic()
+
+
+def last_line() -> float:
+    """Return the time (time.monotonic) of the last `write`, or of the start."""
+    return _last_line
 
 
 def say(line: str, stream: TextIO | None = None, rank_0_only: bool = False) -> None:
@@ -21,7 +60,7 @@ def write_line(text: str, stream: TextIO | None = None) -> None:
 
     An error is ignored: the stream may be full or closed, and the rank has to continue or end all the same."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=stream or sys.stderr, flush=True)
+        write(text, stream or sys.stderr)
 
 
 def global_rank() -> int:

@@ -19,6 +19,8 @@ class RankStatus:
 
     step: int = 0
     """0 before the first step."""
+    total_steps: int | None = None
+    """Steps of the run at most; None until the loop begins."""
     phases: list[str] = field(default_factory=lambda: ["start"])
     """Phases that the process is in; the innermost is the last."""
     moves: int = 0
@@ -27,15 +29,21 @@ class RankStatus:
     """Time of the last move."""
     on_move: Callable[[], None] = lambda: None
     """Callback after each move, in the loop's thread."""
+    entered: list[float] = field(default_factory=lambda: [time.monotonic()])
+    """Time when each of `phases` was entered."""
+    last_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that each phase has taken the last time."""
 
     def enter(self, phase: str) -> None:
         """Enter a phase inside the current one."""
+        self.entered.append(time.monotonic())
         self.phases.append(phase)
         self._moved()
 
     def leave(self) -> None:
         """Leave the innermost phase. Not called if the phase raised: the error report names that phase."""
-        self.phases.pop()
+        phase = self.phases.pop()
+        self.last_seconds[phase] = time.monotonic() - self.entered.pop()
         self._moved()
 
     def _moved(self) -> None:

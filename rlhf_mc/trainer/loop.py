@@ -102,6 +102,7 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
     """Resume, run and yield the remaining steps, and export the trained actor. Return True if the run was rolled back
     instead, and is to resume. Raise StopRequested only while the weights are those of the last complete step."""
     schedule = run.schedule
+    status.total_steps = schedule.total_steps
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
     run.adjustments.load()

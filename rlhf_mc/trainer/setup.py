@@ -50,6 +50,7 @@ from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.run_lock import check_free
+from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import mesh_of
@@ -115,7 +116,8 @@ def build_run(cfg: Config) -> Run:
     rank = dist.get_rank()
     world = dist.get_world_size()
     validate(cfg, world)
-    on_every_rank(_import_vllm)
+    with working("importing vLLM"):
+        on_every_rank(_import_vllm)
     check_free(Path(cfg.trainer.default_local_dir))
     check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
@@ -135,7 +137,9 @@ def build_run(cfg: Config) -> Run:
     total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer, conversations))
-    if (verdict := check_memory(cfg)) is not None and "console" in cfg.trainer.logger:
+    with working("planning"):
+        verdict = check_memory(cfg)
+    if verdict is not None and "console" in cfg.trainer.logger:
         say(verdict, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
     meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
@@ -145,15 +149,16 @@ def build_run(cfg: Config) -> Run:
     offload_schedule = OffloadSchedule()
     models: dict[str, ModelEngine] = {}
     for role, start in starts.items():
-        models[role] = _load(role, start, layouts(cfg)[role], groups[role])
-        if start.optim is not None:
-            frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
-            # The actor's learning-rate schedule counts the steps in which the actor is updated.
-            warmup = cfg.trainer.critic_warmup if role == "actor" else 0
-            models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
-            if cfg.health.out_of_memory == "halve_tokens":
-                models[role].recover_memory()
-        offload_schedule.add(role, models[role])
+        with working(f"building {role}"):
+            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
+            if start.optim is not None:
+                frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
+                # The actor's learning-rate schedule counts the steps in which the actor is updated.
+                warmup = cfg.trainer.critic_warmup if role == "actor" else 0
+                models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
+                if cfg.health.out_of_memory == "halve_tokens":
+                    models[role].recover_memory()
+            offload_schedule.add(role, models[role])
     limits = micro_batch_limits(cfg)
     weight_sync, rollout = _rollout(cfg, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
@@ -339,27 +344,29 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
     engine_ranks = choose_rollout_groups(
         actor.shape, actor.groups.mesh, cfg.rollout.tensor_model_parallel_size, per_node
     )
-    plan = make_plan(
-        layouts_of(actor),
-        rollout_layouts(actor.shape, engine_ranks),
-        DTYPES[cfg.actor.megatron.dtype].itemsize,
-        cfg.reshard.bucket_megabytes << 20,
-        per_node,
-        share=cfg.reshard.share_weights,
-    )
-    weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
-    rollout = VLLMEngine(
-        cfg.model.path,
-        actor.shape,
-        cfg.rollout,
-        engine_ranks,
-        rank,
-        max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
-        dtype=cfg.actor.megatron.dtype,
-        seed=cfg.trainer.seed,
-        # make_trainable has moved the actor's parameters to their final storage before.
-        storage=aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {},
-    )
+    with working("planning the weight update"):
+        plan = make_plan(
+            layouts_of(actor),
+            rollout_layouts(actor.shape, engine_ranks),
+            DTYPES[cfg.actor.megatron.dtype].itemsize,
+            cfg.reshard.bucket_megabytes << 20,
+            per_node,
+            share=cfg.reshard.share_weights,
+        )
+        weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
+    with working("starting vLLM"):
+        rollout = VLLMEngine(
+            cfg.model.path,
+            actor.shape,
+            cfg.rollout,
+            engine_ranks,
+            rank,
+            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            dtype=cfg.actor.megatron.dtype,
+            seed=cfg.trainer.seed,
+            # make_trainable has moved the actor's parameters to their final storage before.
+            storage=aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {},
+        )
     return weight_sync, rollout
 
 

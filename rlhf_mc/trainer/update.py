@@ -26,6 +26,7 @@ from rlhf_mc.models.engine import Loss, ModelEngine
 from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import MeanMetrics
+from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
@@ -245,7 +246,8 @@ def update(
     share of steps that were skipped, under "{role}/{statistic}". Every rank must call it."""
     metrics = MeanMetrics()
     packing = packing or PackingCache()
-    for number, indices in enumerate(mini_batch_indices):
+    minis = list(mini_batch_indices)
+    for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         mini = batch.select(indices)
         stats = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
         metrics.add(stats)

@@ -1,4 +1,4 @@
-"""Metrics, timers, the three sinks, the progress line and the plot. Events, JSON and PNG are read back with the
+"""Metrics, timers, the three sinks and the plot. Events, JSON and PNG are read back with the
 libraries that users read them with."""
 
 from __future__ import annotations
@@ -19,23 +19,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.metrics import MeanMetrics, PhaseTimer, summarize, summarize_lengths
 from rlhf_mc.observability.plots import plot_run, read_metrics
-from rlhf_mc.observability.progress import Progress, format_seconds, validation_accuracies
+from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.observability.sinks import Sinks, view
-
-
-class FakeClock:
-    """Clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_metrics_are_means_over_the_values_of_each_key() -> None:
@@ -135,7 +120,7 @@ class FullStream(io.StringIO):
 
 
 def test_unwritable_views_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fill the disk for TensorBoard and the progress line. metrics.jsonl continues."""
+    """Fill the disk for TensorBoard and the table of steps. metrics.jsonl continues."""
     config = TrainerConfig(default_local_dir=str(tmp_path))
     sinks = Sinks(config, total_steps=2, stream=FullStream())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -149,7 +134,7 @@ def test_unwritable_views_warn_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlhf_mc: ")]
     assert len(warnings) == 2
-    assert warnings[0].startswith("rlhf_mc: warning: progress line cannot be written (No space left on device; free")
+    assert warnings[0].startswith("rlhf_mc: warning: table of steps cannot be written (No space left on device; free")
     assert warnings[1].startswith("rlhf_mc: warning: TensorBoard cannot be written (File too large; ")
 
 
@@ -175,61 +160,6 @@ def test_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
     sinks = Sinks(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl"]), total_steps=1)
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
         sinks.log(1, {"a": 1.0})
-
-
-def test_progress_line_in_a_file() -> None:
-    stream = io.StringIO()
-    clock = FakeClock()
-    progress = Progress(total_steps=40, stream=stream, clock=clock)
-    clock.now += 30  # validation before the first step
-    progress.update(0, {"val-core/gsm8k/acc/mean@1": 0.25, "val-core/math/acc/mean@1": 0.75})
-    for step, seconds in enumerate((60, 10, 12, 11), start=1):  # the first step is slow
-        clock.now += seconds
-        progress.update(
-            step,
-            {
-                "critic/score/mean": 0.5 + step / 100,
-                "actor/reward_kl_penalty": float("nan"),
-                "perf/throughput": 1234.4,
-                "train/num_gen_batches": 3,
-            },
-        )
-    progress.close()
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == f"step 0/40 [{'.' * 20}]   0% | 0:30 elapsed | val acc 0.500"
-    # median of 60, 10, 12, 11 is 11.5; 36 steps are left: 414 s
-    assert lines[4] == (
-        f"step 4/40 [##{'.' * 18}]  10% | 2:03 elapsed, 6:54 left"
-        " | val acc 0.500 | reward 0.540 | 3 batches | 1,234 tokens/s per rank"
-    )
-    assert len(lines) == 5
-
-
-def test_progress_line_on_a_terminal_is_rewritten_and_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    stream = Terminal()
-    progress = Progress(total_steps=2, stream=stream, clock=FakeClock())
-    for step in (1, 2):
-        progress.update(step, {"critic/score/mean": 0.5, "actor/ppo_kl": 0.125, "perf/throughput": 1000.0})
-    assert "\n" not in stream.getvalue()
-    progress.close()
-    progress.close()
-    shown = stream.getvalue().removesuffix("\n").split("\r")[1:]
-    assert stream.getvalue().count("\n") == 1
-    assert len(shown) == 2
-    assert all(line.endswith("\x1b[K") and len(line.removesuffix("\x1b[K")) == 59 for line in shown)
-
-
-def test_progress_prefers_the_kl_to_the_reference_policy() -> None:
-    progress = Progress(total_steps=1, stream=io.StringIO(), clock=FakeClock())
-    progress.update(1, {"actor/ppo_kl": 0.5, "actor/reward_kl_penalty": 0.125})
-    assert progress.line(1).endswith("KL 0.1250")
-
-
-def test_format_seconds() -> None:
-    assert [format_seconds(value) for value in (0, 59.6, 61, 3600, 36061)] == [
-        "0:00", "1:00", "1:01", "1:00:00", "10:01:01",
-    ]  # fmt: skip
 
 
 def test_validation_accuracies_of_a_source_with_slashes() -> None:

@@ -1,0 +1,76 @@
+"""The work that this process is doing, counted by whoever does it: responses generated, micro-batches run, rows read.
+observability/phase_progress.py shows it.
+
+As with logging, the counts belong to the process: code that works need not know who shows them, and a tool counts
+as a run does. Counting costs an addition. The thread of the loop counts, other threads read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Work:
+    """One piece of work. A piece inside another one is a unit of it: a micro-batch's of a mini-batch."""
+
+    name: str
+    """Name of the work; empty where that of the phase says it."""
+    total: float
+    """Units of the whole; 0: unknown."""
+    unit: str
+    """In the plural."""
+    done: float = 0.0
+    tokens: int = 0
+    """Tokens generated so far; 0 where tokens are no measure of the work."""
+    start: float = field(default_factory=time.monotonic)
+
+    def advance(self, units: float = 1, tokens: int = 0) -> None:
+        """Count units that are done."""
+        self.done += units
+        self.tokens += tokens
+
+
+_stack: list[Work] = []
+
+
+@contextmanager
+def working(name: str = "", total: float = 0, unit: str = "") -> Iterator[Work]:
+    """Let the body be a piece of work of this process, which it counts by `advance`."""
+    work = Work(name, total, unit)
+    _stack.append(work)
+    try:
+        yield work
+    finally:
+        _stack.remove(work)
+
+
+def counted(items: Iterable[T], total: int, unit: str, name: str = "") -> Generator[T]:
+    """Yield the items, each counted when the next one is asked for. All must be taken, or the iterator closed."""
+    with working(name, total, unit) as work:
+        for item in items:
+            yield item
+            work.advance()
+
+
+def current() -> tuple[Work, ...]:
+    """Return the pieces of work that this process is doing, each inside the one before."""
+    return tuple(_stack)
+
+
+def share_done(works: Sequence[Work]) -> float | None:
+    """Return the share from 0 to 1 of the outermost counted piece that is done, with the pieces inside it; None if none
+    is counted."""
+    counted_works = [work for work in works if work.total > 0]
+    share = 0.0
+    unit = 1.0
+    for work in counted_works:
+        share += unit * min(work.done / work.total, 1.0)
+        unit /= work.total
+    return min(share, 1.0) if counted_works else None
