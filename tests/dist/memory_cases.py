@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_parts import measure
 from model_cases import _objective, make_engine, mesh_groups
 
 from rlhf_mc.config.errors import UserError
@@ -24,19 +24,6 @@ from rlhf_mc.trainer.update import SkippedUpdates, update
 
 BYTES_PER_TOKEN = 16 << 20
 """Of the memory that each micro-batch's loss asks for: far more than all else, so that the limit is sharp."""
-
-
-@contextlib.contextmanager
-def address_space_of(more: int | None) -> Iterator[None]:
-    """Let this process allocate `more` bytes beyond those that it has mapped; None: without a limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if more is not None:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def updates(
@@ -69,8 +56,9 @@ def updates(
 
         def mini_batches() -> Iterator[list[int]]:
             yield whole
-            more = None if tokens_in_memory is None else (tokens_in_memory * BYTES_PER_TOKEN + (64 << 20))
-            with address_space_of(more if dist.get_rank() == 1 else None):
+            with contextlib.ExitStack() as stack:
+                if tokens_in_memory is not None and dist.get_rank() == 1:
+                    stack.enter_context(measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20)))
                 yield whole
 
         result: dict[str, Any] = {}

@@ -218,6 +218,9 @@ FAULTS = {
         _zeros,
         "tensors are not those of the beginning of the save",
     ),
+    "an error that is not known": Fault(
+        "out_of_memory", "rlhf_mc.platform", "is_out_of_memory", _nothing, "can't allocate memory"
+    ),
     "an arena that forgets": Fault(
         "offload", "rlhf_mc.models.host_memory:HostArena", "views", _new_memory, "tensors have other bits"
     ),

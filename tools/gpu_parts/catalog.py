@@ -84,6 +84,7 @@ PARTS = (
     Part("resume", "training_parts", "two steps, save, load, the same third step: how far from the same bits"),
     Part("deterministic", "training_parts", "the same with trainer.deterministic: the same bits", deterministic=True),
     Part("async_save", "training_parts", "a save in the background while parameters change"),
+    Part("out_of_memory", "memory_parts", "a rank runs out of memory: the update is repeated with half the tokens"),
     Part("offload", "memory_parts", "offload at 95 % of the device memory: bits, and rates against a pinned copy"),
     Part("planned_memory", "planner_parts", "the planner's bytes of a 0.5B model's state and activations"),
     Part("weight_update", "memory_parts", "the weight update of 8B models against one copy on the device"),

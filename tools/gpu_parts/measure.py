@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
+import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,6 +46,27 @@ def extra_memory(action: Callable[[], object]) -> int:
     resident = _status("VmRSS")
     action()
     return _status("VmHWM") - resident
+
+
+@contextlib.contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Let this process allocate `more` bytes beyond those that it has: on its GPU, or of address space on a CPU."""
+    if platform.use_cuda():
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved() + more
+        torch.cuda.set_per_process_memory_fraction(allowed / platform.device_memory())
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def activation_peak(action: Callable[[], object]) -> int:

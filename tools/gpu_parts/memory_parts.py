@@ -12,18 +12,21 @@ import torch
 import torch.distributed as dist
 
 from gpu_parts import measure
-from gpu_parts.engines import mesh_groups, random_engine
+from gpu_parts.engines import mesh_groups, objective, random_engine, shared_directory, token_batch, with_targets
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.models.build import uses_transformer_engine
+from rlhf_mc.models.build import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.verify import checksum, verify
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
+from rlhf_mc.trainer.adjustments import Adjustments
+from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 from rlhf_mc.trainer.weight_sync import WeightSync
 
 GB = 1e9
@@ -107,6 +110,39 @@ def _full_device() -> Iterator[float | None]:
     free, total = torch.cuda.mem_get_info()
     yield 1 - free / total
     del ballast
+
+
+def out_of_memory(report: Report, sizes: Sizes) -> None:
+    """Take an update in which the last rank has memory for half of the token budget. Every rank must repeat it with
+    half the budget, and have released what the first try took."""
+    with mesh_groups(1, 1) as groups, shared_directory() as root:
+        engine = random_engine(sizes.trained, groups, overlap_grad_reduce=False)
+        engine.recover_memory()
+        batch = with_targets(engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
+        longest = int(batch.seq_lens.max())
+        token_budget = TokenBudget("actor", 1, 2 * longest, longest, Adjustments(root))
+        bytes_per_token = (1 << 30) // longest
+        plain = objective(engine, batch, "token-mean")
+
+        def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
+            activations = torch.empty(
+                micro.tokens.numel() * bytes_per_token, dtype=torch.uint8, device=platform.device()
+            )
+            value, stats = plain(model, states, micro)
+            del activations
+            return value, stats
+
+        train_step(engine, batch, loss, token_budget, 0, PackingCache())  # allocates the optimizer's state
+        in_use = torch.cuda.memory_allocated() if platform.use_cuda() else 0
+        is_last = groups.rank == groups.mesh.world - 1
+        with measure.limited_memory(3 << 29) if is_last else contextlib.nullcontext():
+            stats = train_step(engine, batch, loss, token_budget, 1, PackingCache())
+        kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
+        report.check(token_budget.of_update(1) == longest, f"the budget of the repeated update is {token_budget}")
+        report.check(stats["skipped"] == 0, "the repeated update was skipped")
+        report.check(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
+    report.record(kept_bytes=kept)
+    report.summarize(f"the update was repeated with {longest} tokens a micro-batch instead of {2 * longest}")
 
 
 def weight_update(report: Report, sizes: Sizes) -> None:
