@@ -30,6 +30,8 @@ setup(
         # The regular vLLM, of the version whose source rollout/vllm_patches.py and the names of its parameters follow.
         # Transformer Engine and Apex are not here, because pip would have to compile them: see Dockerfile.
         "gpu": ["torch==2.13.0", "vllm==0.32.0"],
+        # The experiment trackers of trainer.logger. Each alone is enough: pip install wandb.
+        "trackers": ["wandb", "mlflow-skinny", "swanlab"],
         "dev": [
             "pytest",
             "pytest-timeout",

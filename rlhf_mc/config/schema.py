@@ -245,10 +245,15 @@ class TrainerConfig:
     """Validate the initial or resumed weights and end, without training, export or checkpoint."""
     target_val_acc: float | None = None
     """End the run once the mean validation accuracy reaches this value; null: never."""
-    logger: list[Literal["console", "jsonl", "tensorboard"]] = field(
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
-    """Outputs of the metrics."""
+    """Outputs of the metrics. wandb (Weights & Biases), mlflow and swanlab need the package of that name, and read the
+    environment variables of that package (docs/metrics.md)."""
+    project_name: str = "rlhf_mc"
+    """Project in Weights & Biases and SwanLab, experiment in MLflow."""
+    experiment_name: str | None = None
+    """Name of the run there; null: the last part of default_local_dir."""
     critic_warmup: int = 0
     """PPO steps at the start in which only the critic is updated."""
     seed: int = 1

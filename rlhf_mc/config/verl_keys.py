@@ -49,7 +49,7 @@ def _renamed(**ours: str) -> list[Rule]:
     ]
 
 
-_WANDB = "what a run writes goes to trainer.default_local_dir"
+_WRITTEN = "what a run writes goes to trainer.default_local_dir"
 _LONG = "For long sequences use megatron.tensor_model_parallel_size with sequence_parallel, and recompute_granularity"
 
 RULES: list[Rule] = [
@@ -103,7 +103,7 @@ RULES: list[Rule] = [
         "torchrun or srun says how many processes there are",
         "trainer.nnodes trainer.n_gpus_per_node reward_model.nnodes reward_model.n_gpus_per_node",
     ),
-    *_rules("not needed", _WANDB, "trainer.project_name trainer.experiment_name trainer.default_hdfs_dir"),
+    *_rules("not needed", _WRITTEN, "trainer.default_hdfs_dir"),
     *_rules("not needed", "batches are always balanced, and no number depends on it", "trainer.balance_batch"),
     *_rules("not needed", "the device is the one that the machine has", "trainer.device"),
     *_rules(

@@ -36,7 +36,7 @@ _KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+":
 """verl's KL estimators by another name here. Its k3 is clipped at 10, and k2's gradient is that of k2+."""
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
-_SINKS = {"console": "console", "tensorboard": "tensorboard"}
+_SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
 def _kl(key: str, value: Any, verl: Settings) -> Line:
@@ -58,7 +58,7 @@ def _listed(value: Any) -> list[Any]:
 def _logger(key: str, value: Any, verl: Settings) -> Line:
     given = [str(name) for name in _listed(value)]
     left = [name for name in given if name not in _SINKS]
-    sinks = [_SINKS[name] for name in given if name in _SINKS]
+    sinks = [name for name in given if name in _SINKS]
     text = f"jsonl in place of {', '.join(left)}" if left else "and jsonl"
     return same(key, [*dict.fromkeys([*sinks, "jsonl"])], text)
 

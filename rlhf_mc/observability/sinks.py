@@ -1,4 +1,5 @@
-"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, the table of steps on the console.
+"""The sinks of a step's metrics: metrics.jsonl, TensorBoard events, experiment trackers, the table of steps on the
+console.
 
 metrics.jsonl is the run's record: the run ends if it cannot be written. All else is a view: the run continues without
 a view that cannot be written. Rank 0 writes; the other ranks have a NullSink.
@@ -18,9 +19,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.config.load import to_dict
+from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.progress import Progress
 from rlhf_mc.observability.run_files import METRICS_FILE
+from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
 from rlhf_mc.runtime.console import say
 
 TENSORBOARD_DIR = "tensorboard"
@@ -47,9 +50,11 @@ class NullSink:
         pass
 
 
-def build_sinks(rank: int, config: TrainerConfig, total_steps: int, after_step: int | None, run_id: str) -> Sink:
+def build_sinks(rank: int, config: Config, total_steps: int, after_step: int | None, run_id: str) -> Sink:
     """Return the Sinks of rank 0, or the NullSink of another rank; arguments as of Sinks."""
-    return Sinks(config, total_steps, after_step, run_id=run_id) if rank == 0 else NullSink()
+    if rank != 0:
+        return NullSink()
+    return Sinks(config.trainer, total_steps, after_step, run_id=run_id, settings=to_dict(config))
 
 
 class Sinks:
@@ -63,11 +68,13 @@ class Sinks:
         after_step: int | None = None,
         stream: TextIO | None = None,
         run_id: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the sinks. Raise UserError if metrics.jsonl cannot be written.
 
         after_step: the step that the run resumes after, None for a new run. stream: of the table of steps, by default
-        standard output. run_id: the run that every row of metrics.jsonl names."""
+        standard output. run_id: the run that every row of metrics.jsonl names. settings: the resolved config, which
+        trackers show."""
         directory = Path(config.default_local_dir)
         self._record: list[Sink] = []
         self._views: dict[str, Sink] = {}
@@ -75,6 +82,11 @@ class Sinks:
             self._record.append(JsonlSink(directory / METRICS_FILE, after_step, run_id))
         if "tensorboard" in config.logger:
             self._show("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
+        name = config.experiment_name or directory.resolve().name
+        tracked = TrackedRun(directory, run_id or name, config.project_name, name, settings or {})
+        for tracker in TRACKERS:
+            if tracker in config.logger:
+                self._show(tracker, lambda tracker=tracker: TrackerSink(tracker, tracked))  # type: ignore[misc]
         if "console" in config.logger:
             self._show("table of steps", lambda: ConsoleSink(total_steps, stream))
 
@@ -90,10 +102,13 @@ class Sinks:
                 del self._views[name]
 
     def close(self) -> None:
+        """Flush and close all sinks. Another call does nothing."""
         for sink in self._record:
             sink.close()
         for name, sink in self._views.items():
             view(name, sink.close)
+        self._record.clear()
+        self._views.clear()
 
 
 def view(what: str, write: Callable[[], object]) -> bool:
@@ -103,7 +118,8 @@ def view(what: str, write: Callable[[], object]) -> bool:
         write()
         return True
     except Exception as error:
-        reason = reason_of(error) if isinstance(error, OSError) else error
+        text = reason_of(error) if isinstance(error, OSError) else str(error)
+        reason = next(iter(text.splitlines()), type(error).__name__)
         say(f"warning: {what} cannot be written ({reason}); the run continues without")
         return False
 

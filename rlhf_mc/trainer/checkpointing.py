@@ -39,6 +39,8 @@ _WITHOUT_EFFECT = {
         "keep_best",
         "async_save",
         "logger",
+        "project_name",
+        "experiment_name",
         "log_val_generations",
         "log_train_generations",
         "log_train_freq",

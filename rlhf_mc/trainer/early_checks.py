@@ -15,6 +15,7 @@ from rlhf_mc.config.validate import validate
 from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
 from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.observability.trackers import check_loggers
 from rlhf_mc.reshard.layout import check_vllm
 
 
@@ -32,6 +33,7 @@ def check_early(cfg: Config, world: int) -> None:
     `world` ranks."""
     validate(cfg, world)
     check_present(cfg)
+    check_loggers(cfg.trainer.logger)
     _check_models(cfg)
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         for file in files:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,23 +73,27 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
     generator, a checkpoint that is being written is completed, and nothing is exported; all ranks must leave it after
     the same step."""
     checkpoints = Checkpoints(run)
+    opened = ExitStack()
     ended = functools.partial(record_end, run.config, run.groups.rank)
     try:
-        while (yield from train(run, checkpoints, status, stop)):
+        while (yield from train(run, checkpoints, status, stop, opened)):
             ended(checkpoints.position.step, "rolled back", "a health rule rolled the run back")
         return True
     except GeneratorExit:
         checkpoints.commit()
+        opened.close()
         ended(checkpoints.position.step, "left", "the caller has left the run")
         raise
     except StopRequested as request:
         saved = save_last_step(run, checkpoints, status)
+        opened.close()
         line = f"asked to stop ({request}): {saved}; the run resumes from there when it is started again"
         say_on_console(run, line)
         ended(checkpoints.position.step, "stopped", line)
         return False
     except (TooFewGroups, Unhealthy) as error:
         line = f"{error}; {save_last_step(run, checkpoints, status)}"
+        opened.close()
         ended(checkpoints.position.step, "failed", line)
         raise UserError(line) from None
     except Exception as error:
@@ -98,9 +103,12 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         checkpoints.release()
 
 
-def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequests) -> Generator[Step, None, bool]:
+def train(
+    run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequests, opened: ExitStack
+) -> Generator[Step, None, bool]:
     """Resume, run and yield the remaining steps, and export the trained actor. Return True if the run was rolled back
-    instead, and is to resume. Raise StopRequested only while the weights are those of the last complete step."""
+    instead, and is to resume. Raise StopRequested only while the weights are those of the last complete step. opened:
+    gets what is to be closed where the steps end early."""
     schedule = run.schedule
     status.total_steps = schedule.total_steps
     directory = Path(run.config.trainer.default_local_dir)
@@ -114,8 +122,9 @@ def train(run: Run, checkpoints: Checkpoints, status: RankStatus, stop: StopRequ
         validate_only(run, begin_step(step, status), run_id)
         return False
     sinks = on_every_rank(
-        lambda: build_sinks(run.groups.rank, run.config.trainer, run.schedule.total_steps, step or None, run_id)
+        lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, step or None, run_id)
     )
+    opened.callback(sinks.close)
     record_start(run.config, run_id, step)
     health = HealthWatch(run, run_id, step)
     for line in headlines(run):

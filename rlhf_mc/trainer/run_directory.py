@@ -33,6 +33,7 @@ from rlhf_mc.observability.run_files import (
     TRAIN_GENERATIONS,
 )
 from rlhf_mc.observability.sinks import TENSORBOARD_DIR, keep_up_to
+from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
 from rlhf_mc.runtime.run_lock import Owner
 from rlhf_mc.trainer import success
 
@@ -47,6 +48,10 @@ _OUTPUTS = (
     HISTOGRAMS_FILE,
     HEALTH_FILE,
     TENSORBOARD_DIR,
+    TRACKERS_FILE,
+    WANDB_DIR,
+    MLFLOW_DIR,
+    SWANLAB_DIR,
     GENERATIONS,
     TRAIN_GENERATIONS,
     VALIDATION,

@@ -61,7 +61,9 @@ def test_published_example_loads(name: str, tmp_path: Path) -> None:
     plain = {plain_key(key): value for key, value in settings.items()}
     assert cfg.model.path == plain["model.path"]
     assert cfg.actor.megatron.tensor_model_parallel_size == plain["actor.megatron.tensor_model_parallel_size"]
-    assert cfg.trainer.logger == ["console", "jsonl"]
+    assert cfg.trainer.logger == ["console", "wandb", "jsonl"]
+    assert cfg.trainer.project_name == plain["trainer.project_name"]
+    assert cfg.trainer.experiment_name == plain["trainer.experiment_name"]
     assert (
         cfg.trainer.default_local_dir
         == f"checkpoints/{plain['trainer.project_name']}/{plain['trainer.experiment_name']}"
