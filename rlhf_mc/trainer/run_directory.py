@@ -19,9 +19,9 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.hf_export import RUN_FILE
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.run_files import (
+    ADJUSTMENTS_FILE,
     CONFIG_FILE,
     GENERATIONS,
     HEALTH_FILE,
@@ -29,6 +29,7 @@ from rlhf_mc.observability.run_files import (
     METRICS_FILE,
     PLOT,
     REPORT,
+    RUN_FILE,
     STARTS_FILE,
     TRAIN_GENERATIONS,
 )
@@ -41,7 +42,6 @@ EARLIER = "earlier_runs"
 HF = "hf"
 EXPORT = "export"
 VALIDATION = "validation"
-ADJUSTMENTS_FILE = "adjustments.jsonl"
 _OUTPUTS = (
     success.NAME,
     METRICS_FILE,

@@ -1,5 +1,6 @@
 """The record of a run's starts in its directory, written before the first step: resolved_config.yaml, and one line of
-starts.jsonl for each start, so that a result can be traced to its settings, code and machines; and how each ended.
+starts.jsonl for each start, so that a result can be traced to its settings, code and machines; how each ended; and at
+the end plot and report.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from rlhf_mc import durable
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.schema import Config
-from rlhf_mc.observability.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
+from rlhf_mc.observability.plots import plot_run
+from rlhf_mc.observability.report import write_report
+from rlhf_mc.observability.run_files import CONFIG_FILE, PLOT, REPORT, STARTS_FILE, differences, json_objects
+from rlhf_mc.observability.run_reader import read_run
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.runtime.machine_check import TESTED_VERSIONS
 from rlhf_mc.runtime.machine_facts import version_of
@@ -68,6 +72,15 @@ def record_end(
     earlier step, from which the next start continues. text: the reason."""
     if rank == 0 and not cfg.trainer.val_only:
         view(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
+
+
+def write_views(cfg: Config, rank: int) -> None:
+    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. Any rank may call it; rank 0
+    writes."""
+    if rank == 0 and "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
+        root = Path(cfg.trainer.default_local_dir)
+        view(PLOT, lambda: plot_run(read_run(root).rows, root / PLOT, title=root.name))
+        view(REPORT, lambda: write_report([root], root / REPORT))
 
 
 def _write_end(root: Path, step: int, how: str, text: str) -> None:

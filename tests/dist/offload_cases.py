@@ -59,7 +59,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         mock.patch.object(setup, "check_offload", lambda rollout: None),
         mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", record_phase),
-        mock.patch.object(loop, "plot_run", lambda *args, **kwargs: None),
+        mock.patch.object(loop, "write_views", lambda *args: None),
         built_run(config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]) as run,
     ):
         status = RankStatus()

@@ -301,6 +301,7 @@ def test_second_run_in_a_directory_moves_the_first_away(pool: Any, config: Path,
     (first,) = (tmp_path / "earlier_runs").iterdir()
     files = {"metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "run.json", "success.json"}
     files |= {"resolved_config.yaml", "starts.jsonl", "histograms.jsonl", "health.jsonl", "train_generations"}
+    files |= {"report.html"}
     assert {path.name for path in first.iterdir()} == files
     assert {path.name for path in tmp_path.iterdir()} == {*files, "earlier_runs"}
     ids = []

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.metrics import MeanMetrics, PhaseTimer, summarize, summarize_lengths
-from rlhf_mc.observability.plots import plot_run, read_metrics
+from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.observability.sinks import Sinks, view
 
@@ -167,11 +167,6 @@ def test_validation_accuracies_of_a_source_with_slashes() -> None:
     assert validation_accuracies(metrics) == {"openai/gsm8k": 0.5}
 
 
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 FULL_ROW = {
     "critic/score/mean": 0.5,
     "actor/ppo_kl": 0.001,
@@ -194,7 +189,7 @@ FULL_ROW = {
 )
 def test_plot_is_a_png_for_any_metrics(tmp_path: Path, rows: list[dict]) -> None:
     output = tmp_path / "plot.png"
-    plot_run(write_rows(tmp_path / "metrics.jsonl", rows), output, title="a run")
+    plot_run(rows, output, title="a run")
     with Image.open(output) as image:
         image.load()
         assert image.format == "PNG"
@@ -206,33 +201,15 @@ def test_plot_shows_the_numbers(tmp_path: Path) -> None:
     """Check that another reward curve changes the picture, and that a metric without a panel does not."""
     pictures = []
     for change in ({}, {"actor/lr": 1.0}, {"critic/score/mean": 0.9}):
-        path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}])
-        plot_run(path, tmp_path / "plot.png")
+        plot_run([{"step": 1, **FULL_ROW}, {"step": 2, **FULL_ROW, **change}], tmp_path / "plot.png")
         with Image.open(tmp_path / "plot.png") as image:
             pictures.append(image.tobytes())
     assert pictures[0] == pictures[1] != pictures[2]
 
 
-def test_partial_last_line_of_a_killed_run_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a": 2.0}\n{"step": 2, "a"')
-    assert read_metrics(path) == [{"step": 1, "a": 2.0}]
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"a": 1}', "NaN"])
-def test_invalid_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_metrics(path)
-
-
-def test_missing_metrics_and_unwritable_plot_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
-        read_metrics(tmp_path / "nowhere.jsonl")
-    path = write_rows(tmp_path / "metrics.jsonl", [{"step": 1}])
+def test_unwritable_plot_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write the plot .*plot\.png"):
-        plot_run(path, tmp_path / "no-such-directory" / "plot.png")
+        plot_run([{"step": 1}], tmp_path / "no-such-directory" / "plot.png")
     (tmp_path / "full.png").symlink_to("/dev/full")
-    assert not view("plot", lambda: plot_run(path, tmp_path / "full.png"))
+    assert not view("plot", lambda: plot_run([{"step": 1}], tmp_path / "full.png"))
     assert not (tmp_path / "full.png").exists()

@@ -1,0 +1,236 @@
+"""The report of one run or several as one HTML page that needs nothing else: styles, scripts and data are in it. The
+page draws the curves itself (page/), so that any metric can be chosen. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.observability import catalog
+from rlhf_mc.observability.report_charts import charts, curves, length_histograms, marks, phase_times, short
+from rlhf_mc.observability.run_files import differences
+from rlhf_mc.observability.run_reader import RunRecord, Sample, number, read_run
+
+MAX_SAMPLE_STEPS = 12
+"""Steps of a run whose generations are shown; of more, some between the first and the last."""
+MAX_SAMPLES = 16
+MAX_CHARACTERS = 2000
+"""Of a prompt or a response."""
+MAX_EVENTS = 200
+MAX_RANKS = 16
+"""Ranks with a column of their own in a table of phases."""
+
+
+def write_report(directories: Sequence[Path], output: Path) -> None:
+    """Write the report of runs. Raise UserError if a directory is no run's, or the file cannot be written."""
+    page = page_of([read_run(root) for root in directories])
+    unfinished = output.with_name(f"{output.name}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, output)
+    except OSError as error:
+        raise UserError(f"cannot write the report {output}: {reason_of(error)}") from error
+
+
+def page_of(runs: Sequence[RunRecord]) -> str:
+    """Return the page."""
+    environment = Environment(
+        loader=PackageLoader("rlhf_mc.observability", "page"),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    names = names_of([run.root for run in runs])
+    return environment.get_template("report.html").render(
+        title=" · ".join(names),
+        made=time.strftime("%Y-%m-%d %H:%M %Z"),
+        runs=[_about(run, name, i) for i, (run, name) in enumerate(zip(runs, names, strict=True))],
+        events=_events(runs, names),
+        max_events=MAX_EVENTS,
+        differing=_differing(runs),
+        changes=_changes(runs, names),
+        profiles=_profiles(runs, names),
+        data=json.dumps(data_of(runs, names), separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def data_of(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the page's script draws."""
+    drawn = [
+        {
+            "name": name,
+            "curves": curves(run.rows),
+            "phases": phase_times(run.rows),
+            "lengths": length_histograms(run.histograms),
+            "marks": marks(run),
+            "health": [
+                {key: row.get(key) for key in ("step", "rule", "metric", "event", "text")}
+                for row in run.health[-MAX_EVENTS:]
+            ],
+            "samples": {"validation": _kept(run.validation), "training": _kept(run.training)},
+        }
+        for run, name in zip(runs, names, strict=True)
+    ]
+    keys = sorted({key for run in drawn for key in run["curves"]["metrics"]})
+    return {"runs": drawn, "charts": charts(keys), "metrics": {key: _meaning(key) for key in keys}}
+
+
+def names_of(roots: Sequence[Path]) -> list[str]:
+    """Return a name for each directory: its own, or where two are alike its whole path."""
+    own = [root.resolve().name for root in roots]
+    return [name if own.count(name) == 1 else str(root) for name, root in zip(own, roots, strict=True)]
+
+
+def _meaning(key: str) -> dict[str, str]:
+    """Return the declared meaning of a metric, without Markdown; empty for an undeclared one."""
+    metric = catalog.find(key)
+    if metric is None:
+        return {}
+    found = {"meaning": metric.meaning, "unit": metric.unit, "reduction": metric.reduction, "watch": metric.watch_for}
+    return {name: _plain(text) for name, text in found.items() if text and text != "–"}
+
+
+def _plain(text: str) -> str:
+    """Return Markdown text without its marks and links."""
+    out = text.replace("`", "").replace("**", "")
+    while "](" in out:
+        before, _, after = out.partition("](")
+        out = before.rpartition("[")[0] + before.rpartition("[")[2] + after.partition(")")[2]
+    return out
+
+
+def _about(run: RunRecord, name: str, index: int) -> dict[str, Any]:
+    """Return the header of a run: its state and rows of a list."""
+    first, last = (run.starts[0], run.starts[-1]) if run.starts else ({}, {})
+    git = last.get("git") or {}
+    commit = str(git.get("commit", ""))[:12] + (" with changes" if git.get("has_changes") else "")
+    end = last.get("end") if isinstance(last.get("end"), dict) else {}
+    hosts = last.get("hosts") or {}
+    versions = last.get("versions") or {}
+    command = last.get("command") or []
+    total = run.config.get("trainer", {}).get("total_training_steps")
+    facts = {
+        "run id": run.run_id,
+        "directory": str(run.root.resolve()),
+        "steps": f"{run.last_step}" + (f" of at most {total}" if total else ""),
+        "starts": f"{len(run.starts)}" if run.starts else "",
+        "first start": _time(first.get("time")),
+        "end": _time(end.get("time")) if end else "",
+        "hosts": ", ".join(f"{host} ({count} ranks)" for host, count in hosts.items()),
+        "git commit": commit,
+        "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
+        "command": " ".join(map(str, command)),
+    }
+    rows = [(term, text) for term, text in facts.items() if text]
+    return {
+        "name": name,
+        "index": index,
+        "state": run.state,
+        "text": run.state_text,
+        "facts": rows,
+        "faults": run.faults,
+    }
+
+
+def _time(text: Any) -> str:
+    return str(text).replace("T", " ") if text else ""
+
+
+def _events(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the health events of all runs, those of one run by step; of each run the last MAX_EVENTS."""
+    return [
+        {**{key: row.get(key, "") for key in ("rule", "metric", "count", "action", "event", "text")}, "run": name}
+        | {"step": row["step"], "value": short(number(row.get("value")))}
+        for run, name in zip(runs, names, strict=True)
+        for row in run.health[-MAX_EVENTS:]
+    ]
+
+
+def _differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return the settings in which the runs differ, with the value of each run."""
+    configs = [run.config for run in runs]
+    if len(runs) < 2 or not all(configs):
+        return []
+    keys = sorted({key for other in configs[1:] for key in differences(configs[0], other)})
+    return [(key, [_shown(_value(config, key)) for config in configs]) for key in keys]
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def _changes(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the settings that changed between two starts of one run."""
+    return [
+        {"run": name, "step": start.get("after_step"), "key": key, "before": _shown(pair[0]), "after": _shown(pair[1])}
+        for run, name in zip(runs, names, strict=True)
+        for start in run.starts
+        for key, pair in (start.get("changed") or {}).items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _kept(steps: Any) -> dict[int, list[dict[str, Any]]]:
+    """Return the samples of at most MAX_SAMPLE_STEPS steps, cut to MAX_SAMPLES and MAX_CHARACTERS."""
+    numbers = list(steps)
+    if len(numbers) > MAX_SAMPLE_STEPS:
+        spread = (len(numbers) - 1) / (MAX_SAMPLE_STEPS - 1)
+        numbers = [numbers[round(i * spread)] for i in range(MAX_SAMPLE_STEPS)]
+    return {step: [_sample(sample) for sample in steps[step][:MAX_SAMPLES]] for step in numbers}
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    texts = {"prompt": sample.prompt, "response": sample.response, "truth": sample.ground_truth}
+    cut = {
+        name: text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} … ({len(text)} characters)"
+        for name, text in texts.items()
+    }
+    return {**cut, "score": short(sample.score)}
+
+
+def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a table for each profiled step: of each phase the seconds of the slowest rank, the mean, each rank's
+    seconds (of at most MAX_RANKS ranks), and the longest wait."""
+    tables = []
+    for run, name in zip(runs, names, strict=True):
+        for step, content in run.phases.items():
+            rows = [_profile_row(phase, times) for phase, times in content["phases"].items() if isinstance(times, dict)]
+            rows = [row for row in rows if row]
+            ranks = max((len(row["seconds"]) for row in rows), default=0)
+            if rows:
+                shown = ranks if ranks <= MAX_RANKS else 0
+                tables.append({"run": name, "step": step, "rows": rows, "ranks": ranks, "columns": range(shown)})
+    return tables
+
+
+def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
+    seconds = [number(value) or 0.0 for value in times.get("seconds") or []]
+    waiting = [number(value) or 0.0 for value in times.get("waiting") or []]
+    if not seconds:
+        return {}
+    # A rank that waits for another is not slow: its own work is what is left.
+    own = [s - w for s, w in zip(seconds, waiting, strict=True)] if len(waiting) == len(seconds) else seconds
+    slowest = max(range(len(own)), key=own.__getitem__)
+    return {
+        "phase": phase,
+        "slowest": slowest,
+        "most": f"{seconds[slowest]:.3f}",
+        "mean": f"{sum(seconds) / len(seconds):.3f}",
+        "waiting": f"{max(waiting, default=0.0):.3f}",
+        "seconds": [f"{value:.3f}" for value in seconds],
+    }

@@ -1,0 +1,45 @@
+"""Write a report of one run or several: one HTML page that needs no network, of runs that have finished, go on or have
+died. It does not disturb a run.
+
+    python tools/report.py RUN_DIR [RUN_DIR ...] [--output report.html] [--plot]
+
+RUN_DIR is trainer.default_local_dir. The page goes to report.html in the first of them; a run writes it there at its
+end too. docs/report.md explains the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.report import write_report
+from rlhf_mc.observability.run_files import PLOT, REPORT
+from rlhf_mc.observability.run_reader import read_run
+
+
+def main() -> int:
+    """Write the page, and the plot. Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output", type=Path, help=f"the page; default: {REPORT} in the first RUN_DIR")
+    parser.add_argument("--plot", action="store_true", help=f"write {PLOT} in each RUN_DIR too")
+    arguments = parser.parse_args()
+    output = arguments.output or arguments.runs[0] / REPORT
+    try:
+        write_report(arguments.runs, output)
+        print(output)
+        for root in arguments.runs if arguments.plot else []:
+            from rlhf_mc.observability.plots import plot_run  # matplotlib takes a second
+
+            plot_run(read_run(root).rows, root / PLOT, title=root.resolve().name)
+            print(root / PLOT)
+    except UserError as error:
+        print(f"rlhf_mc: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
