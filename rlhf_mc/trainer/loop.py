@@ -94,6 +94,7 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         line = f"{error}; {save_last_step(run, checkpoints, status)}"
         opened.close()
         ended(checkpoints.position.step, "failed", line)
+        write_views(run.config, run.groups.rank)
         raise UserError(line) from None
     except Exception as error:
         ended(checkpoints.position.step, "failed", str(error))
