@@ -66,7 +66,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
 
 def data_of(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return what the page's script draws."""
-    drawn = [
+    drawn: list[dict[str, Any]] = [
         {
             "name": name,
             "curves": curves(run.rows),
