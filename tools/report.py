@@ -1,5 +1,5 @@
-"""Write a report of one run or several: one HTML page that needs no network, of runs that have finished, go on or have
-died. It does not disturb a run.
+"""Write a report of one run or several: one HTML page that needs no network, of runs that have finished, are running or
+have died. It does not disturb a run.
 
     python tools/report.py RUN_DIR [RUN_DIR ...] [--output report.html] [--plot]
 

@@ -1,4 +1,4 @@
-"""What the report draws of a run: curves, phase times, histograms of lengths, marks. Long runs are thinned out, so that
+"""The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs are thinned out, so that
 the page stays small. No torch here.
 """
 
@@ -61,7 +61,8 @@ def _extremes(rows: Sequence[Row], key: str) -> tuple[float | None, float | None
     values = [value for value in (number(row.get(key)) for row in rows) if value is not None]
     if not values:
         return None, None
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     pair = (low, high) if values.index(low) <= values.index(high) else (high, low)
     return short(pair[0]), short(pair[1])
 

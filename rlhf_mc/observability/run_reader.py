@@ -1,4 +1,4 @@
-"""A run as its directory records it: finished, going on, or dead, and of any version. Nothing is written there, and
+"""A run as its directory records it: finished, running, or dead, and of any version. Nothing is written there, and
 what is missing or cut is left out and named. No torch here.
 """
 
@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the directory of one run holds."""
+    """The content of the directory of one run."""
 
     root: Path
     state: State

@@ -241,7 +241,8 @@ def test_values_and_steps_by_keyboard_and_pointer(opened: Any) -> None:
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 80)
     page.mouse.up()
-    low, high = int(page.locator("#from").input_value()), int(page.locator("#to").input_value())
+    low = int(page.locator("#from").input_value())
+    high = int(page.locator("#to").input_value())
     assert 150 < low < 260 and 280 < high < 380
 
 

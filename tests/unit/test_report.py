@@ -1,4 +1,4 @@
-"""The report of runs: what it reads of finished, unfinished, damaged and old directories, and what it puts in the page.
+"""The report of runs: what it reads of finished, unfinished, corrupt and old directories, and what it puts in the page.
 tests/system/test_report_page.py looks at the page in a browser.
 """
 
