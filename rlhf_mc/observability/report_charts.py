@@ -1,5 +1,5 @@
-"""The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs are thinned out, so that
-the page stays small. No torch here.
+"""The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs are thinned out,
+so that the page stays small. No torch here.
 """
 
 from __future__ import annotations
