@@ -1,4 +1,4 @@
-"""CUDA or CPU: device, communication backend, streams, synchronisation and memory of this process."""
+"""CUDA or CPU: device, communication backend, streams, synchronisation, memory and profiling of this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import gc
 import os
 import resource
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, record_function
 
 
 def use_cuda() -> bool:
@@ -172,3 +175,85 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+# ---------------------------------------------------------------- profiling
+
+_NO_RANGE = contextlib.nullcontext()
+_recording_ranges = False
+
+
+@contextlib.contextmanager
+def recorded_ranges() -> Iterator[None]:
+    """Let `named_range` mark its bodies while this body runs."""
+    global _recording_ranges
+    _recording_ranges = True
+    try:
+        yield
+    finally:
+        _recording_ranges = False
+
+
+def ranges_are_recorded() -> bool:
+    """Return whether `named_range` marks its bodies now."""
+    return _recording_ranges
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context whose body bears the name in traces: those of torch.profiler and, by an NVTX range, of Nsight
+    Systems on a GPU. It does nothing outside of `recorded_ranges`."""
+    return _range(name) if _recording_ranges else _NO_RANGE
+
+
+@contextlib.contextmanager
+def _range(name: str) -> Iterator[None]:
+    with record_function(name):
+        if not use_cuda():
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+def time_mark() -> Any:
+    """Return a point of time for `seconds_between`: on a GPU the end of the work that is queued now, on a CPU now."""
+    if use_cuda():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter()
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks. On a GPU the work before them must be done (`synchronize`)."""
+    return float(start.elapsed_time(end)) / 1000 if use_cuda() else float(end - start)
+
+
+def traced_activities() -> list[ProfilerActivity]:
+    """Return what torch.profiler records: the operators of the CPU, and on a GPU its kernels and copies too."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if use_cuda() else [])]
+
+
+_MOST_ALLOCATIONS = 1_000_000
+"""Entries of the allocator's history; the oldest are dropped."""
+
+
+def record_allocations() -> None:
+    """Begin the history of the GPU allocator, with stacks of Python code; do nothing on a CPU."""
+    if use_cuda():
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS)
+
+
+def stop_allocations() -> None:
+    """End the history, and drop it."""
+    if use_cuda():
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_allocations(path: Path) -> None:
+    """Write the history so far, for https://pytorch.org/memory_viz; do nothing on a CPU."""
+    if use_cuda():
+        torch.cuda.memory._dump_snapshot(str(path))

@@ -1,13 +1,19 @@
-"""Every patch of torch, tested with torch 2.13.0. All are for a CPU; on a GPU torch stays as it is."""
+"""Every patch of torch, tested with torch 2.13.0. All are for a CPU; on a GPU torch stays as it is, but for
+`watched_communication` in profiled steps."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from rlhf_mc.patching import Patch
+from rlhf_mc.patching import Patch, replaced
 
 TESTED_VERSION = "2.13.0"
 
@@ -63,3 +69,40 @@ def disable_compilation() -> None:
     environment variable TORCH_COMPILE_DISABLE is no alternative: another library may have imported torch._dynamo, which
     reads the variable at import."""
     torch._dynamo.config.disable = True
+
+
+_STARTS = (
+    "_allgather_base _reduce_scatter_base all_gather_single all_gather_single_coalesced all_to_all_single allgather"
+    " allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier"
+    " broadcast gather monitored_barrier recv recv_anysource reduce reduce_scatter reduce_scatter_single"
+    " reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced scatter send"
+)
+_COMMUNICATION = ((dist.ProcessGroup, _STARTS), (dist.Work, "wait"))
+"""The methods through which every function of torch.distributed, but for the functional collectives, communicates."""
+
+
+@contextlib.contextmanager
+def watched_communication(watch: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """While the body runs, run each call by which this thread starts a collective or message, or waits for one, inside
+    a context of `watch`.
+
+    Replaced are methods of torch's classes, not functions of torch.distributed: Megatron-Core and vLLM hold these
+    functions under names of their own."""
+    thread = threading.get_ident()
+
+    def watched(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            with watch():
+                return original(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, names in _COMMUNICATION:
+            for name in names.split():
+                if name in vars(owner):
+                    stack.enter_context(replaced(owner, name, watched(vars(owner)[name])))
+        yield

@@ -6,8 +6,16 @@ import json
 import time
 from pathlib import Path
 
-VARIES = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
-"""Keys of metrics.jsonl that differ between equal runs: the id of the run, and what depends on a clock."""
+VARIES = (
+    "run_id",
+    "timing_s/",
+    "perf/time_per_step",
+    "perf/throughput",
+    "perf/peak_memory_gb",
+    "perf/memory_used_ratio",
+)
+"""Keys of metrics.jsonl that differ between equal runs: the id of the run, and what depends on a clock or on the
+memory of the process."""
 
 
 def outcome(run: Path, last_step: int) -> dict[str, object]:

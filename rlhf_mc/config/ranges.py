@@ -147,6 +147,8 @@ RANGES = {
     "health.idle_share_max": _FRACTION,
     "health.memory_max": _SHARE,
     "reshard.bucket_megabytes": Range(1, 65_536),
+    "profile.steps": _COUNT,
+    "profile.ranks": Range(0, 1_000_000),
     "trainer.total_epochs": _COUNT,
     "trainer.total_training_steps": _COUNT,
     "trainer.test_freq": _FREQUENCY,

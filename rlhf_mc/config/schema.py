@@ -14,6 +14,7 @@ from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAgg
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
+from rlhf_mc.config.profile_schema import ProfileConfig
 from rlhf_mc.config.reward_schema import (
     NAMED,
     CustomRewardFunctionConfig,
@@ -335,6 +336,8 @@ class Config:
     in reward.mixture."""
     health: HealthConfig = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Profiles of single steps."""
 
 
 FROZEN_ROLES = ("ref", "reward_model")

@@ -16,6 +16,7 @@ from rlhf_mc.config.group_checks import check_filter_groups
 from rlhf_mc.config.health_checks import check_health
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
+from rlhf_mc.config.profile_checks import check_profile
 from rlhf_mc.config.ranges import check_range
 from rlhf_mc.config.reward_checks import check_rewards
 from rlhf_mc.config.reward_schema import NAMED, unnamed
@@ -55,6 +56,7 @@ def validate(cfg: Config, world_size: int) -> None:
     _check_validation(cfg)
     _check_checkpoints(cfg.trainer)
     check_health(cfg)
+    check_profile(cfg.profile, world_size)
 
 
 def _check_ranges(cfg: Config) -> None:

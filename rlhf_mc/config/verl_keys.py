@@ -73,6 +73,9 @@ RULES: list[Rule] = [
         role__optim__lr_decay_style="*.optim.warmup_style *.optim.lr_scheduler_type",
         trainer__seed="data.seed",
         trainer__async_save="actor.checkpoint.async_save",
+        profile__steps="global_profiler.steps trainer.profile_steps",
+        profile__ranks="actor.profile_ranks actor.profiler.ranks",
+        profile__contents="actor.profiler.tool_config.torch.contents",
         reshard__bucket_megabytes=(
             "rollout.update_weights_bucket_megabytes rollout.checkpoint_engine.update_weights_bucket_megabytes"
         ),
@@ -116,7 +119,7 @@ RULES: list[Rule] = [
     *_rules("not needed", "verl does not pass it to NCCL; ours is trainer.dist_timeout_seconds", "*nccl_timeout"),
     *_rules(
         "not needed",
-        "it is for measurements alone",
+        "it is for measurements alone; profile.steps and profile.ranks are of all phases",
         "*.profiler.* global_profiler* *profile_steps* *.profile_ranks *.profile_ranks_all *.profile_discrete"
         " rollout.trace.* rollout.prometheus* *profile_continuous_steps",
     ),

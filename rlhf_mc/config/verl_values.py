@@ -317,6 +317,25 @@ def _input_tokenizer(key: str, value: Any, verl: Settings) -> Line:
     return renamed("reward_model.tokenizer_path", path, "the reward model's own; verl's key is the actor's")
 
 
+def _profile_ranks(key: str, value: Any, verl: Settings) -> Line:
+    if not verl.get("actor.profiler.enable"):
+        return Line("not needed", "actor.profiler.enable is off")
+    if verl.get("actor.profiler.all_ranks"):
+        return Line("implied", "actor.profiler.all_ranks is true")
+    return renamed("profile.ranks", value)
+
+
+def _all_profile_ranks(key: str, value: Any, verl: Settings) -> Line:
+    return renamed("profile.ranks", None, "null: all") if value else Line("implied", "by the list of ranks")
+
+
+def _profile_contents(key: str, value: Any, verl: Settings) -> Line:
+    ours = [name for name in _listed(value) if name not in ("cpu", "cuda")]
+    if not ours or not (verl.get("global_profiler.steps") and verl.get("actor.profiler.enable")):
+        return Line("implied", "none beside the operators" if not ours else "nothing is profiled")
+    return renamed("profile.contents", ours)
+
+
 CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] = (
     ("actor.kl_loss_type", _kl),
     ("algorithm.kl_penalty", _kl),
@@ -358,6 +377,10 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("actor.clip_ratio", _clip_ratio),
     ("ref.model.path", _reference_model),
     ("critic.enable", _critic_enable),
+    ("actor.profiler.ranks", _profile_ranks),
+    ("actor.profiler.all_ranks", _all_profile_ranks),
+    ("actor.profile_ranks_all", _all_profile_ranks),
+    ("actor.profiler.tool_config.torch.contents", _profile_contents),
     ("model.override_config.*max_position_embeddings", _max_positions),
     ("reward_model.*overlong_buffer*.*", _overlong),
     ("reward_model.reward_kwargs.max_resp_len", _overlong),

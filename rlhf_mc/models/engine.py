@@ -28,9 +28,11 @@ from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
 from rlhf_mc.models.pipeline import PlannedShapes
+from rlhf_mc.models.ranges import schedule_ranges
 from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
 from rlhf_mc.models.schedule import learning_rate_schedule, set_learning_rates
 from rlhf_mc.models.statistics import StatisticSums
+from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
@@ -215,13 +217,13 @@ class ModelEngine:
         gradient are not finite on any rank, no rank steps: weights and optimizer state do not change, and the result is
         {"skipped": 1}. Every rank must call it."""
         self._compute_gradient(batch, micro_batches, loss, packing)
-        with megatron_calls():
+        with megatron_calls(), platform.named_range("grad_norm"):
             self._optimizer.prepare_grads()
             grad_norm = float(self._optimizer.get_grad_norm())
         stats, finite = self._statistics.over_ranks(self._has_loss, grad_norm)
         if not finite:
             return {"skipped": 1.0}
-        with megatron_calls():
+        with megatron_calls(), platform.named_range("optimizer_step"):
             self._step(grad_norm)
         return {**stats, "grad_norm": grad_norm, "lr": self.lr, "skipped": 0.0}
 
@@ -320,15 +322,21 @@ class ModelEngine:
             lengths = [n // shards for n in packed_lengths(batch, micro_batches, multiple_of)]
             extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, lengths)
 
+        count(tokens=sum(packed_lengths(batch, micro_batches, multiple_of)))
         cache = packing or PackingCache()
 
         def micros() -> Iterator[MicroBatch]:
-            return (cache.micro_batch(batch, list(m), multiple_of) for m in micro_batches)
+            for indices in micro_batches:
+                with platform.named_range("pack"):
+                    micro = cache.micro_batch(batch, list(indices), multiple_of)
+                yield micro
 
         several = len(self.chunks) > 1
         overlap = not forward_only and overlaps_reduction(self._megatron, self.groups.mesh.dp, platform.use_cuda())
         set_reduction(self.chunks[0].config, self._ddp if overlap else ())
-        with megatron_calls(), working(total=len(micro_batches) * len(self.chunks), unit="micro-batches") as work:
+        ranges = schedule_ranges(self.chunks[0].config)
+        total = len(micro_batches) * len(self.chunks)
+        with megatron_calls(), ranges, working(total=total, unit="micro-batches") as work:
             get_forward_backward_func(pp, len(self.chunks) if several else None)(
                 forward_step_func=step,
                 data_iterator=[micros() for _ in self.chunks] if several else micros(),

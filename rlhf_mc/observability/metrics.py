@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rlhf_mc.observability import phase_work
 from rlhf_mc.runtime.rank_status import RankStatus
 
 
@@ -67,8 +68,9 @@ class PhaseTimer:
         start = time.perf_counter()
         self._status.enter(name)
         try:
-            yield
-            self._synchronize()
+            with phase_work.observed(name):
+                yield
+                self._synchronize()
             self._status.leave()
         except Exception as error:
             error.add_note(f"in phase {name}")

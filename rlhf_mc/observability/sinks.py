@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.schema import Config, TrainerConfig
+from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.progress import Progress
 from rlhf_mc.observability.run_files import METRICS_FILE
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
@@ -114,8 +116,10 @@ class Sinks:
 def view(what: str, write: Callable[[], object]) -> bool:
     """Write a view of the run: a picture, samples, TensorBoard's events, the table of steps. Return whether it was
     written. Any error becomes a warning: a view never fails a run. what: the view's name in the warning."""
+    start = time.perf_counter()
     try:
         write()
+        count(file_seconds=time.perf_counter() - start)
         return True
     except Exception as error:
         text = reason_of(error) if isinstance(error, OSError) else str(error)

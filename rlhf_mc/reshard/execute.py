@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rlhf_mc import platform
 from rlhf_mc.reshard.layout import STACK, member
 from rlhf_mc.reshard.transfers import RankPlan, Transfer
 from rlhf_mc.reshard.transport import Transport
@@ -41,9 +42,10 @@ def execute(
     """
     for name, view in aliased_views(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} does not alias its source"
-    for transfer in counted(plan.copies, len(plan.copies), "blocks"):
-        for there, here in zip(destination(transfer, target), source_blocks(transfer, source, target), strict=True):
-            there.copy_(here)
+    with platform.named_range("local_copies"):
+        for transfer in counted(plan.copies, len(plan.copies), "blocks"):
+            for there, here in zip(destination(transfer, target), source_blocks(transfer, source, target), strict=True):
+                there.copy_(here)
     dtype = wire_dtype or _only_dtype(plan, source, target)
     moves = plan.sent_bytes or plan.received_bytes
     assert not moves or dtype.itemsize == plan.itemsize, (
@@ -53,10 +55,13 @@ def execute(
     # Messages between two ranks match by order, so all ranks go through the buckets in the same order.
     for sends, receives in counted(plan.buckets, len(plan.buckets), "buckets"):
         arriving = by_peer(receives, lambda t: t.src_rank)
-        outgoing = _pack_messages(buffers.outbox, by_peer(sends, lambda t: t.dst_rank), source, target)
-        incoming = transport.exchange(buffers, outgoing, {peer: _numel(ts) for peer, ts in arriving.items()})
-        for peer, transfers in arriving.items():
-            unpack(incoming[peer], transfers, target)
+        with platform.named_range("pack_messages"):
+            outgoing = _pack_messages(buffers.outbox, by_peer(sends, lambda t: t.dst_rank), source, target)
+        with platform.named_range("exchange_messages"):
+            incoming = transport.exchange(buffers, outgoing, {peer: _numel(ts) for peer, ts in arriving.items()})
+        with platform.named_range("unpack_messages"):
+            for peer, transfers in arriving.items():
+                unpack(incoming[peer], transfers, target)
         transport.release()
 
 

@@ -24,6 +24,7 @@ from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.data.responses import exchange_responses
+from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
 from rlhf_mc.rollout.draws import Draws
@@ -180,6 +181,7 @@ class VLLMEngine:
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
         mine = range(self._replica, len(prompts), len(self._groups))
         responses = self._generate([prompts[i] for i in mine], [seeds[i] for i in mine], sampling) if mine else []
+        count(tokens=sum(len(response.token_ids) for response in responses), responses=len(responses))
         return exchange_responses(responses, self._groups, len(prompts))
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.observability.profile import profiled, warn_of_unreached
 from rlhf_mc.observability.sinks import Sink, build_sinks, view
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -123,6 +124,7 @@ def train(
     if run.config.trainer.val_only:
         validate_only(run, begin_step(step, status), run_id)
         return False
+    warn_of_unreached(run.config, step, schedule.total_steps)
     sinks = on_every_rank(
         lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, step or None, run_id)
     )
@@ -141,15 +143,16 @@ def train(
         step += 1
         state = begin_step(step, status, num_batches)
         apply_adjustments(run, step)
-        batch = one_step(run, state, stop)
-        num_batches = state.num_batches
-        accuracy = validate(run, state) if schedule.is_validation_due(step, num_batches) else None
-        health.step_done(state)
-        if schedule.is_export_due(step):
-            export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
-        checkpoints.step_done(step, num_batches, accuracy, state.metrics, health.last.is_healthy)
-        if schedule.is_save_due(step, num_batches, accuracy):
-            save_checkpoint(run, state, checkpoints)
+        with profiled(run.config, step, state.timer, run.groups):
+            batch = one_step(run, state, stop)
+            num_batches = state.num_batches
+            accuracy = validate(run, state) if schedule.is_validation_due(step, num_batches) else None
+            health.step_done(state)
+            if schedule.is_export_due(step):
+                export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
+            checkpoints.step_done(step, num_batches, accuracy, state.metrics, health.last.is_healthy)
+            if schedule.is_save_due(step, num_batches, accuracy):
+                save_checkpoint(run, state, checkpoints)
         log(sinks, state)
         record_histograms(run.config, run.groups.rank, run_id, step, batch)
         checkpoints.commit_if_written()

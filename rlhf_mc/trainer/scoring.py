@@ -13,6 +13,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs, values
+from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank
@@ -31,6 +32,7 @@ def submit_responses(
     rank = dist.get_rank()
     world = dist.get_world_size()
     mine = prompts[rank::world]
+    count(responses=len(mine))
     texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
     asked = None
     if rewards.needs_prompts:

@@ -248,8 +248,9 @@ def update(
     packing = packing or PackingCache()
     minis = list(mini_batch_indices)
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
-        mini = batch.select(indices)
-        stats = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
+        with platform.named_range("mini_batch"):
+            mini = batch.select(indices)
+            stats = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
         metrics.add(stats)
         skipped.count(engine.name, budget.step, mini, stats["skipped"] > 0, engine.params)
     engine.end_of_ppo_step()

@@ -47,7 +47,8 @@ class WeightSync:
         """Update the target. Collective. Raise UserError if verification finds a difference."""
         execute(self.plan, source, target, self._transport)
         if self._verify_when == "always" or (self._verify_when == "first" and self._is_first):
-            verify(self.plan, source, target, _world())
+            with platform.named_range("verify"):
+                verify(self.plan, source, target, _world())
         self._is_first = False
 
 

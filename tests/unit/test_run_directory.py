@@ -16,7 +16,7 @@ from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.trainer import run_directory
 
 INPUTS = ("train.parquet", "model_hf", "my_notes.txt", "run.lock")
-MORE = ("train_generations", "histograms.jsonl", "report.html")
+MORE = ("train_generations", "histograms.jsonl", "report.html", "profile")
 OUTPUTS = ("metrics.jsonl", "tensorboard", "generations", "training.png", "hf", "export", "global_step_2", *MORE)
 
 
@@ -32,7 +32,7 @@ def write_run(root: Path, run_id: str | None = "first") -> None:
     root.mkdir(exist_ok=True)
     for name in INPUTS:
         (root / name).write_text(name)
-    for name in ("tensorboard", "generations", "train_generations", "hf", "export/global_step_1"):
+    for name in ("tensorboard", "generations", "train_generations", "profile", "hf", "export/global_step_1"):
         (root / name).mkdir(parents=True)
         (root / name / "file").write_text(f"{run_id} {name}")
     (root / "nonfinite_step_3.json").write_text("[]")

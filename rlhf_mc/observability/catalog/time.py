@@ -44,6 +44,12 @@ TIME = Section(
             "s",
             _SUM,
         ),
+        Metric(
+            "timing_s/write_profile",
+            "writing the profile, in a step of `profile.steps` ([profiling.md](profiling.md))",
+            "s",
+            _SUM,
+        ),
         Metric("timing_s/step", "the whole step", "s", "rank 0"),
     ],
 )

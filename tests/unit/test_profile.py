@@ -1,0 +1,221 @@
+"""The profile of a step: the table and its reasons, the settings, traces that cannot be written, and its cost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_mc import platform
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.profile_checks import check_profile
+from rlhf_mc.config.profile_schema import ProfileConfig
+from rlhf_mc.observability import phase_work
+from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.phase_table import REST, WIDTH, RankTimes, as_json, as_text, with_rest
+from rlhf_mc.observability.profile import Trace
+
+
+def rank(work: float, waiting: float = 0.0, **others: object) -> RankTimes:
+    """Return the times of a rank with one phase, gen."""
+    times = RankTimes("n1", False, 0, {"gen": work + waiting, "step": work + waiting}, {"gen": waiting})
+    return dataclasses.replace(times, **others)
+
+
+def amounts(**counts: float) -> dict[str, dict[str, float]]:
+    return {"gen": counts}
+
+
+REASONS = {
+    "it had 1.31x the tokens: 5120 against 3900": [
+        rank(1.0, 0.3, amounts=amounts(tokens=3900)),
+        rank(1.3, 0.0, amounts=amounts(tokens=5120)),
+    ],
+    "as many tokens; slower machine: host n3": [
+        rank(1.0, 0.5, amounts=amounts(tokens=100)),
+        rank(1.5, amounts=amounts(tokens=101), host="n3"),
+        rank(1.1, 0.4, amounts=amounts(tokens=100)),
+        rank(1.4, 0.1, amounts=amounts(tokens=99), host="n3"),
+    ],
+    "as many tokens; slower processor or GPU, or other programs on it (host n3)": [
+        rank(1.0, 0.5, amounts=amounts(tokens=100)),
+        rank(1.5, amounts=amounts(tokens=100), host="n3"),
+        rank(1.0, 0.5, amounts=amounts(tokens=100)),
+        rank(1.0, 0.5, amounts=amounts(tokens=100), host="n3"),
+    ],
+    "120 tokens against 100; slower processor or GPU, or other programs on it (host n1)": [
+        rank(1.0, 1.0, amounts=amounts(tokens=100)),
+        rank(2.0, 0.0, amounts=amounts(tokens=120)),
+    ],
+    "it had 1.50x the responses: 3 against 2": [
+        rank(1.0, 0.4, amounts=amounts(responses=2)),
+        rank(1.4, 0.0, amounts=amounts(responses=3)),
+    ],
+    "it wrote files for 0.40 s": [rank(1.0, 0.5), rank(1.5, amounts=amounts(file_seconds=0.4))],
+    "it has pipeline stage 2 of 2": [rank(1.0, 0.5), rank(1.5, stage=1)],
+    "it was traced, which takes time (profile.ranks=[]: no traces)": [rank(1.0, 0.5), rank(1.5, is_traced=True)],
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_table_says_why_the_slowest_rank_took_longer(reason: str) -> None:
+    ranks = REASONS[reason]
+    table = as_json(7, ranks)
+    assert (table["step"], table["ranks"], table["hosts"]) == (7, len(ranks), [r.host for r in ranks])
+    gen = table["phases"]["gen"]
+    assert (gen["slowest"], gen["reason"]) == (1, reason)
+    assert gen["seconds"] == [r.seconds["gen"] for r in ranks] and gen["waiting"] == [r.waiting["gen"] for r in ranks]
+    assert table["phases"]["step"]["slowest"] is None, "the step consists of the others"
+    text = " ".join(line.strip() for line in as_text(7, ranks))
+    assert f"gen: the other{'s' * (len(ranks) > 2)} waited for rank 1: {reason}" in text
+
+
+def test_reward_functions_are_the_reason_of_the_reward_phase() -> None:
+    ranks = [
+        dataclasses.replace(rank(0.0), seconds={"reward": 1.0}, waiting={"reward": waits}) for waits in (0.9, 0.0, 0.8)
+    ]
+    assert as_json(1, ranks)["phases"]["reward"]["reason"] == "its reward functions took longer"
+
+
+@pytest.mark.parametrize("ranks", [[rank(1.0)], [rank(1.0, 0.09), rank(1.09)], [rank(0.005, 0.015), rank(0.02)]])
+def test_balanced_ranks_have_no_slowest(ranks: list[RankTimes]) -> None:
+    assert as_json(1, ranks)["phases"]["gen"]["slowest"] is None
+    assert not [line for line in as_text(1, ranks) if "waited for" in line]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 4096])
+def test_table_fits_80_columns(count: int) -> None:
+    names = ["update_weights", "save_checkpoint", "reward_models.a_model_of_a_long_name", "between_phases", "step"]
+    ranks = [
+        RankTimes(
+            "host-of-a-long-name.cluster.example",
+            r == 0,
+            0,
+            dict.fromkeys(names, 1234.5 + r),
+            {name: float(count - r) for name in names},
+        )
+        for r in range(count)
+    ]
+    lines = as_text(123456, ranks)
+    assert [line for line in lines if len(line) > WIDTH] == []
+    assert len(lines) >= 2 + len(names)
+    if count > 8:
+        assert any(f"(rank {count - 1})" in line and "(rank 0)" in line for line in lines)
+
+
+def test_rest_is_the_time_of_no_phase() -> None:
+    mine = RankTimes(
+        "n1",
+        False,
+        0,
+        {"gen": 1.0, "adv": 0.5, "step": 1.75},
+        {"gen": 0.25, "whole": 0.5, "step": 0.25},
+        {"gen": {"tokens": 5.0}, "whole": {"tokens": 5.0, "file_seconds": 0.125}},
+    )
+    found = with_rest(mine, "whole", 2.0)
+    assert found.seconds[REST] == 0.5 and found.waiting[REST] == 0.25
+    assert found.amounts[REST] == {"tokens": 0.0, "file_seconds": 0.125}
+
+
+def test_amounts_and_phases_are_recorded_only_in_a_profile() -> None:
+    timer = PhaseTimer()
+    phase_work.count(tokens=1)
+    with timer.phase("gen"):
+        phase_work.count(tokens=2)
+    with phase_work.recorded() as work, timer.phase("step"), timer.phase("gen"):
+        phase_work.count(tokens=3)
+        phase_work.count(tokens=4, responses=1)
+    phase_work.count(tokens=5)
+    assert work.amounts["gen"] == work.amounts["step"] == {"tokens": 7, "responses": 1}
+    assert dict(work.waiting) == {"gen": 0, "step": 0, phase_work.WHOLE: 0}
+
+
+def test_a_phase_that_raises_leaves_the_next_ones_alone() -> None:
+    timer = PhaseTimer()
+    with phase_work.recorded() as work:
+        with contextlib.suppress(MemoryError), timer.phase("first"):
+            raise MemoryError
+        with timer.phase("second"):
+            phase_work.count(tokens=1)
+    assert work.amounts.keys() == {"second", phase_work.WHOLE}
+
+
+def test_phases_cost_nothing_without_a_profile() -> None:
+    """Bound a phase and a named range at 10 us: a step has some 15 phases, a micro-batch 5 ranges."""
+    timer = PhaseTimer()
+
+    def seconds(repeats: int = 200) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            with timer.phase("gen"), platform.named_range("forward"):
+                pass
+        return (time.perf_counter() - start) / repeats
+
+    assert min(seconds() for _ in range(20)) < 1e-5
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let this process write files of at most `size` bytes, as on a disk that fills up."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def trace() -> Trace:
+    with platform.recorded_ranges(), Trace(["memory", "shapes", "stack"]) as found, platform.named_range("mine"):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    return found
+
+
+def test_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_file(trace: Trace, tmp_path: Path) -> None:
+    with largest_file(2000), pytest.raises(OSError, match="no room for the trace"):
+        trace.write(tmp_path / "step_1" / "rank_0.json.gz")
+    assert list((tmp_path / "step_1").iterdir()) == []
+
+
+def test_trace_has_what_contents_ask_for(trace: Trace, tmp_path: Path) -> None:
+    trace.write(tmp_path / "rank_0.json.gz")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_0.json.gz"]
+    events = json.loads(gzip.decompress((tmp_path / "rank_0.json.gz").read_bytes()))["traceEvents"]
+    named = {event["name"]: event for event in events if "name" in event}
+    assert {"mine", "aten::mm", "[memory]"} <= named.keys()
+    assert named["aten::mm"]["args"]["Input Dims"] == [[64, 64], [64, 64]]
+    assert any("test_profile.py" in name for name in named), "a line of Python code"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": [0, 4]}, "profile.ranks has 4; a run of 4 processes has ranks 0 to 3"),
+        ({"contents": ["memory"]}, "profile.contents is ['memory']; that needs profile.steps, which is empty"),
+        (
+            {"steps": [3], "ranks": [], "contents": ["shapes"]},
+            "profile.contents is ['shapes']; that needs traces, and profile.ranks is empty",
+        ),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(settings: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_profile(ProfileConfig(**settings), 4)
+    assert str(error.value) == message
+
+
+def test_all_ranks_and_no_rank_can_be_traced() -> None:
+    for ranks in ([], [3], None):
+        check_profile(ProfileConfig(steps=[3], ranks=ranks), 4)
