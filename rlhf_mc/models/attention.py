@@ -17,6 +17,9 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from megatron.core.transformer.attention import SelfAttention
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhf_mc import platform
+from rlhf_mc.models.cpu_operations import rotary_table
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -127,6 +130,7 @@ class ReplicatedKVAttention(SelfAttention):
 
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim]; for "thd" those of the longest sequence.
+    On a CPU the table of `cpu_operations.rotate` in place of the angles: one for all layers.
 
     Megatron-Core calls get_rotary_seq_len, and then forward with its result. Here this result is the description of the
     packed sequences, and not a length. The original's forward caches the angles of the last 32 lengths: of 32k tokens,
@@ -142,4 +146,6 @@ class PackedRotaryEmbedding(RotaryEmbedding):
             return self.get_emb(max(packed.max_seqlen_q, packed.max_seqlen_kv))
         # The products of get_emb's outer product, at the positions that occur.
         angles = packed.positions.to(self.inv_freq.dtype)[:, None] * self.inv_freq
+        if not platform.use_cuda():
+            return rotary_table(angles)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

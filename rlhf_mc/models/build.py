@@ -30,6 +30,7 @@ from rlhf_mc.models.fusions import fusions
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
+    compute_on_cpu,
     mark_tensor_parallel,
     megatron_calls,
     multiply_as_matrices,
@@ -313,6 +314,7 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, 
             scale_embeddings(model, shape.hidden_size)
         mark_tensor_parallel(model)
         multiply_as_matrices(model)
+        compute_on_cpu(model)
         _set_rope(model, shape)
         model.to(DTYPES[megatron.dtype])
     return model

@@ -28,10 +28,14 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel import random as mcore_random
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.nn.functional import silu
 
 from rlhf_mc import platform
+from rlhf_mc.models.cpu_operations import GatedSiluMLP, rotate
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.patching import Patch, apply
 from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu, get_rng_state, set_rng_state
@@ -107,6 +111,12 @@ ON_CPU = (
         _gather_any_sizes,
         "gloo's all_gather refuses tensors of different sizes: tokens of experts, by tensor-parallel rank",
     ),
+    Patch(
+        attention,
+        "apply_rotary_pos_emb",
+        rotate,
+        "it computes cosines and sines of the same angles for q and k of every layer, and copies its result once more",
+    ),
 )
 
 
@@ -148,7 +158,8 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 def multiply_as_matrices(model: torch.nn.Module) -> None:
-    """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T, hidden].
+    """Let each linear layer of the model multiply matrices: its input [T, 1, hidden] as [T, hidden]. Where nothing is
+    to be communicated or added to main_grad, torch's own linear layer does, which adds the bias in the product.
 
     Reason: Megatron-Core calls torch.matmul with a 3-D input and a matrix. torch.matmul computes one product of
     matrices only where the matrix requires a gradient, or where the strides of the input show that its leading
@@ -163,11 +174,33 @@ def multiply_as_matrices(model: torch.nn.Module) -> None:
 
 
 def _on_matrices(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def on_matrices(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = forward(input.flatten(0, -2), weight, *args, **kwargs)
+    def on_matrices(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **settings: Any
+    ) -> torch.Tensor:
+        matrix = input.flatten(0, -2)
+        if any(settings[name] for name in _BEYOND_THE_PRODUCT):
+            out = forward(matrix, weight, bias, **settings)
+        else:
+            out = torch.nn.functional.linear(matrix, weight, bias)
         return out.unflatten(0, (-1, *input.shape[1:-1]))  # sequence parallelism gathers: more tokens than in the input
 
     return on_matrices
+
+
+_BEYOND_THE_PRODUCT = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer")
+"""Arguments of Megatron-Core's linear layers by which they do more than torch's."""
+
+
+def compute_on_cpu(model: Any) -> None:
+    """Let the feed-forward parts of the model compute their gate as GatedSiluMLP does, on a CPU.
+
+    Reason: Megatron-Core's activation passes over memory four times more. It is left as it is with another activation,
+    for experts, whose MLP also weighs tokens, and where its fused function is set."""
+    if platform.use_cuda() or model.config.bias_activation_fusion or model.config.num_moe_experts:
+        return
+    for module in model.modules():
+        if type(module) is MLP and module.activation_func is silu:
+            module.__class__ = GatedSiluMLP
 
 
 def add_random_states() -> None:

@@ -54,7 +54,6 @@ class _Sizes:
     queries: float
     keys: float
     """Keys, and as many for values."""
-    head_dim: int
     heads: float
     ffn: float
     """The product of gate and up, of the experts that a token has together."""
@@ -64,6 +63,8 @@ class _Sizes:
     routing: int
     """Bytes of a router's indices, probabilities and masks."""
     qk_norm: bool
+    silu: bool
+    """The activation is SiLU."""
 
     @classmethod
     def of(cls, shape: ModelShape, megatron: MegatronConfig) -> _Sizes:
@@ -74,7 +75,6 @@ class _Sizes:
             states=shape.hidden_size / (tp if megatron.sequence_parallel else 1),
             queries=shape.num_heads * shape.head_dim / tp,
             keys=max(shape.num_kv_heads / tp, 1) * shape.head_dim,
-            head_dim=shape.head_dim,
             heads=shape.num_heads / tp,
             ffn=shape.active_ffn_size / tp,
             # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
@@ -82,6 +82,7 @@ class _Sizes:
             num_experts=shape.num_experts,
             routing=24 * experts + 5 * shape.num_experts,
             qk_norm=shape.qk_norm,
+            silu=shape.activation == "silu",
         )
 
     def transformer_engine(self) -> float:
@@ -99,14 +100,15 @@ class _Sizes:
 
     def local(self) -> float:
         """Return the bytes of a local layer on a CPU: each norm has its input and the normalised states in float32;
-        the halves of gate and up are copied before their product."""
+        keys and queries are kept before the rotation, with the values; gate and up with the activated gate, and where
+        Megatron-Core computes the activation a copy of up."""
         norms = 2 * (2 * _FLOAT32 + self.itemsize) * self.states
         if self.qk_norm:
             norms += 2 * _FLOAT32 * (self.queries + self.keys)
-        rotation = 4 * self.head_dim + self.queries + self.keys
-        attention = 2 * self.queries + 2 * self.keys
+        attention = 3 * self.queries + 3 * self.keys
         experts = 6 * self.ffn + self.expert_inputs
-        elements = rotation + attention + (experts if self.num_experts else 5 * self.ffn)
+        dense = (4 if self.silu else 5) * self.ffn
+        elements = attention + (experts if self.num_experts else dense)
         return norms + elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
 
 

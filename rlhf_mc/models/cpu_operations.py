@@ -1,0 +1,87 @@
+"""Operations that a CPU computes with fewer passes over memory than Megatron-Core's local layers do: the gate of the
+feed-forward part, and rotary positions. megatron_patches.py puts them in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+
+silu_backward = torch.ops.aten.silu_backward.grad_input
+
+
+class _GatedSilu(torch.autograd.Function):
+    """silu(a) * b of x = [a, b]. The backward pass writes both halves of the gradient into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, linear = x.chunk(2, dim=-1)
+        activated = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * linear
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, activated = ctx.saved_tensors
+        gate, linear = x.chunk(2, dim=-1)
+        out = torch.empty_like(x)
+        grad_gate, grad_linear = out.chunk(2, dim=-1)
+        torch.mul(activated, grad, out=grad_linear)
+        silu_backward(grad * linear, gate, grad_input=grad_gate)
+        return out
+
+
+class GatedSiluMLP(MLP):
+    """Megatron-Core's MLP but for its activation, which adds an offset of 0 and joins the halves of the gradient."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output [T, 1, hidden], and its bias, which is not added."""
+        assert per_token_scale is None, "it is of experts"
+        x, bias = self.linear_fc1(hidden_states)
+        out: tuple[torch.Tensor, torch.Tensor | None] = self.linear_fc2(
+            _GatedSilu.apply(x if bias is None else x + bias)
+        )
+        return out
+
+
+def rotary_table(angles: torch.Tensor) -> torch.Tensor:
+    """Return cosines and sines [T, 1, 1, 2 * n] of the angles [T, n], for `rotate`."""
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)[:, None, None, :]
+
+
+def _rotated(x: torch.Tensor, table: torch.Tensor, sign: float) -> torch.Tensor:
+    """Return x [T, 1, heads, 2 * n], whose halves are the two coordinates, rotated by sign * angle."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = table.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    first, second = out.chunk(2, dim=-1)
+    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=second).addcmul_(a, sin, value=sign)
+    return out
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(table)
+        return _rotated(x, table, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _rotated(grad, ctx.saved_tensors[0], -1.0), None
+
+
+def rotate(
+    x: torch.Tensor, table: torch.Tensor, config: Any, cu_seqlens: Any = None, mscale: float = 1.0, **_: Any
+) -> torch.Tensor:
+    """Return x [T, 1, heads, head_dim] with rotary positions, from a table of `rotary_table`. It takes the place of
+    Megatron-Core's apply_rotary_pos_emb. mscale: factor of cosines and sines."""
+    table = table if mscale == 1.0 else table * mscale
+    out: torch.Tensor = _Rotation.apply(x, table.to(x.dtype))
+    return out

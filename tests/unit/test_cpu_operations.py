@@ -1,0 +1,79 @@
+"""Operations that a CPU computes in place of Megatron-Core's give the same values and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import attention
+from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_mc.models import megatron_patches
+from rlhf_mc.models.cpu_operations import _GatedSilu, rotary_table, rotate
+
+ROTARY = next(patch for patch in megatron_patches.ON_CPU if patch.owner is attention)
+CONFIG = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def angles() -> torch.Tensor:
+    """Return the angles [7, 8] of seven tokens."""
+    return torch.arange(7.0)[:, None] * torch.logspace(0, -3, 8)
+
+
+@pytest.fixture
+def heads() -> Iterator[torch.Tensor]:
+    """Return q [7, 1, 3, 16] as Megatron-Core splits it off: with the strides of q, k and v together."""
+    whole = torch.randn(7, 1, 3, 24, generator=torch.Generator().manual_seed(0))
+    yield whole[..., :16].requires_grad_()
+
+
+@pytest.mark.parametrize("mscale", [1.0, 1.25])
+def test_rotation_is_megatrons(angles: torch.Tensor, heads: torch.Tensor, mscale: float) -> None:
+    wanted = ROTARY.original(heads, torch.cat((angles, angles), -1)[:, None, None], CONFIG, None, mscale, cp_group=0)
+    found = rotate(heads, rotary_table(angles), CONFIG, None, mscale, cp_group=0)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    upstream = torch.randn(wanted.shape)
+    grads = [torch.autograd.grad(out, heads, upstream)[0] for out in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+
+
+def test_megatron_computes_cosines_for_each_tensor(angles: torch.Tensor, heads: torch.Tensor) -> None:
+    """If it no longer does, the patch can be dropped."""
+    twice = torch.cat((angles, angles), -1)[:, None, None]
+    with Operations() as original:
+        ROTARY.original(heads, twice, CONFIG, None, cp_group=0)
+    table = rotary_table(angles)
+    with Operations() as own:
+        rotate(heads, table, CONFIG)
+    assert original.counts["cos"] == original.counts["sin"] == 1 and original.counts["cat"] == 2
+    assert not own.counts.keys() & {"cos", "sin", "cat"}
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 12), (1, 1, 2)])
+def test_gate_is_silu_times_linear(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    gate, linear = x.chunk(2, dim=-1)
+    wanted = silu(gate) * linear
+    found = _GatedSilu.apply(x)
+    assert torch.equal(found, wanted)
+    upstream = torch.randn(wanted.shape)
+    grads = [torch.autograd.grad(out, x, upstream)[0] for out in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
