@@ -27,6 +27,8 @@ MAX_CHARACTERS = 2000
 MAX_EVENTS = 200
 MAX_RANKS = 16
 """Ranks with a column of their own in a table of phases."""
+MIN_WAITING = 0.005
+"""Seconds of waiting from which a table of phases shows them."""
 
 
 def write_report(directories: Sequence[Path], output: Path) -> None:
@@ -204,33 +206,39 @@ def _sample(sample: Sample) -> dict[str, Any]:
 
 
 def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a table for each profiled step: of each phase the seconds of the slowest rank, the mean, each rank's
-    seconds (of at most MAX_RANKS ranks), and the longest wait."""
+    """Return a table for each profiled step, with a row for each phase and a column for each of at most MAX_RANKS
+    ranks."""
     tables = []
     for run, name in zip(runs, names, strict=True):
         for step, content in run.phases.items():
             rows = [_profile_row(phase, times) for phase, times in content["phases"].items() if isinstance(times, dict)]
             rows = [row for row in rows if row]
-            ranks = max((len(row["seconds"]) for row in rows), default=0)
+            ranks = max((len(row["cells"]) for row in rows), default=0)
             if rows:
                 shown = ranks if ranks <= MAX_RANKS else 0
-                tables.append({"run": name, "step": step, "rows": rows, "ranks": ranks, "columns": range(shown)})
+                tables.append({"run": name, "step": step, "rows": rows, "columns": range(shown)})
     return tables
 
 
 def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a phase: its slowest rank and why, the most seconds of a rank's own work, their mean over the
+    ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty without times."""
     seconds = [number(value) or 0.0 for value in times.get("seconds") or []]
     waiting = [number(value) or 0.0 for value in times.get("waiting") or []]
+    waiting += [0.0] * (len(seconds) - len(waiting))
     if not seconds:
         return {}
-    # A rank that waits for another is not slow: its own work is what is left.
-    own = [s - w for s, w in zip(seconds, waiting, strict=True)] if len(waiting) == len(seconds) else seconds
-    slowest = max(range(len(own)), key=own.__getitem__)
+    own = [max(0.0, total - wait) for total, wait in zip(seconds, waiting, strict=False)]
+    slowest = times.get("slowest")
     return {
         "phase": phase,
-        "slowest": slowest,
-        "most": f"{seconds[slowest]:.3f}",
-        "mean": f"{sum(seconds) / len(seconds):.3f}",
-        "waiting": f"{max(waiting, default=0.0):.3f}",
-        "seconds": [f"{value:.3f}" for value in seconds],
+        "slowest": "alike" if slowest is None else slowest,
+        "reason": times.get("reason") or "",
+        "most": f"{max(own):.3f}",
+        "mean": f"{sum(own) / len(own):.3f}",
+        "waiting": f"{max(waiting):.3f}",
+        "cells": [
+            f"{work:.3f}" + (f" + {wait:.3f}" if wait >= MIN_WAITING else "")
+            for work, wait in zip(own, waiting, strict=False)
+        ],
     }

@@ -218,11 +218,13 @@ def test_two_runs_are_compared(root: Path, tmp_path: Path) -> None:
     assert "old log-prob" in meaning["meaning"] and meaning["unit"] == "nats"
 
 
-def test_slowest_rank_is_the_one_that_does_not_wait(root: Path) -> None:
+def test_phases_by_rank_say_who_was_waited_for(root: Path) -> None:
     page = page_of([read_run(root)])
-    row = re.search(r'<th scope="row">gen</th>(.*?)</tr>', page, re.DOTALL)
-    assert row is not None
-    assert re.findall(r">([^<]*)</td>", row[1])[:4] == ["0", "4.100", "4.100", "0.900"]
+    rows = re.findall(r'<th scope="row">(gen|update_actor)</th>(.*?)</tr>', page, re.DOTALL)
+    found = {name: re.findall(r">([^<]*)</td>", row) for name, row in rows}
+    reason = "it had 1.28x the tokens: 900 to 700"
+    assert found["gen"] == ["0", "4.100", "3.650", "0.900", "4.100", "3.200 + 0.900", reason]
+    assert found["update_actor"] == ["alike", "2.500", "2.500", "0.001", "2.499", "2.500", ""]
 
 
 def test_samples_are_of_some_steps(tmp_path: Path) -> None:
