@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from rlhf_mc.models.fp8 import token_multiple
 from rlhf_mc.models.megatron_patches import gather_parameters_once, megatron_calls
 from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
-from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps
+from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps, state_bytes
 from rlhf_mc.models.pipeline import PlannedShapes
 from rlhf_mc.models.ranges import schedule_ranges
 from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
@@ -42,6 +43,19 @@ Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
 """(model, states [R, 1, hidden], micro-batch) -> [R] float32."""
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Share of a model that one rank holds, in bytes, offloaded or not."""
+
+    num_parameters: int
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    """From the first optimizer step on."""
+    offloaded: frozenset[str] = frozenset()
+    """The groups (models/offload.py) that are on the device in some phases only."""
 
 
 class ModelEngine:
@@ -72,6 +86,18 @@ class ModelEngine:
                 f"{self.name}.megatron.virtual_pipeline_model_parallel_size to null"
             )
         return self.chunks[0]
+
+    def held(self) -> Held:
+        """Return what this rank holds."""
+        params = self.named_parameters().values()
+        grads = [b.grad_data for part in self._ddp for b in (*part.buffers, *part.expert_parallel_buffers)]
+        return Held(
+            sum(param.numel() for param in params),
+            sum(param.numel() * param.element_size() for param in params),
+            sum(grad.numel() * grad.element_size() for grad in grads),
+            0 if self._optimizer is None else state_bytes(self._optimizer),
+            self.offload.names,
+        )
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's parameters, by the names of reshard's Megatron-Core layout."""

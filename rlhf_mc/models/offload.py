@@ -91,6 +91,11 @@ class Offload:
         """Bytes of device memory that are released at this time."""
         return sum(group.offloaded_bytes for group in self._groups.values())
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The groups that can be offloaded."""
+        return frozenset(self._groups)
+
     def differs_from(self, on_device: Collection[str]) -> bool:
         """Return True where a group must move so that the groups `on_device`, and no others, are on the device. The
         result is the same on every rank."""

@@ -46,6 +46,17 @@ def optimizer_parts(optimizer: Any, params: Mapping[str, torch.nn.Parameter]) ->
     return parts
 
 
+def state_bytes(optimizer: Any) -> int:
+    """Return the bytes of this rank's state from the first step on: Adam's moments in float32, and the float32 copies
+    of parameters of another type. It may be offloaded."""
+    num_bytes = 0
+    for one in _in_use(optimizer):
+        for param, main, start, end in _main_params(one):
+            copy = main.element_size() if main.dtype != param.dtype else 0
+            num_bytes += (end - start) * (len(MOMENTS) * torch.float32.itemsize + copy)
+    return num_bytes
+
+
 def adam_steps(optimizer: Any) -> int:
     """Return the number of steps taken, which Adam's bias correction depends on; 0 on a rank that updates nothing."""
     for one in _in_use(optimizer):

@@ -148,9 +148,13 @@ def phase_line(status: RankStatus, works: Sequence[Work], now: float, shortest: 
     inside = [piece for piece in works if piece.start >= entered] if lasting[-1] == len(phases) - 1 else []
     head = phases[0][0] if status.total_steps is None else f"step {status.step}/{status.total_steps}"
     head += "" if name in (phases[0][0], *AROUND_OTHERS) else f" {name}"
-    names = [piece.name for piece in inside if piece.name]
-    head += f": {names[-1]}" if names else ""
-    return _fitted(head, measures(inside, now, now - entered, status.last_seconds.get(name)), columns)
+    last_seconds = status.last_seconds.get(name)
+    named = [piece for piece in inside if piece.name]
+    if named:
+        head += f": {named[-1].name}"
+        entered = named[-1].start
+        last_seconds = None  # of the phase, not of this part
+    return _fitted(head, measures(inside, now, now - entered, last_seconds), columns)
 
 
 def measures(works: Sequence[Work], now: float, seconds: float, last_seconds: float | None) -> list[str]:

@@ -43,6 +43,14 @@ class RolloutEngine(Protocol):
         """One line of text for the console."""
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters that this rank holds, awake or not."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of these parameters, those that alias the trainer's included."""
+
+    @property
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's parameters, by the names of the engine's layout; a reshard writes them in place."""
 

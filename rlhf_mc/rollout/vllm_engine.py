@@ -125,17 +125,27 @@ class VLLMEngine:
 
     @property
     def summary(self) -> str:
-        """One line of text for the console: the KV cache, and what computes attention."""
+        """One line of text for the console: the KV cache of a rank, and what computes attention."""
         config = self._llm.llm_engine.vllm_config
         cache = config.cache_config
         layers = config.compilation_config.static_forward_context.values()
         attention = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
         num_bytes = sum(tensor.size for tensor in self._runner.kv_cache_config.kv_cache_tensors)
         return (
-            f"vLLM: {num_bytes / 2**30:.2f} GiB of KV cache on each rank, for {cache.kv_cache_size_tokens} tokens: "
+            f"KV cache: {num_bytes / 1e9:.2f} GB, for {cache.kv_cache_size_tokens} tokens: "
             f"{cache.kv_cache_max_concurrency:.1f} sequences of {config.model_config.max_model_len} tokens; "
             f"attention by {', '.join(sorted(attention))}"
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that this rank holds, which may sleep."""
+        return sum(param.numel() for param in self._model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of these parameters, those that alias the trainer's included."""
+        return sum(param.numel() * param.element_size() for param in self._model.parameters())
 
     @property
     def params(self) -> dict[str, torch.Tensor]:

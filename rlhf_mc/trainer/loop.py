@@ -39,7 +39,8 @@ from rlhf_mc.trainer.phases import (
 from rlhf_mc.trainer.run_directory import EXPORT, HF
 from rlhf_mc.trainer.run_record import record_end, record_start, write_views
 from rlhf_mc.trainer.setup import Run
-from rlhf_mc.trainer.step_report import StepState, begin_step, headlines, log, say_on_console, step_metrics
+from rlhf_mc.trainer.start_table import show_start
+from rlhf_mc.trainer.step_report import StepState, begin_step, log, say_on_console, step_metrics
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,7 @@ def train(
     opened.callback(sinks.close)
     record_start(run.config, run_id, step)
     health = HealthWatch(run, run_id, step)
-    for line in headlines(run):
-        say_on_console(run, line)
-    say_on_console(run, run.rollout.summary)
-    say_on_console(run, run.weight_sync.summary)
+    show_start(run)
     if step == 0 and schedule.is_first_validation_due():
         state = begin_step(0, status)
         accuracy = validate(run, state)
@@ -198,8 +196,7 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
 def validate_only(run: Run, state: StepState, run_id: str) -> None:
     """Validate the current weights. The metrics go to the console and to validation/step_<n>.json, since the step's row
     in metrics.jsonl may be there already."""
-    for line in headlines(run):
-        say_on_console(run, line)
+    show_start(run)
     validate(run, state)
     cfg = run.config.trainer
     directory = Path(cfg.default_local_dir)

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_mc import platform
-from rlhf_mc.config.schema import layouts
 from rlhf_mc.data.balance import Cost, assign_to_replicas
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
 from rlhf_mc.models.forward import PackingCache
-from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.runtime.console import say
@@ -148,27 +146,6 @@ def memory_used_ratio() -> float:
 def log(sinks: Sink, state: StepState) -> None:
     """Log the step's metrics and times. Every rank must call it."""
     on_every_rank(lambda: sinks.log(state.step, {**state.metrics, **state.timer.result()}))
-
-
-def headlines(run: Run) -> list[str]:
-    """Return the console lines for the start of a run: its size, and one line for each layout with the models that have
-    it."""
-    world = run.groups.mesh.world
-    rollout_tp = run.config.rollout.tensor_model_parallel_size
-    layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
-    models: dict[str, list[str]] = {}
-    scorers = [model.engine for model in run.reward_models]
-    for engine in (*run.trained_models(), run.reference, *scorers):
-        if engine is not None:
-            megatron = layouts(run.config)[engine.name]
-            sequence = ", sequence parallel" if megatron.sequence_parallel else ""
-            layout = f"{engine.groups.mesh}{sequence}; {layers} layers, {megatron.dtype}"
-            models.setdefault(layout, []).append(engine.name)
-    return [
-        f"{world} ranks on {platform.device().type}, {world // rollout_tp} vLLM engines of TP {rollout_tp}; "
-        f"{len(run.train_prompts)} prompts, {run.schedule.total_steps} steps at most",
-        *(f"{', '.join(names)}: {layout}" for layout, names in models.items()),
-    ]
 
 
 def say_on_console(run: Run, line: str) -> None:

@@ -64,7 +64,7 @@ def _summary(plan: Plan) -> str:
         return f"{high:.1f} MB" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f} MB"
 
     line = (
-        f"weight update, per rank: {megabytes(plan.shared_bytes)} shared with training, "
+        f"weight update: {megabytes(plan.shared_bytes)} shared (zero-copy), "
         f"{megabytes(plan.copied_bytes)} copied, {megabytes(plan.received_bytes)} received"
     )
     return f"{line}; largest sender {plan.sender_imbalance:.2f} x the mean" if any(plan.sent_bytes) else line

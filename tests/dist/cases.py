@@ -26,7 +26,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop, phases, step_report, weight_sync
+from rlhf_mc.trainer import loop, phases, start_table, step_report, weight_sync
 from rlhf_mc.trainer.scoring import collect_scores, submit_responses
 from rlhf_mc.trainer.setup import Run, build_run
 
@@ -67,7 +67,7 @@ def two_steps(
     steps: list[dict[str, float]] = []
     digests: list[str] = []
     with built_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
-        headlines = step_report.headlines(run)
+        headlines = start_table.start_lines(run)
         for step in (1, 2):
             state = step_report.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))

@@ -32,8 +32,13 @@ def measured_state(checkpoint: str, mesh: dict[str, int], freeze: Sequence[str],
         engine = make_engine(checkpoint, "actor", groups, **megatron)
         frozen = frozen_tensors("actor.freeze", freeze, engine.shape)
         engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layouts_of(engine)[groups.rank]))
+        at_start = engine.held()
         engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
-        return _state(engine)
+        state = _state(engine)
+        # The table of a run's start, before the moments exist; only storages have padding.
+        assert (at_start.gradients, at_start.optimizer) == (state.grads, state.optimizer), (at_start, state)
+        assert 0 <= state.params - at_start.weights < 4096
+        return state
 
 
 def _state(engine: ModelEngine) -> ModelState:

@@ -50,7 +50,7 @@ def test_update_fails_if_the_prefix_cache_is_kept(pool: Any, checkpoint: str, pr
 def test_the_line_at_start_gives_the_kv_cache(pool: Any, checkpoint: str) -> None:
     (line,) = pool(1).run(rollout_cases.summary, checkpoint=checkpoint, max_model_len=MAX_MODEL_LEN)
     found = re.fullmatch(
-        r"vLLM: 0\.25 GiB of KV cache on each rank, for (\d+) tokens: ([\d.]+) sequences of 72 tokens; "
+        r"KV cache: 0\.27 GB, for (\d+) tokens: ([\d.]+) sequences of 72 tokens; "
         "attention by CPU_ATTN",
         line,
     )

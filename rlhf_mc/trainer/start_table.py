@@ -1,0 +1,125 @@
+"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank. All numbers are those
+of the engines that are built and of the plan of the weight update; before, there are the planner's.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_mc import platform
+from rlhf_mc.config.schema import layouts
+from rlhf_mc.models.engine import Held, ModelEngine
+from rlhf_mc.models.transformer_engine import uses_transformer_engine
+from rlhf_mc.runtime.console import write_line
+from rlhf_mc.topology.consensus import gather_objects
+from rlhf_mc.trainer.setup import Run
+
+COLUMNS = 80
+_TITLES = ("tp", "pp", "dp", "ep", "params", "weights", "gradients", "optimizer")
+_WIDTHS = (3, 4, 4, 3, 7, 9, 9, 9)
+ROLE_WIDTH = COLUMNS - sum(_WIDTHS) - len(_WIDTHS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A role, or vLLM, whose engines are its data-parallel replicas."""
+
+    role: str
+    layout: tuple[str, str, str, str]
+    """Sizes of tensor, pipeline (stages x virtual chunks), data and expert parallel."""
+    held: Sequence[Held]
+    """By rank."""
+
+
+def show_start(run: Run) -> None:
+    """Print the table on rank 0, if trainer.logger has "console". Every rank must call it."""
+    lines = start_lines(run)
+    if "console" in run.config.trainer.logger and run.groups.rank == 0:
+        first, *others = lines
+        write_line("\n".join([f"rlhf_mc: {first}", *others]), sys.stdout)
+
+
+def start_lines(run: Run) -> list[str]:
+    """Return the size of the run, a row for each role, and notes. Every rank must call it."""
+    world = run.groups.mesh.world
+    tp = run.config.rollout.tensor_model_parallel_size
+    engines = [*run.trained_models(), run.reference, *(model.engine for model in run.reward_models)]
+    rows = [_row(engine) for engine in engines if engine is not None]
+    vllm = gather_objects(Held(run.rollout.num_parameters, run.rollout.weight_bytes))
+    rows.append(Row("vLLM", (str(tp), "1", str(world // tp), "-"), vllm))
+    return [
+        f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
+        f"{run.schedule.total_steps} steps at most",
+        *table(rows),
+        *notes([run.weight_sync.summary, run.rollout.summary, *_precisions(run)]),
+    ]
+
+
+def _row(engine: ModelEngine) -> Row:
+    """Return the row of a model. Every rank must call it."""
+    mesh = engine.groups.mesh
+    pp = f"{mesh.pp}x{mesh.vpp}" if mesh.vpp > 1 else str(mesh.pp)
+    return Row(engine.name, (str(mesh.tp), pp, str(mesh.dp), str(mesh.ep)), gather_objects(engine.held()))
+
+
+def _precisions(run: Run) -> list[str]:
+    """Return for each precision and use of sequence parallelism the roles that have it."""
+    layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
+    roles: dict[str, list[str]] = {}
+    engines = [*run.trained_models(), run.reference, *(model.engine for model in run.reward_models)]
+    for engine in engines:
+        if engine is not None:
+            megatron = layouts(run.config)[engine.name]
+            kind = f"{megatron.dtype}{', sequence parallel' if megatron.sequence_parallel else ''}"
+            roles.setdefault(kind, []).append(engine.name)
+    return [f"{layers} layers; " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return header and rows, of at most 80 columns: of each number that of the rank with most."""
+    lines = [_line("a rank holds", _TITLES)]
+    for row in rows:
+        most = [max(getattr(held, name) for held in row.held) for name in ("weights", "gradients", "optimizer")]
+        moved = {name for held in row.held for name in held.offloaded}
+        cells = [
+            size(num_bytes) + ("*" if name in moved else "") if num_bytes else "-"
+            for name, num_bytes in zip(("params", "grads", "optimizer"), most, strict=True)
+        ]
+        count = max(held.num_parameters for held in row.held)
+        lines.append(_line(row.role, (*row.layout, _count(count), *cells)))
+    if any(held.offloaded for row in rows for held in row.held):
+        lines.append("  * on the device in the phases that need it, else offloaded to the host")
+    return lines
+
+
+def notes(texts: Sequence[str]) -> list[str]:
+    """Return the texts as indented lines of at most 80 columns."""
+    wrapper = textwrap.TextWrapper(
+        COLUMNS, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=True
+    )
+    return [line for text in texts for line in wrapper.wrap(text)]
+
+
+def _line(role: str, cells: Sequence[str]) -> str:
+    role = role if len(role) <= ROLE_WIDTH else ".." + role[2 - ROLE_WIDTH :]
+    parts = [role.ljust(ROLE_WIDTH), *(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))]
+    return " ".join(parts).rstrip()
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in at most 8 characters, as the planner counts them: a GB is 10^9."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * one:
+            return f"{num_bytes / one:.{2 if num_bytes < 9.995 * one else 1 if num_bytes < 99.95 * one else 0}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _count(number: int) -> str:
+    """Return a number in at most 6 characters."""
+    for unit, one in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * one:
+            return f"{number / one:.{2 if number < 9.995 * one else 1}f}{unit}"
+    return str(number)

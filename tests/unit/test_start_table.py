@@ -1,0 +1,57 @@
+"""The console's table of a run's start."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_mc.models.engine import Held
+from rlhf_mc.trainer.start_table import Row, notes, size, table
+
+
+def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> None:
+    ranks = [
+        Held(10_000_000, 20_000_000, 40_000_000, 999_999_999, frozenset({"grads", "optimizer"})),
+        Held(8_750_000_000, 17_500_000_000, 1_234, 0, frozenset({"grads", "optimizer"})),
+    ]
+    found = table(
+        [
+            Row("actor", ("8", "16x4", "1024", "64"), ranks),
+            Row("reward_models.a_very_long_name", ("1", "1", "2", "1"), [Held(620_000, 2_480_000)]),
+            Row("vLLM", ("1", "1", "2", "-"), [Held(620_000, 2_480_000)]),
+        ]
+    )
+    assert found == [
+        "a rank holds              tp   pp   dp  ep  params   weights gradients optimizer",
+        "actor                      8 16x4 1024  64   8.75B   17.5 GB  40.0 MB*  1.00 GB*",
+        "..odels.a_very_long_name   1    1    2   1  620.0k   2.48 MB         -         -",
+        "vLLM                       1    1    2   -  620.0k   2.48 MB         -         -",
+        "  * on the device in the phases that need it, else offloaded to the host",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999_499, "999 kB"),
+        (999_500, "1.00 MB"),
+        (123_456_789, "123 MB"),
+        (1.5e12, "1500 GB"),
+    ],
+)
+def test_size(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+@given(
+    numbers=st.lists(st.integers(0, 9 * 10**13), min_size=4, max_size=4),
+    role=st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=60),
+    offloaded=st.sets(st.sampled_from(["params", "grads", "optimizer"])),
+    note=st.text(max_size=400),
+)
+def test_no_line_is_wider_than_80(numbers: list[int], role: str, offloaded: set[str], note: str) -> None:
+    rows = [Row(role, ("999", "99x9", "9999", "999"), [Held(*numbers, frozenset(offloaded))])]
+    assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))
