@@ -19,8 +19,9 @@ KLResponse = Literal["off", "note", "warn", "stop", "roll_back", "fixed_kl_coef"
 class HealthResponsesConfig:
     """The response to each rule. off: the rule is not checked. note: an event in health.jsonl. warn: a line on the
     console too. stop: the run also saves a checkpoint, exports nothing and ends with an error. roll_back: the run
-    continues from the checkpoint of the last healthy step, with its learning rates times rollback_lr_factor; without
-    such a checkpoint it ends with an error. fixed_kl_coef: the coefficient of the KL term is kl_coef from then on."""
+    continues from the checkpoint of the last healthy step, with its learning rates times rollback_lr_factor; the
+    weights before the first step are saved for that too. fixed_kl_coef: the coefficient of the KL term is kl_coef from
+    then on."""
 
     not_finite: PolicyResponse = "warn"
     """A metric is not finite, or an update was skipped because its loss or gradient was not."""

@@ -318,6 +318,8 @@ class Checkpoints:
         if self._candidate is not None and self._candidate >= best:
             position.best_step = position.step
             position.best_accuracy = self._candidate
+        if position.step == 0:
+            position.last_healthy_step = 0  # the initial weights
         loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():

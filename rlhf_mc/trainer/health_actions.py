@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.observability.health_rules import RULES
 from rlhf_mc.runtime.console import say
 from rlhf_mc.trainer.adjustments import Adjustment
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.health_watch import Health
+from rlhf_mc.trainer.phases import save_checkpoint
 from rlhf_mc.trainer.setup import Run
+from rlhf_mc.trainer.step_report import StepState
 
 
 class Unhealthy(Exception):
@@ -39,6 +42,14 @@ def response_to(run: Run, rule: str) -> str:
     return str(getattr(run.config.health.responses, rule))
 
 
+def save_start(run: Run, state: StepState, checkpoints: Checkpoints) -> None:
+    """Save the weights before the first step, if a health rule may roll the run back to them. Every rank must call
+    it."""
+    position = checkpoints.position
+    if rolls_back(run.config.health) and position.step == 0 and position.last_healthy_step is None:
+        save_checkpoint(run, state, checkpoints)
+
+
 def apply_adjustments(run: Run, step: int) -> None:
     """Set the learning rates of a step. The KL coefficient and the token budgets are read where they are used."""
     factor = run.adjustments.learning_rate_factor(step)
@@ -60,8 +71,8 @@ def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> Non
     start = checkpoints.roll_back()
     if start is None:
         raise UserError(
-            f"{reason}; there is no checkpoint of a healthy step to roll back to: set a lower trainer.save_freq (now "
-            f"{run.config.trainer.save_freq}), or a lower actor.optim.lr if the first steps are not healthy"
+            f"{reason}; there is no checkpoint of a healthy step to roll back to; set a lower actor.optim.lr, or "
+            "resume another checkpoint with trainer.resume_from_path"
         )
     run.adjustments.add(Adjustment("learning_rate_factor", health.rollback_lr_factor, start, reason))
     factor = run.adjustments.learning_rate_factor(start + 1)

@@ -20,7 +20,7 @@ from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 from rlhf_mc.trainer import evaluate, success
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.dynamic_sampling import TooFewGroups, filtered_rollout
-from rlhf_mc.trainer.health_actions import Unhealthy, act, apply_adjustments
+from rlhf_mc.trainer.health_actions import Unhealthy, act, apply_adjustments, save_start
 from rlhf_mc.trainer.health_watch import HealthWatch
 from rlhf_mc.trainer.histograms import record_histograms
 from rlhf_mc.trainer.phases import (
@@ -137,6 +137,7 @@ def train(
         state = begin_step(0, status)
         accuracy = validate(run, state)
         log(sinks, state)
+    save_start(run, begin_step(step, status), checkpoints)
     while not schedule.is_last(step, num_batches, accuracy):
         step += 1
         state = begin_step(step, status, num_batches)
@@ -157,7 +158,7 @@ def train(
         stop.steps_done += 1
         yield Step(step, state.metrics, state.prompts, batch)
         if act(run, checkpoints, step, health.last) == "rolled back":
-            on_every_rank(sinks.close)
+            on_every_rank(opened.close)
             return True
     health.close(step)
     checkpoints.commit()

@@ -37,9 +37,14 @@ def train(pool: Any, config: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain(train: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plain")
+
+
+@pytest.fixture(scope="module")
+def plain(train: Any, plain_run: Path) -> list[dict[str, Any]]:
     """Return the rows of a run without health rules: its KL to the reference grows from step to step."""
-    rows: list[dict[str, Any]] = train(tmp_path_factory.mktemp("plain"), "health.enable=false")[0]["metrics"]
+    rows: list[dict[str, Any]] = train(plain_run, "health.enable=false")[0]["metrics"]
     return rows
 
 
@@ -88,20 +93,23 @@ def test_run_is_rolled_back_with_smaller_learning_rates(
             assert key == other_key and np.array_equal(data, other_data), key
 
 
-def test_run_that_cannot_be_rolled_back_ends_on_every_rank(train: Any, tmp_path: Path) -> None:
-    first = train(tmp_path / "first", *rolls_back(1e-9, "actor.optim.lr_warmup_steps=0"))
-    for rank in first:
-        assert "there is no checkpoint of a healthy step to roll back to" in rank["error"]
-        assert "set a lower trainer.save_freq (now 1), or a lower actor.optim.lr" in rank["error"]
-    assert not (tmp_path / "first" / "hf").exists()
-
-
-def test_run_is_rolled_back_a_limited_number_of_times(train: Any, bound: float, tmp_path: Path) -> None:
-    settings = rolls_back(bound, "health.rollback_lr_factor=0.999", "health.max_rollbacks=1")
-    for rank in train(tmp_path, *settings):
-        assert rank["error"].startswith(f"step 3: kl_explosion: {KL} is ")
+def test_run_is_rolled_back_to_its_start_and_a_limited_number_of_times(train: Any, tmp_path: Path) -> None:
+    """Give a bound that every policy but the reference itself exceeds: step 1 is healthy, step 2 never."""
+    for rank in train(tmp_path, *rolls_back(1e-9, "health.max_rollbacks=1", "trainer.save_freq=100")):
+        assert rank["error"].startswith(f"step 2: kl_explosion: {KL} is ")
         assert "the run was rolled back 1 times before (health.max_rollbacks)" in rank["error"]
-        assert len(rank["adjustments"]) == 1
+        assert [(made["after_step"], made["value"]) for made in rank["adjustments"]] == [(0, 0.5)]
+        assert [row["step"] for row in rank["metrics"]] == [1, 2]
+    assert not (tmp_path / "hf").exists()
+
+
+def test_run_without_a_healthy_checkpoint_ends_on_every_rank(
+    train: Any, plain: list[dict[str, Any]], plain_run: Path, tmp_path: Path
+) -> None:
+    """Begin with a checkpoint of another directory."""
+    start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={plain_run / 'global_step_3'}"]
+    for rank in train(tmp_path, *rolls_back(1e-9), *start):
+        assert "there is no checkpoint of a healthy step to roll back to; set a lower actor.optim.lr" in rank["error"]
     assert not (tmp_path / "hf").exists()
 
 
