@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.observability.health_rules import RULES, Facts, Finding, Observed, Past, Rule
+from rlhf_mc.observability.health_conditions import Facts, Finding, Observed, Past
+from rlhf_mc.observability.health_rules import RULES, Rule
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Event:
             "rule": self.rule.name,
             "metric": self.finding.metric,
             "value": value if math.isfinite(value) else None,
-            "bound": self.finding.bound,
+            "bound": self.finding.bound + (f" ({self.finding.setting})" if self.finding.setting else ""),
             "count": self.count,
             "action": self.action,
             "event": self.event,
@@ -106,16 +107,16 @@ class Monitor:
     def step(self, step: int, metrics: Mapping[str, float]) -> Verdict:
         """Check all rules on the metrics of a step. Print and write what begins and ends."""
         seen = Observed(metrics, self._past, self._cfg, self._facts)
+        acting = []
         num_active = 0
         is_healthy = True
-        acting = []
         for rule in self._rules:
             finding = rule.check(seen)
-            is_healthy = is_healthy and not (finding is not None and rule.harms_policy)
             count = self._counts[rule.name]
             if finding is None:
                 self._end(rule, count, step)
                 continue
+            is_healthy = is_healthy and not rule.harms_policy
             count.consecutive += 1
             self._findings[rule.name] = finding
             if count.consecutive < rule.steps_needed(self._cfg):
@@ -123,9 +124,8 @@ class Monitor:
             num_active += 1
             self._count(rule, count, step, finding)
             if (action := self._action(rule)) not in ("note", "warn"):
-                acting.append(
-                    Event(step, rule, finding, "acts", action, count.consecutive, _line(step, rule, finding, count))
-                )
+                text = _line(step, rule, finding, count)
+                acting.append(Event(step, rule, finding, "acts", action, count.consecutive, text))
         self._past.add(metrics)
         return Verdict(num_active, is_healthy, tuple(acting))
 
@@ -134,8 +134,8 @@ class Monitor:
         for rule in self._rules:
             count = self._counts[rule.name]
             if count.total and self._action(rule) != "note":
-                steps = f"{count.total} of {step} steps, from step {count.first} to {count.last}"
-                self._print(f"health: {rule.name}: in {steps}")
+                span = f"from {count.first} to {count.last}" if count.total > 1 else f"step {count.first}"
+                self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
 
     def _action(self, rule: Rule) -> str:
         return str(getattr(self._cfg.responses, rule.name))
@@ -154,9 +154,9 @@ class Monitor:
             return
         if count.total == 1:
             self._print(text)
-            self._print(f"health:   {rule.meaning}; {rule.setting}")
+            self._print(f"  {rule.meaning}; {rule.setting}")
         elif math.log10(count.total).is_integer():
-            self._print(f"{text}; {count.total} steps since step {count.first}")
+            self._print(f"{text}; {count.total} since step {count.first}")
 
     def _end(self, rule: Rule, count: _Count, step: int) -> None:
         if count.consecutive >= rule.steps_needed(self._cfg):
@@ -176,5 +176,5 @@ class Monitor:
 
 def _line(step: int, rule: Rule, finding: Finding, count: _Count) -> str:
     """Return what is wrong, in one line."""
-    lasting = f", {count.consecutive} consecutive steps" if count.consecutive > 1 else ""
+    lasting = f", for {count.consecutive} steps" if count.consecutive > 1 else ""
     return f"health: step {step}: {rule.name}: {finding.metric} is {finding.value:.3g}, {finding.bound}{lasting}"
