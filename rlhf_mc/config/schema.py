@@ -269,8 +269,8 @@ class TrainerConfig:
     max_rollout_logprob_diff: float | None = None
     """Bound of |trainer's log-prob - vLLM's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may be
     at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume is
-    an error above the bound, later ones are a warning. At temperature T the bound is divided by T, as the logits are.
-    null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
+    an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
+    logits are. null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
     planner: Literal["warn", "refuse", "off"] = "refuse"
     """Plan the memory of each rank at the start. warn: print the verdict, a warning if the run does not fit. refuse: an
     error if it does not fit, before anything is loaded. off: no plan. `python -m rlhf_mc.planner` prints the whole

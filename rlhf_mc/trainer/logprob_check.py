@@ -64,6 +64,7 @@ class LogProbCheck:
     token_text: Callable[[int], str]
     is_first: bool = True
     """No rollout has been checked since the process started."""
+    has_warned: bool = False
 
     @property
     def mean_bound(self) -> float:
@@ -71,7 +72,8 @@ class LogProbCheck:
         return self.bound / self.temperature
 
     def check(self, batch: RaggedBatch, step: int) -> None:
-        """Raise UserError if the difference of the first rollout exceeds the bounds; warn of later ones."""
+        """Raise UserError if the difference of the first rollout exceeds the bounds. Of later ones the first that does
+        is a warning with its worst tokens; the health rule rollout_mismatch counts them."""
         fault = self._fault(batch)
         if fault is not None and self.is_first:
             raise UserError(
@@ -79,7 +81,8 @@ class LogProbCheck:
                 "scaling, a tied or untied lm_head), and that the weights arrive (reshard.verify=always)"
             )
         self.is_first = False
-        if fault is not None:
+        if fault is not None and not self.has_warned:
+            self.has_warned = True
             logger.warning("warning: step %d: %s", step, fault)
 
     def _fault(self, batch: RaggedBatch) -> str | None:

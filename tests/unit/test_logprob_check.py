@@ -88,14 +88,15 @@ def test_bound_applies_at_temperature_1(temperature: float, passes: bool) -> Non
             check.check(batch, 1)
 
 
-def test_later_rollouts_beyond_the_bound_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_later_rollout_beyond_the_bound_warns(caplog: pytest.LogCaptureFixture) -> None:
     check = make_check()
     check.check(make_batch([0.0] * 4), 1)
     with caplog.at_level(logging.WARNING):
         check.check(make_batch([0.0] * 4), 2)
         assert caplog.text == ""
         check.check(make_batch([5.0] * 4), 3)
-    assert "warning: step 3: the log-probs of vLLM" in caplog.text
+        check.check(make_batch([5.0] * 4), 4)
+    assert "warning: step 3: the log-probs of vLLM" in caplog.text and "step 4" not in caplog.text
 
 
 @pytest.mark.parametrize(("field", "engine"), [("old_log_probs", "Megatron-Core"), ("rollout_log_probs", "vLLM")])

@@ -1,0 +1,258 @@
+"""The health rules on made-up metrics: each holds where it should and not beside it; lines appear once; a replay gives
+the same state; mistakes in the settings are one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
+from rlhf_mc.config.load import dotted_keys, load_config
+from rlhf_mc.config.validate import validate
+from rlhf_mc.observability.health import Event, Monitor
+from rlhf_mc.observability.health_conditions import Facts
+from rlhf_mc.observability.health_rules import RULES
+from rlhf_mc.trainer.health_watch import numbers_of
+
+HEALTHY = {
+    "actor/ppo_kl": 0.015,
+    "actor/entropy": 0.5,
+    "actor/grad_norm": 1.0,
+    "actor/skipped": 0,
+    "actor/reward_kl_penalty": 0.2,
+    "critic/grad_norm": 1.0,
+    "critic/score/mean": 0.5,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "critic/vf_clipfrac": 0.0,
+    "critic/vf_explained_var": 0.3,
+    "global_seqlen/idle_share": 0.01,
+    "perf/memory_used_ratio": 0.5,
+    "perf/throughput": 1000.0,
+    "response_length/clip_ratio": 0.0,
+    "train/equal_groups_ratio": 0.3,
+    "training/rollout_logprobs_diff_mean": 0.01,
+    "training/rollout_logprobs_diff_p99": 0.1,
+}
+FACTS = Facts(updates_per_step=4, compares_groups=True, logprob_bound=0.1)
+LAST = 12
+"""Steps of the healthy beginning."""
+
+
+class Recorded:
+    """A monitor with its console lines and events."""
+
+    def __init__(self, facts: Facts = FACTS, **settings: Any) -> None:
+        responses = HealthResponsesConfig(**settings.pop("responses", {}))
+        self.lines: list[str] = []
+        self.events: list[Event] = []
+        cfg = HealthConfig(**{"patience": 2, "window": 6, "reward_window": 10, "responses": responses, **settings})
+        self.monitor = Monitor(cfg, facts, self.lines.append, self.events.append)
+        self.verdict = None
+
+    def steps(self, count: int, first: int = 1, **change: Any) -> Recorded:
+        """Run healthy steps with some metrics changed. A change of a key may be a function of the step."""
+        for step in range(first, first + count):
+            changed = {
+                key.replace("__", "/"): value(step) if callable(value) else value for key, value in change.items()
+            }
+            # A score with a trend, so that reward_flat does not hold.
+            self.verdict = self.monitor.step(step, {**HEALTHY, "critic/score/mean": 0.5 + 0.001 * step, **changed})
+        return self
+
+    def begun(self) -> set[str]:
+        """Return the rules that have begun to count."""
+        return {event.rule.name for event in self.events if event.event == "begins"}
+
+
+CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("not_finite", 1, {"actor__loss": math.nan}, {"actor__loss": 1e30}),
+    ("not_finite", 1, {"critic__skipped": 0.25}, {"critic__skipped": 0.0}),
+    ("kl_explosion", 1, {"actor__ppo_kl": 0.6}, {"actor__ppo_kl": 0.4}),
+    ("kl_explosion", 1, {"actor__kl_loss": 5.1}, {"actor__kl_loss": 4.9}),
+    (
+        "policy_collapsed",
+        2,
+        {"actor__entropy": 1e-4, "critic__score__mean": 0.1, "actor__reward_kl_penalty": 9.0},
+        {"actor__entropy": 1e-4, "critic__score__mean": 0.9, "actor__reward_kl_penalty": 9.0},
+    ),
+    ("ppo_kl_high", 2, {"actor__ppo_kl": 0.031}, {"actor__ppo_kl": 0.029}),
+    ("ppo_kl_low", 6, {"actor__ppo_kl": 0.009}, {"actor__ppo_kl": 0.011}),
+    ("grad_norm_high", 2, {"critic__grad_norm": 2.1}, {"critic__grad_norm": 1.9}),
+    ("grad_norm_low", 6, {"actor__grad_norm": 0.4}, {"actor__grad_norm": 0.6}),
+    ("grad_norm_growing", 2, {"actor__grad_norm": 10.1}, {"actor__grad_norm": 9.9}),
+    ("entropy_falling", 2, {"actor__entropy": 0.15}, {"actor__entropy": 0.3}),
+    ("entropy_low", 6, {"actor__entropy": 0.009}, {"actor__entropy": 0.011}),
+    ("vf_clipfrac_high", 2, {"critic__vf_clipfrac": 0.06}, {"critic__vf_clipfrac": 0.04}),
+    ("explained_variance_low", 6, {"critic__vf_explained_var": -0.1}, {"critic__vf_explained_var": 0.0}),
+    ("truncated", 2, {"response_length__clip_ratio": 0.11}, {"response_length__clip_ratio": 0.1}),
+    (
+        "reward_constant",
+        2,
+        {"critic__score__max": 0.0, "critic__score__mean": 0.0},
+        {"critic__score__min": 1.0, "critic__score__mean": 1.0},
+    ),
+    ("reward_flat", 2, {"critic__score__mean": 0.4}, {"critic__score__mean": lambda step: 0.4 - 0.01 * step}),
+    ("reward_saturated", 2, {"critic__score__mean": 0.991}, {"critic__score__mean": 0.98}),
+    ("equal_groups", 2, {"train__equal_groups_ratio": 0.95}, {"train__equal_groups_ratio": 0.85}),
+    (
+        "rollout_mismatch",
+        1,
+        {"training__rollout_logprobs_diff_p99": 1.1},
+        {"training__rollout_logprobs_diff_p99": 0.9},
+    ),
+    ("throughput_falling", 2, {"perf__throughput": 490.0}, {"perf__throughput": 510.0}),
+    ("replicas_unbalanced", 2, {"global_seqlen__idle_share": 0.11}, {"global_seqlen__idle_share": 0.09}),
+    ("memory_near_limit", 1, {"perf__memory_used_ratio": 0.96}, {"perf__memory_used_ratio": 0.94}),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "after", "bad", "good"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+)
+def test_each_rule_counts_after_its_steps_and_not_on_the_other_side(
+    rule: str, after: int, bad: dict[str, Any], good: dict[str, Any]
+) -> None:
+    begin = Recorded().steps(LAST)
+    assert begin.begun() == set() and begin.verdict.num_active == 0
+    early = begin.steps(after - 1, LAST + 1, **bad)
+    assert rule not in early.begun()
+    assert rule in early.steps(1, LAST + after, **bad).begun()
+    assert rule not in Recorded().steps(LAST).steps(after + 3, LAST + 1, **good).begun()
+
+
+def test_every_rule_has_a_case_a_response_and_texts_that_fit() -> None:
+    names = [rule.name for rule in RULES]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(HealthResponsesConfig))
+    assert set(names) == {case[0] for case in CASES}
+    for rule in RULES:
+        assert len(f"rlhf_mc:   {rule.meaning}; {rule.setting}") <= 120, rule.name
+        for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", f"{rule.setting} {rule.more}"):
+            assert key in dotted_keys() or key.endswith((".json", ".md")), f"{rule.name}: {key}"
+
+
+def test_a_warning_appears_once_and_then_at_powers_of_ten() -> None:
+    run = Recorded().steps(LAST).steps(105, LAST + 1, response_length__clip_ratio=0.5)
+    assert run.lines == [
+        "health: step 14: truncated: response_length/clip_ratio is 0.5, above 0.1, for 2 steps",
+        "  answers are cut off before they end; raise data.max_response_length",
+        "health: step 23: truncated: response_length/clip_ratio is 0.5, above 0.1, for 11 steps; 10 since step 14",
+        "health: step 113: truncated: response_length/clip_ratio is 0.5, above 0.1, for 101 steps; 100 since step 14",
+    ]
+    run.lines.clear()
+    run.steps(2, LAST + 106).steps(5, LAST + 108, response_length__clip_ratio=0.5)
+    assert run.lines == []  # the second time
+    assert [(event.event, event.step, event.count) for event in run.events] == [
+        ("begins", 14, 2),
+        ("ends", 118, 105),
+        ("begins", 121, 2),
+    ]
+    run.monitor.close(124)
+    assert run.lines == ["health: truncated: in 108 of 124 steps, from 14 to 124"]
+
+
+def test_responses_note_off_and_stop() -> None:
+    bad = {"actor__ppo_kl": 0.7}
+    noted = Recorded(responses={"kl_explosion": "note", "ppo_kl_high": "off"}).steps(5, **bad)
+    assert noted.begun() == {"kl_explosion"} and noted.lines == []
+    noted.monitor.close(5)
+    assert noted.lines == [] and noted.verdict.acting == () and not noted.verdict.is_healthy
+    stopping = Recorded(responses={"kl_explosion": "stop"}).steps(1, **bad)
+    (acting,) = stopping.verdict.acting
+    assert (acting.event, acting.action, acting.rule.name) == ("acts", "stop", "kl_explosion")
+    assert len(stopping.lines) == 2
+
+
+def test_an_event_is_a_row_of_strict_json() -> None:
+    run = Recorded().steps(1, actor__loss=math.inf)
+    row = json.loads(json.dumps(run.events[0].row("run-1"), allow_nan=False))
+    assert set(row) == {
+        *("step", "run_id", "time", "rule", "metric", "value", "bound", "count", "action", "event", "text"),
+    }
+    assert (row["metric"], row["value"], row["bound"], row["run_id"]) == ("actor/loss", None, "not finite", "run-1")
+
+
+def test_rules_that_a_run_lacks_the_grounds_for_are_silent() -> None:
+    facts = Facts(updates_per_step=1, compares_groups=False, logprob_bound=None)
+    bad = {"actor__ppo_kl": 0.0, "train__equal_groups_ratio": 1.0, "training__rollout_logprobs_diff_mean": 9.0}
+    assert Recorded(facts).steps(20, **bad).begun() == set()
+    monitor = Recorded().monitor
+    for step in range(1, 20):  # a run without critic, reference and comparison, in which the actor is not trained yet
+        assert monitor.step(step, {"perf/throughput": 1.0}).num_active == 0
+
+
+def test_a_collapse_needs_a_policy_that_had_entropy() -> None:
+    """Take no deterministic model, nor one without reference whose score has risen, for a collapsed one."""
+    dead = {"actor__entropy": 1e-5, "critic__score__mean": 0.0, "actor__reward_kl_penalty": 9.0}
+    assert "policy_collapsed" not in Recorded().steps(9, **dead).begun()
+    near = {**dead, "actor__reward_kl_penalty": 1.0}
+    assert "policy_collapsed" not in Recorded().steps(3).steps(9, 4, **near).begun()
+    without_reference = {**dead, "actor__reward_kl_penalty": None}
+    run = Recorded().steps(3)
+    for step in range(4, 9):
+        metrics = {**HEALTHY, **{key.replace("__", "/"): value for key, value in without_reference.items()}}
+        run.monitor.step(step, {key: value for key, value in metrics.items() if value is not None})
+    assert "policy_collapsed" in run.begun()
+
+
+def test_replayed_steps_give_the_state_of_an_uninterrupted_run() -> None:
+    draws = random.Random(1)
+    rows = [
+        {key: value * draws.choice([1, 1, 1, 0.01, 30, math.nan]) for key, value in HEALTHY.items()} for _ in range(60)
+    ]
+    whole = Recorded()
+    for step, row in enumerate(rows, start=1):
+        whole.monitor.step(step, row)
+    assert len(whole.events) > 30
+    for resumed_after in (1, 17, 40):
+        resumed = Recorded()
+        for step, row in enumerate(rows, start=1):
+            if step <= resumed_after:
+                stored = {key: None if math.isnan(value) else value for key, value in row.items()}
+                resumed.monitor.replay(
+                    step, numbers_of(json.loads(json.dumps({"step": step, "run_id": "a", **stored})))
+                )
+            else:
+                resumed.monitor.step(step, row)
+        assert repr(resumed.events) == repr([event for event in whole.events if event.step > resumed_after])
+        later = [
+            line for line in whole.lines if line.startswith("health") and int(line.split()[2][:-1]) > resumed_after
+        ]
+        assert [line for line in resumed.lines if line.startswith("health")] == later
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["health.responses.kl_explosions=stop"],
+            "override 'health.responses.kl_explosions=stop': unknown key 'health.responses.kl_explosions'; the nearest "
+            "known key is 'health.responses.kl_explosion'",
+        ),
+        (["health.responses.throughput_falling=stop"], "found the string 'stop', expected one of off, note, warn"),
+        (["health.ppo_kl_max=often"], "health.ppo_kl_max: found the string 'often', expected a finite number"),
+        (["health.ppo_kl_max=.inf"], "expected a finite number"),
+        (["health.truncated_max=1.5"], "health.truncated_max is 1.5; it must be at most 1"),
+        (["health.window=1"], "health.window is 1; it must be at least 2"),
+        (["health.ppo_kl_min=0.05"], "health.ppo_kl_min is 0.05, above health.ppo_kl_max, which is 0.03"),
+        (["health.grad_norm_max=0.1"], "health.grad_norm_min is 0.5, above health.grad_norm_max, which is 0.1"),
+    ],
+)
+def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str, tmp_path: Path) -> None:
+    needed = ["data.train_files=t", "data.val_files=v", "model.path=m", f"trainer.default_local_dir={tmp_path}"]
+    with pytest.raises(UserError) as error:
+        validate(load_config(None, [*needed, *settings]), 1)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_off_may_be_written_without_quotes() -> None:
+    needed = ["data.train_files=t", "data.val_files=v", "model.path=m", "trainer.default_local_dir=d"]
+    assert load_config(None, [*needed, "health.responses.truncated=off"]).health.responses.truncated == "off"
