@@ -94,6 +94,8 @@ class Monitor:
         self._rules = [rule for rule in RULES if getattr(cfg.responses, rule.name) != "off"]
         self._counts = {rule.name: _Count() for rule in self._rules}
         self._findings: dict[str, Finding] = {}
+        self._acting: set[str] = set()
+        """Rules whose action is in health.jsonl since they began to count."""
         self._is_replaying = False
 
     def replay(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,6 +128,9 @@ class Monitor:
             if (action := self._action(rule)) not in ("note", "warn"):
                 text = _line(step, rule, finding, count)
                 acting.append(Event(step, rule, finding, "acts", action, count.consecutive, text))
+                if rule.name not in self._acting:
+                    self._emit(acting[-1])
+        self._acting = set() if self._is_replaying else {event.rule.name for event in acting}
         self._past.add(metrics)
         return Verdict(num_active, is_healthy, tuple(acting))
 

@@ -23,7 +23,9 @@ GRAD_NORMS = ("actor/grad_norm", "critic/grad_norm")
 _REMEMBERED = (SCORE, ENTROPY, THROUGHPUT, *GRAD_NORMS)
 """Metrics whose earlier values rules read."""
 _FEWEST = 5
-"""Earlier steps that a moving average or a median needs."""
+"""Earlier steps that a moving average or a median needs, or health.window if that is smaller."""
+_FAR = 1.0
+"""KL to the reference of a collapsed policy, nats per token, at least."""
 _TAIL = 10.0
 """Bound of the 99th percentile of log-prob differences, as a multiple of the mean's (trainer/logprob_check.py)."""
 _COLLAPSED_FROM = 10.0
@@ -96,6 +98,11 @@ class Observed:
         value = self.metrics.get(key)
         return value if value is not None and math.isfinite(value) else None
 
+    def before(self, key: str) -> list[float] | None:
+        """Return the values of a remembered metric in the window before; None if there are too few."""
+        found = self.past.last(key, self.cfg.window)
+        return found if len(found) >= min(_FEWEST, self.cfg.window) else None
+
     def above(self, setting: str, *keys: str) -> Finding | None:
         """Return the first of the metrics that is above its bound, a setting of health."""
         return self._outside(setting, "above", lambda value, bound: value > bound, keys)
@@ -137,8 +144,8 @@ def policy_collapsed(seen: Observed) -> Finding | None:
         return None
     if started[ENTROPY] < _COLLAPSED_FROM * seen.cfg.entropy_collapse or score > started[SCORE]:
         return None
-    measures_kl = any(seen.get(key) is not None for key in REF_KL)
-    return found if not measures_kl or seen.above("ref_kl_max", *REF_KL) else None
+    kls = [kl for key in REF_KL if (kl := seen.get(key)) is not None]
+    return found if not kls or max(kls) > _FAR else None
 
 
 def ppo_kl_low(seen: Observed) -> Finding | None:
@@ -149,16 +156,16 @@ def grad_norm_growing(seen: Observed) -> Finding | None:
     factor = seen.cfg.grad_norm_growth
     for key in GRAD_NORMS:
         now = seen.get(key)
-        before = seen.past.last(key, seen.cfg.window)
-        if now is not None and len(before) >= _FEWEST and now > factor * (median := statistics.median(before)):
+        before = seen.before(key)
+        if now is not None and before is not None and now > factor * (median := statistics.median(before)):
             return Finding(key, now, f"above {factor:g} x its median before, {median:.3g}", "health.grad_norm_growth")
     return None
 
 
 def entropy_falling(seen: Observed) -> Finding | None:
     now = seen.get(ENTROPY)
-    before = seen.past.last(ENTROPY, seen.cfg.window)
-    if now is None or len(before) < _FEWEST:
+    before = seen.before(ENTROPY)
+    if now is None or before is None:
         return None
     bound = (1.0 - seen.cfg.entropy_drop) * statistics.fmean(before)
     words = (
@@ -227,8 +234,8 @@ def rollout_mismatch(seen: Observed) -> Finding | None:
 
 def throughput_falling(seen: Observed) -> Finding | None:
     now = seen.get(THROUGHPUT)
-    before = seen.past.last(THROUGHPUT, seen.cfg.window)
-    if now is None or len(before) < _FEWEST:
+    before = seen.before(THROUGHPUT)
+    if now is None or before is None:
         return None
     bound = seen.cfg.throughput_min * statistics.median(before)
     words = f"below {bound:.4g}, {seen.cfg.throughput_min:g} of its median before"

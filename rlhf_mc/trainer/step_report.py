@@ -4,6 +4,7 @@ lists the metrics.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.runtime.console import say
-from rlhf_mc.runtime.machine_facts import memory
+from rlhf_mc.runtime.machine_facts import available_memory, memory
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
@@ -136,10 +137,15 @@ def equal_groups_ratio(batch: RaggedBatch, responses_per_prompt: int) -> float:
     return float((groups == groups[:, :1]).all(1).double().mean())
 
 
+@functools.cache
+def _machine_memory() -> int:
+    return memory()[0]
+
+
 def memory_used_ratio() -> float:
     """Return the used share of this rank's device memory, without what torch could release; on a CPU of the machine's
     memory."""
-    total, free = platform.free_device_memory() if platform.use_cuda() else memory()
+    total, free = platform.free_device_memory() if platform.use_cuda() else (_machine_memory(), available_memory())
     return min(max(1.0 - free / total, 0.0), 1.0)
 
 

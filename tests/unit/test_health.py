@@ -100,7 +100,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         {"critic__score__max": 0.0, "critic__score__mean": 0.0},
         {"critic__score__min": 1.0, "critic__score__mean": 1.0},
     ),
-    ("reward_flat", 2, {"critic__score__mean": 0.4}, {"critic__score__mean": lambda step: 0.4 - 0.01 * step}),
+    ("reward_flat", 2, {"critic__score__mean": 0.4}, {"critic__score__mean": lambda step: 0.5 + 0.001 * step}),
     ("reward_saturated", 2, {"critic__score__mean": 0.991}, {"critic__score__mean": 0.98}),
     ("equal_groups", 2, {"train__equal_groups_ratio": 0.95}, {"train__equal_groups_ratio": 0.85}),
     (
@@ -169,6 +169,12 @@ def test_responses_note_off_and_stop() -> None:
     (acting,) = stopping.verdict.acting
     assert (acting.event, acting.action, acting.rule.name) == ("acts", "stop", "kl_explosion")
     assert len(stopping.lines) == 2
+    stopping.steps(2, 2, **bad)
+    assert [event.event for event in stopping.events if event.rule.name == "kl_explosion"] == ["begins", "acts"]
+    again = Recorded(responses={"kl_explosion": "stop"})
+    again.monitor.replay(1, {**HEALTHY, "actor/ppo_kl": 0.7})  # the run that was ended resumes
+    again.steps(1, 2, **bad)
+    assert [event.event for event in again.events if event.rule.name == "kl_explosion"] == ["acts"]
 
 
 def test_an_event_is_a_row_of_strict_json() -> None:
@@ -193,7 +199,7 @@ def test_a_collapse_needs_a_policy_that_had_entropy() -> None:
     """Take no deterministic model, nor one without reference whose score has risen, for a collapsed one."""
     dead = {"actor__entropy": 1e-5, "critic__score__mean": 0.0, "actor__reward_kl_penalty": 9.0}
     assert "policy_collapsed" not in Recorded().steps(9, **dead).begun()
-    near = {**dead, "actor__reward_kl_penalty": 1.0}
+    near = {**dead, "actor__reward_kl_penalty": 0.9}
     assert "policy_collapsed" not in Recorded().steps(3).steps(9, 4, **near).begun()
     without_reference = {**dead, "actor__reward_kl_penalty": None}
     run = Recorded().steps(3)

@@ -1,0 +1,46 @@
+"""Functions that the ranks run in test_health_rules.py: whole runs whose health rules count."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import built_run
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.trainer import loop
+
+
+def train(config_path: str, overrides: list[str], change: str = "") -> dict[str, Any]:
+    """Run the whole loop. Return the events of health.jsonl, the rows of metrics.jsonl, what this rank has printed to
+    standard error, and the error that ended the run, if any.
+
+    change: "nan reference" sets a weight of the reference to NaN; "checked" lets the first rollout count as a later
+    one, of which mismatches are warnings."""
+    error = None
+    with built_run(config_path, overrides) as run, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        if change == "nan reference":
+            assert run.reference is not None
+            run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
+        if change == "checked":
+            run.log_prob_check.is_first = False
+        try:
+            loop.fit(run)
+        except UserError as found:
+            error = str(found)
+        directory = Path(run.config.trainer.default_local_dir)
+    return {
+        "events": rows(directory / "health.jsonl"),
+        "metrics": rows(directory / "metrics.jsonl"),
+        "printed": stderr.getvalue().splitlines(),
+        "error": error,
+    }
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
