@@ -126,7 +126,7 @@ class Monitor:
             num_active += 1
             self._count(rule, count, step, finding)
             if (action := self._action(rule)) not in ("note", "warn"):
-                text = _line(step, rule, finding, count)
+                text = _line(step, rule, finding, count.consecutive)
                 acting.append(Event(step, rule, finding, "acts", action, count.consecutive, text))
                 if rule.name not in self._acting:
                     self._emit(acting[-1])
@@ -152,7 +152,7 @@ class Monitor:
         count.first = count.first or step
         count.last = step
         begins = count.consecutive == rule.steps_needed(self._cfg)
-        text = _line(step, rule, finding, count)
+        text = _line(step, rule, finding, count.consecutive)
         if begins:
             self._emit(Event(step, rule, finding, "begins", self._action(rule), count.consecutive, text))
         if self._action(rule) == "note":
@@ -161,7 +161,7 @@ class Monitor:
             self._print(text)
             self._print(f"  {rule.meaning}; {rule.setting}")
         elif math.log10(count.total).is_integer():
-            self._print(f"{text}; {count.total} since step {count.first}")
+            self._print(f"{_line(step, rule, finding)}, in {count.total} steps since {count.first}")
 
     def _end(self, rule: Rule, count: _Count, step: int) -> None:
         if count.consecutive >= rule.steps_needed(self._cfg):
@@ -179,7 +179,7 @@ class Monitor:
             self._say(text)
 
 
-def _line(step: int, rule: Rule, finding: Finding, count: _Count) -> str:
-    """Return what is wrong, in one line."""
-    lasting = f", for {count.consecutive} steps" if count.consecutive > 1 else ""
+def _line(step: int, rule: Rule, finding: Finding, consecutive: int = 1) -> str:
+    """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
+    lasting = f", for {consecutive} steps" if consecutive > 1 else ""
     return f"health: step {step}: {rule.name}: {finding.metric} is {finding.value:.3g}, {finding.bound}{lasting}"
