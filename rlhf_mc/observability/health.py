@@ -161,7 +161,8 @@ class Monitor:
             self._print(text)
             self._print(f"  {rule.meaning}; {rule.setting}")
         elif math.log10(count.total).is_integer():
-            self._print(f"{_line(step, rule, finding)}, in {count.total} steps since {count.first}")
+            since = f"in {count.total} steps since {count.first}"
+            self._print(f"health: step {step}: {rule.name} {since}: {finding.metric} is {finding.value:.3g}")
 
     def _end(self, rule: Rule, count: _Count, step: int) -> None:
         if count.consecutive >= rule.steps_needed(self._cfg):

@@ -144,8 +144,8 @@ def test_a_warning_appears_once_and_then_at_powers_of_ten() -> None:
     assert run.lines == [
         "health: step 14: truncated: response_length/clip_ratio is 0.5, above 0.1, for 2 steps",
         "  answers are cut off before they end; raise data.max_response_length",
-        "health: step 23: truncated: response_length/clip_ratio is 0.5, above 0.1, in 10 steps since 14",
-        "health: step 113: truncated: response_length/clip_ratio is 0.5, above 0.1, in 100 steps since 14",
+        "health: step 23: truncated in 10 steps since 14: response_length/clip_ratio is 0.5",
+        "health: step 113: truncated in 100 steps since 14: response_length/clip_ratio is 0.5",
     ]
     run.lines.clear()
     run.steps(2, LAST + 106).steps(5, LAST + 108, response_length__clip_ratio=0.5)
