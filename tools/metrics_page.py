@@ -62,7 +62,7 @@ file is a healthy run. `health/num_active` is the number of rules that count.
 `health.responses.<rule>` is `off`, `note` (only in `health.jsonl`), `warn`, or where ending helps `stop`: the run saves
 a checkpoint, exports nothing and ends with code 2 ([reliability.md](reliability.md)). A symptom must last for the steps
 of the second column: `health.patience` (5), or `health.window` (20) where one step says little. A run that resumes
-counts on from the rows of `metrics.jsonl`; without that file it begins anew.
+continues the counts by the rows of `metrics.jsonl`; without that file they begin anew.
 """
 HEALTH_TAIL = """\
 **Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of `critic/vf_clipfrac`

@@ -168,10 +168,8 @@ def entropy_falling(seen: Observed) -> Finding | None:
     if now is None or before is None:
         return None
     bound = (1.0 - seen.cfg.entropy_drop) * statistics.fmean(before)
-    words = (
-        f"below {bound:.3g}, {1.0 - seen.cfg.entropy_drop:g} of its mean of {len(before)} steps (health.entropy_drop)"
-    )
-    return Finding(ENTROPY, now, words) if now < bound else None
+    words = f"below {bound:.3g}, {1.0 - seen.cfg.entropy_drop:g} of its mean before"
+    return Finding(ENTROPY, now, words, "health.entropy_drop") if now < bound else None
 
 
 def _is_saturated(seen: Observed) -> bool:
