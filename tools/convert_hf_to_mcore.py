@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.checkpoint.convert import ToolLayout, hf_to_mcore
+from rlhf_mc.checkpoint.convert import ToolLayout, conversion_progress, hf_to_mcore
 from rlhf_mc.runtime.exit_codes import exit_code
 
 
@@ -23,9 +23,13 @@ def main() -> int:
     parser.add_argument("--output", required=True, help="directory of the Megatron-Core checkpoint to write")
     ToolLayout.add_arguments(parser)
     args = parser.parse_args()
-    return exit_code(
-        "convert_hf_to_mcore", lambda: hf_to_mcore(args.hf_path, args.output, ToolLayout.from_arguments(args))
-    )
+    return exit_code("convert_hf_to_mcore", lambda: convert(args))
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Convert the checkpoint, and show the progress."""
+    with conversion_progress():
+        hf_to_mcore(args.hf_path, args.output, ToolLayout.from_arguments(args))
 
 
 if __name__ == "__main__":  # the checkpoint writer starts processes that import this file

@@ -19,7 +19,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.checkpoint.convert import ToolLayout, is_training_checkpoint, mcore_to_hf, training_checkpoint_to_hf
+from rlhf_mc.checkpoint.convert import (
+    ToolLayout,
+    conversion_progress,
+    is_training_checkpoint,
+    mcore_to_hf,
+    training_checkpoint_to_hf,
+)
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.runtime.exit_codes import exit_code
 
@@ -40,7 +46,12 @@ def main() -> int:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Convert a checkpoint of either kind."""
+    """Convert a checkpoint of either kind, and show the progress."""
+    with conversion_progress():
+        _convert(args)
+
+
+def _convert(args: argparse.Namespace) -> None:
     limit = int(args.max_shard_gb * 1e9)
     if is_training_checkpoint(args.checkpoint):
         training_checkpoint_to_hf(args.checkpoint, args.output, args.role or "actor", args.hf_path, limit)

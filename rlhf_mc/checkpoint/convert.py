@@ -5,9 +5,11 @@ each of which holds a shard of the model. The command lines are tools/convert_*.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -15,6 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.phase_progress import phase_progress
+from rlhf_mc.runtime.console import write_line
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.runtime.work import working
 
 # Megatron-Core, whose import takes many seconds, is imported after the input has been checked.
 if TYPE_CHECKING:
@@ -64,9 +70,10 @@ def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
     reader.check(shape)
     dtype = reader.dtype_name()
 
-    from rlhf_mc.checkpoint.megatron_format import save_mcore
-    from rlhf_mc.models.build import build_model
-    from rlhf_mc.topology.groups import tool_groups
+    with working("importing Megatron-Core"):
+        from rlhf_mc.checkpoint.megatron_format import save_mcore
+        from rlhf_mc.models.build import build_model
+        from rlhf_mc.topology.groups import tool_groups
 
     with tool_groups(*astuple(layout)) as groups:
         model = build_model(shape, layout.megatron(groups.mesh, dtype), groups)
@@ -79,14 +86,15 @@ def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
 def mcore_to_hf(checkpoint: str, output: str, layout: ToolLayout, max_shard_bytes: int) -> None:
     """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
     prepare_process()
-    import torch.distributed as dist
+    with working("importing Megatron-Core"):
+        import torch.distributed as dist
 
-    from rlhf_mc.checkpoint.hf_export import export_hf
-    from rlhf_mc.checkpoint.hf_format import read_shape
-    from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
-    from rlhf_mc.models.build import build_model
-    from rlhf_mc.reshard.placement import training_layouts
-    from rlhf_mc.topology.groups import tool_groups
+        from rlhf_mc.checkpoint.hf_export import export_hf
+        from rlhf_mc.checkpoint.hf_format import read_shape
+        from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
+        from rlhf_mc.models.build import build_model
+        from rlhf_mc.reshard.placement import training_layouts
+        from rlhf_mc.topology.groups import tool_groups
 
     dtype = checkpoint_dtype(checkpoint)
     assets = Path(checkpoint) / HF_ASSETS
@@ -162,6 +170,11 @@ def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
     return Path(own or config.get("model", {}).get("path", ""))
 
 
+def conversion_progress() -> contextlib.AbstractContextManager[None]:
+    """Return a context that shows on rank 0's console what the body does."""
+    return phase_progress(RankStatus(phases=["converting"]), wanted=os.environ.get("RANK", "0") == "0")
+
+
 def prepare_process() -> None:
     """Silence the warnings of libraries, and stay on the CPU: a conversion computes nothing, and a model may exceed the
     memory of a GPU."""
@@ -178,4 +191,4 @@ def _say(rank: int, source: str, output: str, shape: ModelShape) -> None:
 
     if rank == 0:
         count = sum(math.prod(size) for size in logical_shapes(shape).values())
-        print(f"{source} -> {output}: {count:,} parameters")
+        write_line(f"{source} -> {output}: {count:,} parameters", sys.stdout)
