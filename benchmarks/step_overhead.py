@@ -1,0 +1,269 @@
+"""The trainer's own share of a PPO step: the time of real steps, less what the engines alone take for the same work.
+
+    export OMP_NUM_THREADS=1
+    torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py                         # 0.7 M parameters
+    torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py --size 26M --prompts 128
+    torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py --config configs/quickstart.yaml
+
+After each step the engines repeat its work without the trainer, in the same processes and on the same weights:
+
+    generation   vLLM's LLM.generate on the same prompts, with exactly the lengths that the step has drawn, without
+                 seeds and log-probs
+    passes       Megatron-Core's model on the same packed micro-batches, torch's log-softmax over full logits
+    updates      the same with a backward pass, the reduction of gradients and the optimizer's step
+
+What is done beyond that in a step is the trainer's own: seeds, log-probs, exchange of responses, packing, entropy,
+statistics, advantages, the weight update, waiting for the reward. Rounds of both alternate, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from workload import EQUAL, LONG_TAILED, SIZES, make_workload
+
+from rlhf_mc.config.load import load_config
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.session import session
+
+PHASES = {
+    "update_weights": "weight update",
+    "gen": "generation",
+    "reward": "reward, not hidden",
+    "old_log_prob": "old log-probs",
+    "ref": "reference log-probs",
+    "values": "values",
+    "adv": "advantages",
+    "update_critic": "update of the critic",
+    "update_actor": "update of the actor",
+}
+"""Phases of a step, by the timer's names."""
+REST = "between the phases, metrics"
+
+
+class EnginesAlone:
+    """The engines of a run, without the trainer. Every rank must call each method."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.micro_batches: dict[str, list[list[Any]]] = {}
+        """By phase: of each optimizer step (one for a pass) this rank's packed micro-batches, packed beforehand."""
+        self.lens: list[int] = []
+        self.prompts: list[list[int]] = []
+
+    def prepare(self, batch: RaggedBatch, prompts: Sequence[Any], step: int) -> None:
+        """Take over the work of a step, cut into micro-batches as the step has cut it."""
+        from rlhf_mc.models.forward import pack_micro_batch
+        from rlhf_mc.trainer.micro_batching import my_micro_batches
+        from rlhf_mc.trainer.update import mini_batches
+
+        run = self.run
+        cfg = run.config
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+        self.prompts = [p.token_ids for p in prompts][rank::world]
+        self.lens = batch.response_lens.tolist()[rank::world]
+        models = {"old_log_prob": run.actor, "ref": run.reference, "values": run.critic}
+        self.micro_batches = {}
+        for phase, engine in models.items():
+            if engine is not None:
+                plan = my_micro_batches(engine, batch, run.limits[phase])
+                self.micro_batches[phase] = [[pack_micro_batch(batch, group) for group in plan]]
+        for phase, engine, part in (("update_critic", run.critic, cfg.critic), ("update_actor", run.actor, cfg.actor)):
+            if engine is None:
+                continue
+            size = part.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
+            epochs = part.ppo_epochs or cfg.actor.ppo_epochs
+            order = mini_batches(
+                cfg.data.train_batch_size, cfg.rollout.n, size, epochs, part.shuffle, (cfg.trainer.seed, step)
+            )
+            minis = [batch.select(indices) for indices in order]
+            self.micro_batches[phase] = [
+                [pack_micro_batch(mini, group) for group in my_micro_batches(engine, mini, run.limits[phase])]
+                for mini in minis
+            ]
+
+    def generate(self) -> None:
+        """Generate responses of the lengths of this rank's share."""
+        import vllm
+
+        requests = [
+            vllm.SamplingParams(
+                temperature=self.run.config.rollout.temperature, max_tokens=n, ignore_eos=True, detokenize=False
+            )
+            for n in self.lens
+        ]
+        self.run.rollout._llm.generate(
+            [vllm.TokensPrompt(prompt_token_ids=p) for p in self.prompts], requests, use_tqdm=False
+        )
+
+    def _head(self, engine: Any, micro: Any, is_policy: bool) -> torch.Tensor:
+        """Return log-probs or values at the response tokens by torch's own operations."""
+        from rlhf_mc.models.forward import run_stage, states_at
+        from rlhf_mc.models.heads import output_weight
+
+        model = engine._ddp[0] if torch.is_grad_enabled() else engine.chunks[0]
+        states = states_at(engine.chunks[0], run_stage(model, micro), micro.logit_positions)[:, 0]
+        out = torch.nn.functional.linear(states, output_weight(engine.chunks[0]))
+        if not is_policy:
+            return out[:, 0]
+        logits = out / self.run.config.rollout.temperature
+        return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
+
+    def score(self, phase: str) -> None:
+        """Run a forward pass over the batch."""
+        from rlhf_mc.models.megatron_patches import megatron_calls
+
+        run = self.run
+        engine = {"old_log_prob": run.actor, "ref": run.reference, "values": run.critic}[phase]
+        with torch.no_grad(), megatron_calls():
+            for micro in self.micro_batches[phase][0]:
+                self._head(engine, micro, phase != "values")
+
+    def update(self, phase: str) -> None:
+        """Take the optimizer steps of an update, with a gradient of the size of PPO's."""
+        from megatron.core.distributed import finalize_model_grads
+
+        from rlhf_mc.models.megatron_patches import megatron_calls
+
+        engine = self.run.actor if phase == "update_actor" else self.run.critic
+        for mini in self.micro_batches[phase]:
+            with megatron_calls():
+                for ddp in engine._ddp:
+                    ddp.zero_grad_buffer()
+                engine._optimizer.zero_grad()
+                for micro in mini:
+                    (1e-6 * self._head(engine, micro, phase == "update_actor").sum()).backward()
+                finalize_model_grads(engine._ddp, pg_collection=engine.groups.collection)
+                engine._optimizer.step()
+
+    def work(self) -> dict[str, Callable[[], None]]:
+        """Return the work of each phase that engines do."""
+        scores = {
+            phase: (lambda phase=phase: self.score(phase)) for phase in self.micro_batches if "update" not in phase
+        }
+        updates = {phase: (lambda phase=phase: self.update(phase)) for phase in self.micro_batches if "update" in phase}
+        return {"gen": self.generate, **scores, **updates}
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds of an action on this rank, by the clock and of processor time."""
+    dist.barrier()
+    start = time.perf_counter()
+    cpu = time.process_time()
+    action()
+    return time.perf_counter() - start, time.process_time() - cpu
+
+
+def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
+    """Alternate steps and the engines alone. Return of each round, by "step", "step/<phase>" and "alone/<phase>", the
+    seconds on this rank, by the clock and of processor time (of phases of a step: by the clock alone)."""
+    from rlhf_mc.trainer import loop, step_report
+
+    alone = EnginesAlone(run)
+    found = []
+    for step in range(1, rounds + 2):  # the first is a warm-up
+        state = step_report.begin_step(step, RankStatus())
+        stop = StopRequests(run.config.trainer)
+        batches = []
+        row = {"step": timed(lambda: batches.append(loop.one_step(run, state, stop)))}  # noqa: B023
+        for key, seconds in state.timer.result().items():
+            name = key.removeprefix("timing_s/")
+            if name in PHASES:
+                row[f"step/{name}"] = (seconds, 0.0)
+        alone.prepare(batches[0], state.prompts, step)
+        for phase, action in alone.work().items():
+            row[f"alone/{phase}"] = timed(action)
+        if step > 1:
+            found.append(row)
+    return found
+
+
+def slowest(rounds: list[list[dict[str, tuple[float, float]]]], key: str, which: int) -> list[float]:
+    """Return of each round the seconds of the rank that took longest. rounds: [rank][round]."""
+    per_round = zip(*rounds, strict=True)
+    return [max(row.get(key, (0.0, 0.0))[which] for row in ranks) for ranks in per_round]
+
+
+def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
+    """Print the table by phase. rounds: [rank][round]."""
+    whole = statistics.median(slowest(rounds, "step", 0))
+    print(f"\n{'seconds, median':>28} {'step':>9} {'engines':>9} {'own':>9} {'of the step':>12} {'engines, min':>13}")
+    in_phases = own_total = alone_total = 0.0
+    for phase, title in PHASES.items():
+        step = statistics.median(slowest(rounds, f"step/{phase}", 0))
+        alone = slowest(rounds, f"alone/{phase}", 0)
+        seconds = statistics.median(alone)
+        in_phases += step
+        alone_total += seconds
+        own_total += step - seconds
+        print(
+            f"{title:>28} {step:>9.4f} {seconds:>9.4f} {step - seconds:>9.4f} {(step - seconds) / whole:>12.1%}"
+            f" {min(alone):>13.4f}"
+        )
+    rest = whole - in_phases
+    print(f"{REST:>28} {rest:>9.4f} {'':>9} {rest:>9.4f} {rest / whole:>12.1%}")
+    print(
+        f"{'whole':>28} {whole:>9.4f} {alone_total:>9.4f} {whole - alone_total:>9.4f}"
+        f" {(whole - alone_total) / whole:>12.1%}   (aim: at most 5 %)"
+    )
+    cpu_step = [sum(r) for r in zip(*[[row["step"][1] for row in rank] for rank in rounds], strict=True)]
+    cpu_alone = [
+        sum(r)
+        for r in zip(
+            *[[sum(v[1] for k, v in row.items() if k.startswith("alone/")) for row in rank] for rank in rounds],
+            strict=True,
+        )
+    ]
+    shares = [1 - b / a for a, b in zip(cpu_step, cpu_alone, strict=True)]
+    print(
+        f"processor time of all ranks: step {statistics.median(cpu_step):.3f} s, engines "
+        f"{statistics.median(cpu_alone):.3f} s, own share {statistics.median(shares):.1%}"
+        f" (rounds {min(shares):.1%} to {max(shares):.1%})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="0.7M")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--long-tailed", action="store_true", help="geometric lengths, mean 64, at most 512")
+    parser.add_argument("--longest", type=int, help="tokens at which a response is truncated")
+    parser.add_argument("--config", type=Path, help="a config of one's own in place of the options above")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    args = parser.parse_args()
+    lengths = LONG_TAILED if args.long_tailed else EQUAL
+    with tempfile.TemporaryDirectory() as directory:
+        import os
+
+        config = args.config
+        if config is None:
+            shared = Path(tempfile.gettempdir()) / f"step_overhead_{os.environ['TORCHELASTIC_RUN_ID']}"
+            config = shared / "config.yaml"
+            if os.environ["RANK"] == "0":
+                make_workload(shared, SIZES[args.size], lengths, args.prompts)
+            while not config.exists():
+                time.sleep(0.2)
+        cfg = load_config(config, [f"trainer.default_local_dir={directory}", *args.overrides])
+        with session(cfg, RankStatus(), StopRequests(cfg.trainer)) as run:
+            from rlhf_mc.topology.consensus import gather_objects
+
+            rounds = gather_objects(measure(run, args.rounds))
+            if dist.get_rank() == 0:
+                print(f"{dist.get_world_size()} processes, {torch.get_num_threads()} threads each")
+                report(rounds)
+
+
+if __name__ == "__main__":
+    main()
