@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.observability.phase_progress import phase_progress
 from rlhf_mc.runtime.cuda_environment import forbid_tf32, set_cuda_connections
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -32,6 +31,8 @@ def session(
     before_close: called once all ranks have left, before engine and process groups are closed. After an exception
     nothing is closed: other ranks may be in a collective."""
     rank = int(os.environ.get("RANK", "0"))
+    from rlhf_mc.observability.phase_progress import phase_progress  # tqdm takes a tenth of a second
+
     with phase_progress(status, wanted=rank == 0 and "console" in cfg.trainer.logger):
         yield from _joined(cfg, status, stop, rank, before_close)
 
