@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
@@ -14,10 +14,13 @@ from rlhf_mc.rewards.results import Failure, Row, Score
 from rlhf_mc.rewards.scoring import name_of
 from rlhf_mc.rewards.worker import Worker
 from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.work import working
 
 Scores = list[Score]
 DEFAULT = "default_score"
 """The part of a row that could not be scored."""
+_COUNT_SECONDS = 0.5
+"""Time between two counts of the rows that are scored."""
 _MAX_REPORTED = 5
 """Failures that each rank reports; after them it reports every hundredth."""
 
@@ -25,9 +28,10 @@ _MAX_REPORTED = 5
 class PendingScores:
     """Scores that workers are computing, in the order of the rows."""
 
-    def __init__(self, parts: Sequence[Future[Scores]], num_rows: int) -> None:
-        """Part p has the scores of rows p, p + len(parts), ... (round-robin)."""
+    def __init__(self, parts: Sequence[Future[Scores]], num_rows: int, workers: Sequence[Worker]) -> None:
+        """Part p has the scores of rows p, p + len(parts), ... (round-robin), which worker p computes."""
         self._parts = parts
+        self._workers = workers
         self._num_rows = num_rows
         self._submitted = time.perf_counter()
         self._done = self._submitted
@@ -40,8 +44,11 @@ class PendingScores:
     def result(self) -> Scores:
         """Wait for the scores and return them. Raise UserError if a row could not be scored."""
         scores: Scores = [Score(0.0)] * self._num_rows
-        for p, part in enumerate(self._parts):
-            scores[p :: len(self._parts)] = part.result()
+        with working(total=self._num_rows, unit="responses") as work:
+            for p, part in enumerate(self._parts):
+                while not wait([part], _COUNT_SECONDS).done:
+                    work.done = sum(worker.num_scored for worker in self._workers)
+                scores[p :: len(self._parts)] = part.result()
         return scores
 
     def seconds_until(self, moment: float) -> float:
@@ -112,7 +119,7 @@ class RewardManager:
         has_functions = any(not self.mixture.is_by_models(row.parts) for row in rows)
         workers = self._start_workers(min(self._reward.num_workers, len(rows))) if has_functions else []
         parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
-        return PendingScores(parts, len(rows))
+        return PendingScores(parts, len(rows), workers)
 
     def close(self) -> None:
         """End the workers."""

@@ -40,6 +40,8 @@ class Worker:
     def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
         self._custom = custom
         self._reward = reward
+        self.num_scored = 0
+        """Rows of the current call of `score` that have a score; other threads read it."""
         self._start()
 
     def _start(self) -> None:
@@ -77,6 +79,7 @@ class Worker:
         Where a row does not return in time, or ends the process, another process scores the rows after it. Rows that
         are scored together with it and have no score yet fail with it."""
         scores: dict[int, Score] = {}
+        self.num_scored = 0
         while left := [i for i in range(len(rows)) if i not in scores]:
             self.load()
             failure = self._receive_scores(rows, left, scores, failed)
@@ -109,6 +112,7 @@ class Worker:
                 missing -= 1
                 i = left[place]
                 scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
+                self.num_scored = len(scores)
         except (EOFError, OSError):
             return Failure("exited", f"its worker process ended, {self._describe_end()}")
         return None

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import worker
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.rules import RULE_OF_SOURCE
+from rlhf_mc.runtime import work
 
 
 @pytest.fixture(autouse=True)
@@ -303,6 +305,22 @@ def test_dead_worker_is_distinguished_from_a_slow_one(in_workers: Callable[..., 
     )
     with pytest.raises(UserError, match="its worker process ended, by SIGKILL"):
         score(manager, [make_prompt()], [""])
+
+
+def test_rows_with_a_score_are_counted_as_work(
+    in_workers: Callable[..., RewardManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_mc.rewards.manager._COUNT_SECONDS", 0.01)
+    manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.15); return 1.0\n")
+    pending = manager.submit([make_prompt(i) for i in range(4)], [""] * 4)
+    waiting = threading.Thread(target=pending.result)
+    waiting.start()
+    counts = set()
+    while waiting.is_alive():
+        counts |= {(piece.done, piece.total, piece.unit) for piece in work.current()}
+        time.sleep(0.005)
+    assert {(0, 4, "responses"), (2, 4, "responses")} <= counts
+    assert work.current() == ()
 
 
 def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardManager]) -> None:
