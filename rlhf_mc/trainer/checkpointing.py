@@ -107,6 +107,8 @@ class Checkpoints:
         """Consecutive skipped updates by model, from the checkpoint."""
         self._loop_state: dict[str, Any] = {}
         self._is_rolled_back = False
+        self._is_healthy = True
+        """The last complete step was healthy."""
         on_rank_0(self._acquire, f"trainer.default_local_dir: {self._root}")
 
     def _acquire(self) -> None:
@@ -292,6 +294,7 @@ class Checkpoints:
         """Record that a step is complete. num_batches: batches of prompts drawn so far. accuracy: of a validation after
         it, if any. metrics: the step's. is_healthy: none of them shows weights that a run should not be rolled back
         to. A rank may call it by itself."""
+        self._is_healthy = is_healthy
         if is_healthy:
             self.position.last_healthy_step = self._saved if self._in_flight is None else self._in_flight.step
         self.position.step = step
@@ -381,8 +384,9 @@ class Checkpoints:
             directory.remove(self._root, step)
 
     def _rolled_back_to(self) -> set[int | None]:
-        """Return the step that the run may be rolled back to."""
-        return {self.position.last_healthy_step} if rolls_back(self._run.config.health) else set()
+        """Return the step that the run may be rolled back to, by a rule or, once it is unhealthy, by its user."""
+        needed = rolls_back(self._run.config.health) or not self._is_healthy
+        return {self.position.last_healthy_step} if needed else set()
 
     @contextlib.contextmanager
     def _naming_last_checkpoint(self) -> Iterator[None]:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from tiny import make_workspace, write_config
 
+from rlhf_mc.checkpoint import directory
+
 pytestmark = pytest.mark.dist
 STEPS = 4
 KL = "actor/reward_kl_penalty"
@@ -126,3 +128,9 @@ def test_kl_coefficient_is_fixed_from_the_next_step_on(
     coefs = [row["actor/reward_kl_penalty_coeff"] for row in ranks[0]["metrics"]]
     assert coefs == [*(row["actor/reward_kl_penalty_coeff"] for row in plain[:3]), 0.75]
     assert [(made["setting"], made["after_step"]) for made in ranks[0]["adjustments"]] == [("kl_coef", 3)]
+
+
+def test_unhealthy_run_keeps_the_last_healthy_checkpoint(train: Any, bound: float, tmp_path: Path) -> None:
+    settings = [f"health.ref_kl_max={bound}", "health.ppo_kl_explosion=100", "trainer.max_ckpt_to_keep=2"]
+    assert train(tmp_path, *settings)[0]["error"] is None
+    assert directory.steps_with_checkpoint(tmp_path) == [1, 3, 4]  # the KL of step 3 shows the weights of step 2
