@@ -206,9 +206,12 @@ def test_controls_by_keyboard(opened: Any) -> None:
     assert "old log-prob" in page.locator("#chart-kl-old .about").inner_text()
     entry = page.locator("#chart-clip .legend button").first
     entry.focus()
-    before = page.locator("#chart-clip .curve").count()
+    before = page.locator("#chart-clip figcaption ~ svg .curve").count()
     page.keyboard.press("Space")
-    assert entry.get_attribute("aria-pressed") == "false" and page.locator("#chart-clip .curve").count() == before - 2
+    assert (
+        entry.get_attribute("aria-pressed") == "false"
+        and page.locator("#chart-clip figcaption ~ svg .curve").count() == before - 2
+    )
     page.locator("#metric").select_option("perf/mfu/critic")
     page.locator("#add").focus()
     page.keyboard.press("Enter")
@@ -220,7 +223,7 @@ def test_controls_by_keyboard(opened: Any) -> None:
 def test_values_and_steps_by_keyboard_and_pointer(opened: Any) -> None:
     page = opened("one")
     chart = page.locator("#chart-kl-old")
-    chart.locator("svg").focus()
+    chart.locator("svg[tabindex]").focus()
     page.keyboard.press("End")
     assert chart.locator(".values").inner_text().startswith("Step 500: 0.00")
     page.keyboard.press("ArrowLeft")
@@ -229,14 +232,14 @@ def test_values_and_steps_by_keyboard_and_pointer(opened: Any) -> None:
     page.locator("#to").fill("310")
     page.locator("#to").press("Enter")
     assert chart.locator(".event").count() == 2
-    page.locator("#chart-kl-old svg").focus()
+    page.locator("#chart-kl-old svg[tabindex]").focus()
     page.keyboard.press("Home")
     for _ in range(10):
         page.keyboard.press("ArrowRight")
     reading = chart.locator(".values").inner_text()
     assert reading.startswith("Step 300: 0.04") and "ppo_kl: actor/ppo_kl is 0.043" in reading
     page.locator("#whole").press("Enter")
-    box = chart.locator("svg").bounding_box()
+    box = chart.locator("svg[tabindex]").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 80)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 80)

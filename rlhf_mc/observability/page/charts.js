@@ -100,11 +100,18 @@ function line(svg, points, stroke, dash, extra = "") {
   svg.append(shape("path", { class: `curve ${extra}`, d: path(points), style: `stroke: ${stroke}`, "stroke-dasharray": dash, "stroke-linecap": "round" }));
 }
 
+// The line of a curve, for its legend.
+function stroke(entry) {
+  const svg = shape("svg", { class: "stroke", viewBox: "0 0 26 10", "aria-hidden": "true" });
+  line(svg, [[1, 5], [25, 5]], entry.color, entry.dash);
+  return svg;
+}
+
 // A legend of buttons that hide and show their entry; one entry needs no button.
 function legend(entries, toggle) {
   const list = element("div", { class: "legend" });
   for (const entry of entries) {
-    const box = element("span", { class: "swatch", style: `background: ${entry.color}` });
+    const box = entry.dash === undefined ? element("span", { class: "swatch", style: `background: ${entry.color}` }) : stroke(entry);
     if (entries.length === 1) {
       list.append(element("span", { class: "entry" }, box, entry.name));
       continue;

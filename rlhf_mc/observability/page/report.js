@@ -213,6 +213,9 @@ function wideChart(place, title, note) {
   return { svg, figure };
 }
 
+// The phases of all runs: one has the same colour in each chart.
+const PHASES = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.phases.phases)))];
+
 function addPhases(run) {
   const names = Object.keys(run.phases.phases);
   if (!names.length) return;
@@ -220,7 +223,7 @@ function addPhases(run) {
   const sum = total.reduce((a, b) => a + b, 0);
   const most = names.map((name, i) => `${name} ${Math.round((100 * total[i]) / sum)} %`).join(", ");
   const { svg, figure } = wideChart(byId("phases"), `${run.name}: seconds of a step`, most);
-  const entries = names.map((name, i) => ({ name: `${name} ${Math.round((100 * total[i]) / sum)} %`, key: name, color: color(i), hidden: false }));
+  const entries = names.map((name, i) => ({ name: `${name} ${Math.round((100 * total[i]) / sum)} %`, key: name, color: color(PHASES.indexOf(name)), hidden: false }));
   const bars = run.phases.steps;
   const redraw = drawn(figure, () => {
     const width = svg.clientWidth || 300;
