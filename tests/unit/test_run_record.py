@@ -16,7 +16,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
-from rlhf_mc.trainer.run_record import record_end, record_start
+from rlhf_mc.trainer.run_record import record_end, record_start, write_views
 
 
 def starts(root: Path) -> list[dict[str, Any]]:
@@ -79,6 +79,22 @@ def test_end_is_added_to_the_start_of_this_process(tmp_path: Path) -> None:
     path.write_text(json.dumps({"run_id": "run1", "process": -1}) + "\n")
     record_end(cfg, 0, 4, "failed", "not recorded: another process's start")
     assert starts(tmp_path) == [{"run_id": "run1", "process": -1}]
+
+
+def test_plot_and_report_are_written_by_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "cri')
+    views = [tmp_path / "training.png", tmp_path / "report.html"]
+    for rank, overrides in ((1, ()), (0, ("trainer.logger=[console]",)), (0, ("trainer.val_only=true",))):
+        write_views(config(tmp_path, *overrides), rank)
+        assert not any(path.exists() for path in views)
+    record_start(config(tmp_path), "run1", 0)
+    record_end(config(tmp_path), 0, 1, "stopped", "asked to stop")
+    write_views(config(tmp_path), 0)
+    assert all(path.exists() for path in views) and "stopped after step 1: asked to stop" in views[1].read_text()
+    views[1].unlink()
+    views[1].mkdir()
+    write_views(config(tmp_path), 0)
+    assert "report.html cannot be written" in capsys.readouterr().err
 
 
 def test_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
