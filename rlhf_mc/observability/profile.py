@@ -23,21 +23,25 @@ from rlhf_mc import platform
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability import phase_table, phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.observability.phase_work import PhaseWork
 from rlhf_mc.observability.run_files import PROFILE
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.rank_status import WRITE_PROFILE
 from rlhf_mc.topology.consensus import gather_objects
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import Groups, barrier
 
 PHASES_FILE = "phases.json"
-PHASE = "write_profile"
-"""The phase in which traces and table are written."""
+_HEARTBEAT_SECONDS = 0.1
+"""Time for the heartbeat thread to report a phase."""
 
 
 def warn_of_unreached(cfg: Config, done: int, last: int) -> None:
-    """Print a warning on rank 0 if profile.steps has steps that the run does not reach. done: steps that were done
-    before this start. last: the last step of the run."""
+    """Print a warning on rank 0 if profile.steps has steps that this start does not reach and no earlier one has
+    profiled. done: steps that were done before this start. last: the last step of the run."""
+    root = Path(cfg.trainer.default_local_dir, PROFILE)
     unreached = [step for step in cfg.profile.steps if not done < step <= last]
+    unreached = [step for step in unreached if not (root / f"step_{step}" / PHASES_FILE).exists()]
     if unreached:
         does = f"runs steps {done + 1} to {last}" if last > done else "runs no step"
         say(f"warning: profile.steps has {', '.join(map(str, unreached))}; this start {does}", rank_0_only=True)
@@ -54,11 +58,14 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: Groups) -> Itera
         return
     is_traced = cfg.profile.ranks is None or groups.rank in cfg.profile.ranks
     trace = Trace(cfg.profile.contents) if is_traced else None
-    with trace or contextlib.nullcontext(), phase_work.recorded() as work:
+    with _recorded(trace) as work:
         start = time.perf_counter()
         yield
         span = time.perf_counter() - start
-    with timer.phase(PHASE):
+    with timer.phase(WRITE_PROFILE):
+        # No rank may fall silent before all ranks are in this phase, and have told one another by heartbeats.
+        barrier()
+        time.sleep(_HEARTBEAT_SECONDS)
         path = Path(PROFILE, f"step_{step}")
         root = Path(cfg.trainer.default_local_dir)
         if trace is not None:
@@ -75,13 +82,27 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: Groups) -> Itera
                 say("\n".join(phase_table.as_text(step, ranks)), sys.stdout)
 
 
+@contextlib.contextmanager
+def _recorded(trace: Trace | None) -> Iterator[PhaseWork]:
+    """Record the body's work, and its trace, if any, which then waits for `write`."""
+    if trace is not None:
+        trace.start()
+    try:
+        with phase_work.recorded() as work:
+            yield work
+    except BaseException:
+        if trace is not None:
+            trace.stop()
+        raise
+
+
 def _write_json(path: Path, step: int, ranks: list[phase_table.RankTimes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(phase_table.as_json(step, ranks), indent=1) + "\n")
 
 
 class Trace:
-    """A trace of this rank, while its context runs."""
+    """A trace of this rank by torch.profiler."""
 
     def __init__(self, contents: Collection[str]) -> None:
         """contents: of profile.contents."""
@@ -93,29 +114,29 @@ class Trace:
             with_stack="stack" in contents,
         )
 
-    def __enter__(self) -> Trace:
+    def start(self) -> None:
+        """Begin to record."""
         if self._with_memory:
             platform.record_allocations()
         self._profiler.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def stop(self) -> None:
+        """End the recording. For a large trace this takes minutes, in which no other Python thread runs."""
         platform.synchronize()
         self._profiler.stop()
-        if kind is not None and self._with_memory:
+        if self._with_memory:
             platform.stop_allocations()
 
     def write(self, path: Path) -> None:
-        """Write the trace to <path>, which ends with .json.gz, and with memory on a GPU the allocator's history beside
-        it. Raise OSError if there is no room."""
+        """Stop, and write the trace to <path> (.json.gz), and the allocator's history, if any, beside it. Raise OSError
+        if there is no room."""
         stem = path.name.removesuffix(".json.gz")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self._with_memory:
                 platform.write_allocations(path.with_name(f"{stem}_memory.pickle"))
         finally:
-            if self._with_memory:
-                platform.stop_allocations()
+            self.stop()
         with tempfile.TemporaryDirectory(prefix=f".{stem}_", dir=path.parent) as scratch:
             plain = Path(scratch, "trace.json")
             self._profiler.export_chrome_trace(str(plain))

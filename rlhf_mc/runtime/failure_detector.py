@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rlhf_mc.runtime.rank_status import Heartbeat
+from rlhf_mc.runtime.rank_status import SILENT_PHASES, Heartbeat
 
 MAX_NAMED = 4
 """Ranks that one message names; it counts the others."""
@@ -51,11 +51,13 @@ class FailureDetector:
     def lost(self, now: float, timeout: float, reconnect: float) -> str:
         """Return one line that names the lost ranks, or an empty text.
 
-        A rank is lost if it has been disconnected for `reconnect` seconds, or silent for `timeout` seconds."""
+        A rank is lost if it has been disconnected for `reconnect` seconds, or silent for `timeout` seconds outside of
+        SILENT_PHASES."""
         ended = [rank for rank, since in self._disconnected_at.items() if now - since > reconnect]
         if ended:
             return self._name(ended, lambda rank: f"is gone: its process has ended; last {self._last_phase(rank)}")
-        silent = [rank for rank, then in enumerate(self._received_at) if now - then > timeout]
+        may_be_silent = {rank for rank, heartbeat in self._latest.items() if heartbeat.phase in SILENT_PHASES}
+        silent = [r for r, then in enumerate(self._received_at) if now - then > timeout and r not in may_be_silent]
         return self._name(silent, lambda rank: self._silence(rank, now))
 
     def stragglers(self, now: float) -> str:

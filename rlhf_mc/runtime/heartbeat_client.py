@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from rlhf_mc.runtime.exit_codes import exit_from_thread
 from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread, Timeouts
-from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.runtime.rank_status import SILENT_PHASES, RankStatus
 
 DIAGNOSIS_SECONDS = 2.0
 """Time that rank 0 has for the answer to `diagnosis`."""
@@ -57,9 +57,7 @@ class HeartbeatClient(HeartbeatThread):
     def _run(self) -> None:
         while not self._ended.is_set():
             now = time.monotonic()
-            if self._was_frozen(now):
-                self._last_answer = now
-                self._disconnected_at = None
+            self._excuse_silence(now)
             try:
                 if self._connection is None:
                     self._connection = socket.create_connection(self._address, timeout=self._timeouts.interval)
@@ -108,9 +106,18 @@ class HeartbeatClient(HeartbeatThread):
             self._stragglers = answer["stragglers"]
             self._answered.set()
 
+    def _excuse_silence(self, now: float) -> None:
+        """Count rank 0's silence from now on, if this process was not running, or if rank 0 may be silent."""
+        if self._was_frozen(now):
+            self._last_answer = now
+            self._disconnected_at = None
+        if self._status.phases[-1] in SILENT_PHASES:  # all ranks enter them together, rank 0 too
+            self._last_answer = now
+
     def _check_rank_0(self) -> None:
         """End this process if rank 0 is lost."""
         now = time.monotonic()
+        self._excuse_silence(now)
         problem = ""
         if self._disconnected_at is not None and now - self._disconnected_at > self._timeouts.reconnect:
             problem = "is gone: its process has ended"

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from types import FrameType, TracebackType
 
+WRITE_PROFILE = "write_profile"
+SILENT_PHASES = frozenset({WRITE_PROFILE})
+"""Phases in which a rank may send no heartbeat for minutes: torch's profiler holds Python's lock while it converts and
+writes a trace. A rank that never returns from there ends the run by the timeout of collectives."""
 _STANDARD_LIBRARY = PurePath(os.__file__).parent
 
 

@@ -122,10 +122,10 @@ def train(
     num_batches = position.num_batches
     accuracy = position.accuracy
     run_id = checkpoints.run_id
+    warn_of_unreached(run.config, step, step if run.config.trainer.val_only else schedule.total_steps)
     if run.config.trainer.val_only:
         validate_only(run, begin_step(step, status), run_id)
         return False
-    warn_of_unreached(run.config, step, schedule.total_steps)
     sinks = on_every_rank(
         lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, step or None, run_id)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import socket
 import time
@@ -11,13 +12,15 @@ from unittest import mock
 import torch.distributed as dist
 
 from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.runtime import heartbeat, heartbeat_client, heartbeat_server, heartbeat_thread
 from rlhf_mc.runtime.heartbeat_client import HeartbeatClient
 from rlhf_mc.runtime.heartbeat_server import MAX_UNAUTHENTICATED, HeartbeatServer
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
-from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.runtime.rank_status import WRITE_PROFILE, RankStatus
 
 TIMEOUT_SECONDS = 2.0
+LOCK_SECONDS = 4.0
 
 
 def exchange_heartbeats(case: str) -> dict[str, Any]:
@@ -59,6 +62,36 @@ def exchange_heartbeats(case: str) -> dict[str, Any]:
         out |= {"exits": exits, "seconds": time.monotonic() - start}
         dist.barrier()
     return out
+
+
+def hold_the_lock(rank: int) -> dict[str, Any]:
+    """Let a rank hold Python's lock for LOCK_SECONDS in the phase in which profiles are written. Return the lines with
+    which this rank would have ended ("exits"), and the seconds that the rank was in the phase."""
+    exits: list[str] = []
+
+    def exit_from_thread(line: str, code: int = 1, is_printed: bool = True) -> NoReturn:
+        exits.append(line)
+        raise SystemExit  # ends the thread only
+
+    status = RankStatus(step=3)
+    with (
+        mock.patch.object(heartbeat_client, "exit_from_thread", exit_from_thread),
+        mock.patch.object(heartbeat_server, "exit_from_thread", exit_from_thread),
+    ):
+        thread = heartbeat._start(status, dist.get_rank(), heartbeat_thread.Timeouts(TIMEOUT_SECONDS), 100.0)
+        assert thread is not None
+        start = time.monotonic()
+        with PhaseTimer(status=status).phase(WRITE_PROFILE):
+            dist.barrier()
+            time.sleep(0.1)
+            if dist.get_rank() == rank:
+                ctypes.PyDLL(None).usleep(int(LOCK_SECONDS * 1e6))  # PyDLL keeps the lock
+            dist.barrier()
+        seconds = time.monotonic() - start
+        time.sleep(1.0)  # the next heartbeats
+        thread.end()
+        dist.barrier()
+    return {"exits": exits, "seconds": seconds}
 
 
 def _act(client: HeartbeatClient, case: str) -> str:

@@ -27,6 +27,12 @@ def test_disconnected_rank_ends_the_others_before_the_timeout(pool: Any) -> None
     assert line.startswith("rank 0 (") and ") is gone: its process has ended; this rank was in phase gen" in line
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_writes_a_profile_may_hold_the_lock_of_python(pool: Any, rank: int) -> None:
+    for out in pool(2).run(heartbeat_cases.hold_the_lock, rank=rank):
+        assert out["exits"] == [] and out["seconds"] > heartbeat_cases.LOCK_SECONDS > heartbeat_cases.TIMEOUT_SECONDS
+
+
 @pytest.mark.parametrize("case", ["signed off", "unauthenticated", "flooded"])
 def test_sign_off_and_unauthenticated_connections_end_no_rank(pool: Any, case: str) -> None:
     ranks = pool(2).run(heartbeat_cases.exchange_heartbeats, case=case)

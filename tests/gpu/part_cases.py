@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pkgutil
 import subprocess
@@ -71,6 +72,11 @@ def _nothing(original: Any) -> Any:
 
 def _false(original: Any) -> Any:
     return lambda: False
+
+
+def _no_range(original: Any) -> Any:
+    """Return a named_range that names nothing."""
+    return lambda name: contextlib.nullcontext()
 
 
 def _scaled(factor: float) -> Callable[[Any], Any]:
@@ -234,6 +240,7 @@ FAULTS = {
     "a step that does nothing": Fault(
         "throughput", _ENGINE, "train_step", _nothing, "its work has not been done or waited for"
     ),
+    "ranges without a name": Fault("profile", "rlhf_mc.platform", "named_range", _no_range, "the trace lacks"),
     "commands that do nothing": Fault(
         "quickstart", "gpu_parts.rollout_parts", "_run", _nothing, "the run has not written success.json"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mc.runtime.failure_detector import FailureDetector
-from rlhf_mc.runtime.rank_status import Heartbeat
+from rlhf_mc.runtime.rank_status import WRITE_PROFILE, Heartbeat
 
 
 def heartbeat(rank: int, moves: int = 5, phase: str = "gen", seconds: float = 1.0, collective: str = "") -> Heartbeat:
@@ -34,6 +34,16 @@ def test_rank_that_has_signed_off_may_be_silent() -> None:
     detector.disconnected(1, 101.0)
     detector.received(heartbeat(0), 1000.0)
     assert detector.lost(1000.0, timeout=30.0, reconnect=10.0) == ""
+
+
+def test_rank_that_writes_a_profile_may_be_silent() -> None:
+    detector = failure_detector(world=2)
+    detector.received(heartbeat(1, phase=WRITE_PROFILE), 101.0)
+    detector.received(heartbeat(0), 1000.0)
+    assert detector.lost(1000.0, timeout=30.0, reconnect=10.0) == ""
+    detector.received(heartbeat(1, moves=6), 1001.0)
+    detector.received(heartbeat(0), 1040.0)
+    assert "rank 1" in detector.lost(1040.0, timeout=30.0, reconnect=10.0)
 
 
 def test_closed_connection_counts_only_if_not_restored() -> None:

@@ -471,3 +471,19 @@ def test_verl_option_takes_verls_overrides(tmp_path: Path) -> None:
         command_line.parse(["--verl", *overrides, "trainer.x=1"])
     with pytest.raises(UserError, match=r"command line: required key 'data.train_files' is missing"):
         load_config(None)
+
+
+def test_profiles() -> None:
+    """Convert verl's global_profiler and the actor's profiler, of which those of other roles are copies."""
+    enabled: dict[str, Any] = {"actor__profiler__enable": True, "global_profiler__steps": [1, 2]}
+    assert line_of("global_profiler.steps", [1, 2]) == ("renamed", "profile.steps", [1, 2])
+    assert line_of("trainer.profile_steps", [1]) == ("renamed", "profile.steps", [1])
+    assert line_of("global_profiler.steps", None)[0] == "implied"
+    assert line_of("actor.profiler.ranks", [0, 3], **enabled) == ("renamed", "profile.ranks", [0, 3])
+    assert line_of("actor.profiler.ranks", [0, 3])[0] == "not needed"
+    assert line_of("actor.profiler.all_ranks", True, **enabled) == ("renamed", "profile.ranks", None)
+    assert line_of("actor.profiler.ranks", [], **enabled, actor__profiler__all_ranks=True)[0] == "implied"
+    contents = "actor.profiler.tool_config.torch.contents"
+    assert line_of(contents, ["cpu", "memory"], **enabled) == ("renamed", "profile.contents", ["memory"])
+    assert line_of(contents, ["cuda"], **enabled)[0] == line_of(contents, ["memory"])[0] == "implied"
+    assert line_of("critic.profiler.ranks", [0])[0] == line_of("global_profiler.save_path", "x")[0] == "not needed"

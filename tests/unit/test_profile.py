@@ -178,7 +178,9 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def trace() -> Trace:
-    with platform.recorded_ranges(), Trace(["memory", "shapes", "stack"]) as found, platform.named_range("mine"):
+    found = Trace(["memory", "shapes", "stack"])
+    found.start()
+    with platform.recorded_ranges(), platform.named_range("mine"):
         torch.ones(64, 64) @ torch.ones(64, 64)
     return found
 

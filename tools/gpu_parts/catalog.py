@@ -90,6 +90,7 @@ PARTS = (
     Part("weight_update", "memory_parts", "the weight update of 8B models against one copy on the device"),
     Part("synchronisations", "speed_parts", "waits for the device per micro-batch"),
     Part("throughput", "speed_parts", "tokens per second and share of peak FLOP/s of a 0.5B model"),
+    Part("profile", "profile_parts", "the profile of a step: named ranges, kernels, history of the allocator"),
     Part("quickstart", "rollout_parts", "the quickstart by its own commands", VLLM, seconds=1200, rank_0_only=True),
     Part("sleep", "rollout_parts", "vLLM's sleep: memory released, the same tokens afterwards", ("cuda", *VLLM)),
     Part("aliased_weights", "rollout_parts", "weights that vLLM and the trainer share, under CUDA graphs", VLLM),
