@@ -13,9 +13,10 @@ VARIES = (
     "perf/throughput",
     "perf/peak_memory_gb",
     "perf/memory_used_ratio",
+    "health/num_active",
 )
 """Keys of metrics.jsonl that differ between equal runs: the id of the run, and what depends on a clock or on the
-memory of the process."""
+memory of the machine, as two of the health rules do."""
 
 
 def outcome(run: Path, last_step: int) -> dict[str, object]:

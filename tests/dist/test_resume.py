@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import resume_cases
 import torch
+from runs import VARIES
 from safetensors.torch import load_file
 from tiny import make_workspace, write_config
 from transformers import AutoModelForSequenceClassification
@@ -85,8 +86,7 @@ def runs(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> U
 def metrics(run: Path) -> dict[int, dict[str, float]]:
     """Return the metrics by step, after the saved one, without timings and memory."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    varies = ("run_id", "timing_s/", "perf/time_per_step", "perf/throughput", "perf/peak_memory_gb")
-    rows = [{k: v for k, v in row.items() if not k.startswith(varies)} for row in rows]
+    rows = [{k: v for k, v in row.items() if not k.startswith(VARIES)} for row in rows]
     return {row["step"]: row for row in rows if row["step"] > SAVED}
 
 
