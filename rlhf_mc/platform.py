@@ -87,6 +87,16 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def device_peaks_gb() -> dict[str, float]:
+    """Return the peaks in GiB of what torch has allocated and reserved on this process's GPU; nothing on a CPU."""
+    if not use_cuda():
+        return {}
+    return {
+        "max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
 def float32_products() -> bool:
     """Return True where torch.addmm multiplies bfloat16 matrices into a float32 one (out_dtype), as CUDA does."""
     return use_cuda()

@@ -23,6 +23,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.setup import Run
+from rlhf_mc.trainer.speed_metrics import per_token_metrics, utilization_metrics
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
@@ -71,9 +72,13 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if run.config.actor.entropy_coeff_end is not None:
         coeff = entropy_coeff(run.config.actor, state.step, run.schedule.total_steps)
         state.metrics["actor/entropy_coeff"] = coeff
+    sources = [prompt.data_source for prompt in state.prompts]
+    state.metrics.update(response_lengths_by_source(batch, sources, data.max_response_length))
     per_epoch = batches_per_epoch(len(run.train_prompts), prompts_per_batch(data))
-    seconds = state.timer.result()["timing_s/step"]
+    times = state.timer.result()
+    seconds = times["timing_s/step"]
     tokens = int(batch.seq_lens.sum())
+    machine_memory, available_memory = memory()
     state.metrics.update(
         {
             "training/global_step": state.step,
@@ -83,6 +88,10 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             "perf/peak_memory_gb": platform.peak_memory_gb(),
             "perf/memory_used_ratio": memory_used_ratio(),
+            "perf/cpu_memory_used_gb": (machine_memory - available_memory) / 2**30,
+            **{f"perf/{name}": size for name, size in platform.device_peaks_gb().items()},
+            **per_token_metrics(batch, times),
+            **utilization_metrics(run.actor, run.critic, run.config, batch, times),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
         }
@@ -95,6 +104,17 @@ def length_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_leng
         **summarize_lengths("response_length", batch.response_lens, max_response_length),
         **summarize_lengths("prompt_length", batch.prompt_lens, max_prompt_length),
     }
+
+
+def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit: int) -> dict[str, float]:
+    """Return the lengths of the responses of each data source. sources: one entry per response."""
+    rows: dict[str, list[int]] = {}
+    for i, source in enumerate(sources):
+        rows.setdefault(source, []).append(i)
+    metrics: dict[str, float] = {}
+    for source, indices in sorted(rows.items()):
+        metrics |= summarize_lengths(f"response_length/{source}", batch.response_lens[indices], limit)
+    return metrics
 
 
 def difference_metrics(batch: RaggedBatch) -> dict[str, float]:

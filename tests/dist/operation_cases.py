@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,11 @@ from gpu_parts.engines import Role, make_engine, mesh_groups, objective, token_b
 from torch.utils import flop_counter
 
 from rlhf_mc.config.schema import OptimConfig
+from rlhf_mc.trainer.adjustments import Adjustments
 from rlhf_mc.trainer.scoring import log_prob_head, value_head
+from rlhf_mc.trainer.speed_metrics import update_flops
+from rlhf_mc.trainer.token_budget import TokenBudget
+from rlhf_mc.trainer.update import SkippedUpdates, mini_batches, update
 
 PROMPTS = (5, 9, 3)
 RESPONSES = (6, 2, 8)
@@ -35,6 +40,31 @@ def counted_flops(checkpoint: str, role: Role, **megatron: Any) -> dict[str, dic
             "update": lambda: engine.backward(batch, plan, loss),
         }
         return {name: _counted(action) for name, action in passes.items()}
+
+
+def counted_update(checkpoint: str, role: Role) -> tuple[dict[str, int], float]:
+    """Return the FLOPs by operation that torch counts in an update of two epochs with mini-batches of two sequences and
+    micro-batches of at most 20 tokens, and the FLOPs of its MFU."""
+    epochs = 2
+    with mesh_groups(1, 1) as groups:
+        engine = make_engine(checkpoint, role, groups)
+        engine.make_trainable(OptimConfig(), 1)
+        batch = token_batch(250, PROMPTS, RESPONSES)
+        names = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+        batch = batch.with_fields(**dict.fromkeys(names, batch.rollout_log_probs))
+        minis = mini_batches(len(PROMPTS), 1, 2, epochs, shuffle=True, seed=(1, 2))
+        budget = TokenBudget(role, 1, 20, 20, Adjustments(Path()))
+        counts = _counted(
+            lambda: update(
+                engine,
+                batch,
+                minis,
+                lambda mini: objective(engine, mini, "token-mean"),
+                budget,
+                SkippedUpdates(1, Path()),
+            )
+        )
+        return counts, update_flops(engine.shape, batch, epochs)
 
 
 def _counted(action: Callable[[], object]) -> dict[str, int]:

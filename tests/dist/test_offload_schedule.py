@@ -32,7 +32,7 @@ OFFLOAD_ALL_BUT_ALIASED = [
 """Settings with vLLM's weights aliased to the actor's (equal tensor parallelism)."""
 STEP_PHASES = ["update_weights", "gen", "reward", "old_log_prob", "ref", "values", "adv"]
 STEP_PHASES += ["update_critic", "update_actor", "testing"]
-MACHINE_METRICS = ("run_id", "timing_s/", "perf/", "reshard/", "memory/")
+MACHINE_METRICS = ("run_id", "timing_", "perf/", "reshard/", "memory/")
 
 
 @pytest.fixture(scope="module")

@@ -59,3 +59,20 @@ def test_flops_are_those_of_torch(
     assert found["update"][attention] == passes * all_pairs
     # Flash attention has five products in its backward pass, one of them the scores again; BACKWARD counts four.
     assert found["update"][f"{attention}_backward"] == (BACKWARD + 0.5) * all_pairs
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_flops_of_mfu_are_those_of_torch_in_an_update(
+    pool: Callable[[int], Workers], tmp_path: Path, role: str
+) -> None:
+    """Compare a whole update: epochs, mini-batches and micro-batches of sequences of several lengths."""
+    checkpoint = str(make_checkpoint(tmp_path / "model", "qwen2"))
+    ((counts, of_mfu),) = pool(1).run(operation_cases.counted_update, checkpoint=checkpoint, role=role)
+    shape = ModelShape.from_hf_config(HFReader(checkpoint).config, value_head=role == "critic")
+    lens = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    once = forward_flops(shape, lens, sum(RESPONSES))
+    epochs = 2
+    # What torch counts and MFU does not: the logits again (heads.py), masked pairs, and the scores of attention again.
+    logits = epochs * once.output * (role == "actor")
+    all_pairs = epochs * once.attention / num_pairs(lens) * sum(n * n for n in lens)
+    assert sum(counts.values()) == of_mfu + logits + (1 + BACKWARD + 0.5) * all_pairs - epochs * 3 * once.attention

@@ -16,6 +16,12 @@ LENGTHS = Section(
             "high: answers are cut off",
         ),
         Metric(
+            "response_length/<data_source>/{mean,max,min,clip_ratio}",
+            "the same of one data source",
+            "tokens, share",
+            "over the data source's responses",
+        ),
+        Metric(
             "prompt_length/{mean,max,min}", "tokens of a prompt, chat template included", "tokens", "over responses"
         ),
         Metric(

@@ -54,6 +54,18 @@ TIME = Section(
     ],
 )
 
+_MFU = """\
+MFU (model FLOPs utilization) is verl's quotient: FLOPs of the model / seconds of the phase / number of ranks / peak.
+The FLOPs are those of products of matrices (`rlhf_mc/architectures/operations.py`), which a test compares with torch's
+FLOP counter. A causal sequence of n tokens counts n (n + 1) / 2 pairs of attention, and the output layer counts at
+response tokens. verl counts n² pairs, and embedding and output layer at all tokens, so that its MFU is higher. What is
+recomputed does not count, and frozen tensors count as trained ones, in verl too.
+
+The peak of a GPU is that of dense bfloat16 products by the data sheet (`rlhf_mc/planner/gpus.py`), whatever the dtype.
+Of a CPU, and of a GPU that is not in that table, each rank measures it at its first step: the fastest of five products
+of large matrices in the actor's dtype. (verl takes 0.448 TFLOP/s for any CPU, and infinity for an unknown GPU.) A
+measured peak differs by some percent from start to start, and so does the MFU."""
+
 SPEED = Section(
     "Speed",
     [
@@ -65,7 +77,34 @@ SPEED = Section(
             "tokens/s",
             "mean over ranks",
         ),
+        Metric(
+            "perf/mfu/{actor,critic}",
+            "model FLOPs utilization of the update: FLOPs of its forward and backward passes over all PPO epochs, per "
+            "rank and second of `timing_s/update_actor`, `timing_s/update_critic`, over the peak of a rank",
+            "share",
+            "mean over ranks",
+            "a fall: shorter or fewer sequences in a micro-batch, a new layout, or another job on the machine",
+        ),
+        Metric(
+            "perf/mfu/actor_infer",
+            "the same of the forward pass that computes the old log-probs",
+            "share",
+            "mean over ranks",
+        ),
+        Metric(
+            "timing_per_token_ms/gen",
+            "generation, per response token of the batch",
+            "ms",
+            "rank 0",
+        ),
+        Metric(
+            "timing_per_token_ms/{old_log_prob,ref,values,adv,update_critic,update_actor}",
+            "the phase, per token of the batch, prompts and responses",
+            "ms",
+            "rank 0",
+        ),
     ],
+    _MFU,
 )
 
 MEMORY = Section(
@@ -90,6 +129,18 @@ MEMORY = Section(
             "share",
             "at the end of the step, rank 0",
             "above 0.95: a longer batch may not fit",
+        ),
+        Metric(
+            "perf/{max_memory_allocated_gb,max_memory_reserved_gb}",
+            "peaks of what torch has allocated and reserved on the GPU",
+            "GiB",
+            "largest so far, rank 0",
+        ),
+        Metric(
+            "perf/cpu_memory_used_gb",
+            "memory of the machine, or of the job's control group, that is in use",
+            "GiB",
+            "at the end of the step, machine of rank 0",
         ),
     ],
 )

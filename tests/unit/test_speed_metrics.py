@@ -1,0 +1,103 @@
+"""Metrics of a step's speed: milliseconds per token, model FLOPs utilization, lengths by data source."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf_mc import platform
+from rlhf_mc.architectures.operations import training_flops
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.observability.catalog import undeclared
+from rlhf_mc.trainer import speed_metrics
+from rlhf_mc.trainer.step_report import response_lengths_by_source
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def batch() -> RaggedBatch:
+    """Return responses of 2, 3 and 5 tokens after prompts of 4 each."""
+    lens = torch.tensor([2, 3, 5])
+    return RaggedBatch(
+        tokens=torch.zeros(22, dtype=torch.int64),
+        prompt_lens=torch.tensor([4, 4, 4]),
+        response_lens=lens,
+        rollout_log_probs=torch.zeros(10),
+        finished=torch.ones(3, dtype=torch.bool),
+    )
+
+
+def test_milliseconds_per_token(batch: RaggedBatch) -> None:
+    found = speed_metrics.per_token_metrics(
+        batch, {"timing_s/gen": 0.5, "timing_s/update_actor": 1.1, "timing_s/testing": 9.0}
+    )
+    assert found == pytest.approx({"timing_per_token_ms/gen": 50.0, "timing_per_token_ms/update_actor": 50.0})
+    assert undeclared(found) == []
+
+
+def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = ModelShape.from_hf_config(QWEN2)
+    critic = ModelShape.from_hf_config(QWEN2, value_head=True)
+    groups = SimpleNamespace(mesh=SimpleNamespace(world=4))
+    monkeypatch.setattr(speed_metrics, "peak_flops", {"bfloat16": 1e9}.__getitem__)
+    cfg = SimpleNamespace(
+        actor=SimpleNamespace(ppo_epochs=2, megatron=SimpleNamespace(dtype="bfloat16")),
+        critic=SimpleNamespace(ppo_epochs=None),
+    )
+    seconds = {"timing_s/update_actor": 0.5, "timing_s/update_critic": 0.25, "timing_s/old_log_prob": 0.125}
+    engines = (SimpleNamespace(shape=actor, groups=groups), SimpleNamespace(shape=critic, groups=groups))
+    found = speed_metrics.utilization_metrics(*engines, cfg, batch, seconds)
+    of_actor, of_critic = (2 * training_flops(shape, [6, 7, 9], 10) for shape in (actor, critic))
+    assert found == pytest.approx(
+        {
+            "perf/mfu/actor": of_actor / 0.5 / 4e9,
+            "perf/mfu/actor_infer": of_actor / 6 / 0.125 / 4e9,  # a forward pass of one epoch
+            "perf/mfu/critic": of_critic / 0.25 / 4e9,
+        }
+    )
+    assert undeclared(found) == []
+    del seconds["timing_s/update_actor"]  # trainer.critic_warmup
+    assert speed_metrics.utilization_metrics(engines[0], None, cfg, batch, seconds).keys() == {"perf/mfu/actor_infer"}
+
+
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "use_cuda", lambda: True)
+    monkeypatch.setattr(speed_metrics, "measured_flops", lambda dtype, size: 1.0)
+    for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GeForce RTX 3070", 1.0)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        speed_metrics.peak_flops.cache_clear()
+        assert speed_metrics.peak_flops("float32") == expected
+    speed_metrics.peak_flops.cache_clear()
+
+
+@pytest.mark.skipif(platform.use_cuda(), reason="of a CPU")
+def test_the_peak_of_a_cpu_is_measured_once() -> None:
+    """Check the order of magnitude: a core has between 0.5 and 500 GFLOP/s."""
+    speed_metrics.peak_flops.cache_clear()
+    rate = speed_metrics.peak_flops("float32")
+    assert 0.5e9 < rate < 500e9 * torch.get_num_threads()
+    assert speed_metrics.peak_flops("float32") == rate
+
+
+def test_lengths_by_data_source(batch: RaggedBatch) -> None:
+    found = response_lengths_by_source(batch, ["openai/gsm8k", "math", "openai/gsm8k"], limit=5)
+    assert found["response_length/math/mean"] == 3.0 and found["response_length/math/clip_ratio"] == 0.0
+    of_gsm8k = {name: found[f"response_length/openai/gsm8k/{name}"] for name in ("mean", "max", "min", "clip_ratio")}
+    assert of_gsm8k == {"mean": 3.5, "max": 5.0, "min": 2.0, "clip_ratio": 0.5}
+    assert len(found) == 8 and undeclared(found) == []
