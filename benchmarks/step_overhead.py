@@ -19,6 +19,8 @@ statistics, advantages, the weight update, waiting for the reward. Rounds of bot
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -156,6 +158,30 @@ class EnginesAlone:
         return {"gen": self.generate, **scores, **updates}
 
 
+def print_bounds(run: Any, batch: RaggedBatch) -> None:
+    """Print what no program can do without: the operations of a step's matrix products, at the rate of one product on
+    these cores, and the bytes of the weight update. Every rank must call it."""
+    from rlhf_mc.architectures.operations import forward_flops, training_flops
+
+    size = 1024
+    a = torch.randn(size, size)
+    rate = 2 * size**3 / min(timed(lambda: a @ a)[0] for _ in range(10))
+    lens = batch.seq_lens.tolist()
+    tokens = int(batch.response_lens.sum())
+    models = [engine for engine in (run.actor, run.reference, run.critic) if engine is not None]
+    epochs = run.config.actor.ppo_epochs
+    passes = sum(forward_flops(engine.shape, lens, tokens).total for engine in models)
+    updates = sum(epochs * training_flops(engine.shape, lens, tokens) for engine in run.trained_models())
+    generation = forward_flops(run.actor.shape, lens, tokens).total
+    if dist.get_rank() == 0:
+        world = dist.get_world_size()
+        print(f"bounds at {rate / 1e9:.1f} GFLOP/s a process, the rate of a product of {size} x {size} matrices:")
+        for title, flops in (("generation", generation), ("passes", passes), ("updates", updates)):
+            print(f"{title:>28} {flops / 1e9:>9.2f} GFLOP {flops / rate / world:>9.4f} s")
+        moved = {key: value / 1e6 for key, value in run.weight_sync.metrics.items()}
+        print("weight update, rank 0: " + ", ".join(f"{key} {value:.2f} MB" for key, value in moved.items()))
+
+
 def timed(action: Callable[[], Any]) -> tuple[float, float]:
     """Return the seconds of an action on this rank, by the clock and of processor time."""
     dist.barrier()
@@ -186,6 +212,8 @@ def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
             row[f"alone/{phase}"] = timed(action)
         if step > 1:
             found.append(row)
+        else:
+            print_bounds(run, batches[0])
     return found
 
 
@@ -245,11 +273,9 @@ def main() -> None:
     args = parser.parse_args()
     lengths = LONG_TAILED if args.long_tailed else EQUAL
     with tempfile.TemporaryDirectory() as directory:
-        import os
-
         config = args.config
+        shared = Path(tempfile.gettempdir()) / f"step_overhead_{os.environ['TORCHELASTIC_RUN_ID']}"
         if config is None:
-            shared = Path(tempfile.gettempdir()) / f"step_overhead_{os.environ['TORCHELASTIC_RUN_ID']}"
             config = shared / "config.yaml"
             if os.environ["RANK"] == "0":
                 make_workload(shared, SIZES[args.size], lengths, args.prompts)
@@ -263,6 +289,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"{dist.get_world_size()} processes, {torch.get_num_threads()} threads each")
                 report(rounds)
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(shared, ignore_errors=True)
 
 
 if __name__ == "__main__":
