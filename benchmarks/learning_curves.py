@@ -24,8 +24,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from rlhf_mc.observability.plots import COLORS, read_metrics
+from rlhf_mc.observability.plots import COLORS
 from rlhf_mc.observability.progress import validation_accuracies
+from rlhf_mc.observability.run_files import json_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 HIGHEST_START = 0.50
@@ -111,7 +112,7 @@ def greedy_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
     if not metrics_file.is_file():
         return []
     points = []
-    for row in read_metrics(metrics_file):
+    for row in json_objects(metrics_file):
         points += [(row["step"], accuracy) for accuracy in validation_accuracies(row).values()]
     return points
 
