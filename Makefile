@@ -28,14 +28,15 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/dev.txt setup.py
+$(STAMP): requirements/cpu.txt requirements/dev.txt requirements/trackers.txt setup.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: Python 3.11 or later is needed; set one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Installing rlhf_mc and its requirements into $(VENV) (once; takes some minutes) ..."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 # torch first and with its dependencies, since these differ between its builds; all else exactly as locked.
 	@$(BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0 -c requirements/cpu.txt
-	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.txt -r requirements/dev.txt \
+		-r requirements/trackers.txt
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -23,7 +23,6 @@ GPU_MARKERS = {
     "extra": "",
 }
 OTHER_VERSION_ON_GPUS = {
-    "importlib-metadata": "MLflow, which dev.txt alone has, asks for less than 10",
     "apache-tvm-ffi": "tilelang 0.1.12, which only the regular vLLM needs, asks for at most 0.1.11",
 }
 
@@ -87,7 +86,13 @@ def test_setup_py_is_locked(declared: dict[str, list[Requirement]], lock: str, e
 
 @pytest.mark.parametrize("extra", ["dev", "trackers"])
 def test_tools_of_setup_py_are_locked(declared: dict[str, list[Requirement]], extra: str) -> None:
-    assert disagreements(declared[extra], pinned("dev.txt")) == []
+    assert disagreements(declared[extra], pinned(f"{extra}.txt")) == []
+
+
+def test_cpus_get_one_version_of_each_package() -> None:
+    """Check that no package is in two of the files that `make` installs together."""
+    files = [pinned(name).keys() for name in ("cpu.txt", "dev.txt", "trackers.txt")]
+    assert sum(map(len, files)) == len(set().union(*files))
 
 
 def test_the_packages_that_the_suite_ran_with_fit_the_gpu_lock(gpu: dict[str, Version]) -> None:
