@@ -69,9 +69,10 @@ def free_cached_memory() -> None:
 
 
 def free_device_memory() -> tuple[int, int]:
-    """Return the bytes of memory of this process's GPU, and how many of them are free or in torch's cache."""
+    """Return the bytes of memory of this process's GPU, and how many of them are free now but for the peak of torch's
+    tensors so far, which is within a step."""
     free, total = torch.cuda.mem_get_info()
-    return total, free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return total, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
 
 
 def process_memory() -> int:

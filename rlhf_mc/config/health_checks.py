@@ -17,7 +17,7 @@ def check_health(cfg: Config) -> None:
             f"health.responses.{_rule_with(health, 'roll_back')} is roll_back; that needs checkpoints: "
             f"trainer.save_freq of at least 1 (now {cfg.trainer.save_freq})"
         )
-    if health.responses.kl_explosion == "fixed_kl_coef":
+    if health.enable and health.responses.kl_explosion == "fixed_kl_coef":
         if health.kl_coef is None:
             raise UserError("health.responses.kl_explosion is fixed_kl_coef; that needs a coefficient: health.kl_coef")
         if not uses_reference(cfg):

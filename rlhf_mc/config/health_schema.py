@@ -28,8 +28,9 @@ class HealthResponsesConfig:
     kl_explosion: KLResponse = "warn"
     """actor/ppo_kl above ppo_kl_explosion, or the KL to the reference above ref_kl_max."""
     policy_collapsed: PolicyResponse = "stop"
-    """actor/entropy below entropy_collapse, scores no better than in the first step and, where it is measured, a KL to
-    the reference above 1 nat per token: the policy gives one answer, a bad one."""
+    """actor/entropy below entropy_collapse, scores no better than in the first step, and a KL to the reference above 1
+    nat per token or, where it is not measured, half of the first step's scores lost: the policy gives one answer, a bad
+    one."""
     ppo_kl_high: Response = "warn"
     """actor/ppo_kl above ppo_kl_max."""
     ppo_kl_low: MildResponse = "note"

@@ -98,11 +98,11 @@ class Monitor:
         """Rules whose action is in health.jsonl since they began to count."""
         self._is_replaying = False
 
-    def replay(self, step: int, metrics: Mapping[str, float]) -> None:
+    def replay(self, step: int, metrics: Mapping[str, float]) -> Verdict:
         """Count an earlier step again, without a line or an event."""
         self._is_replaying = True
         try:
-            self.step(step, metrics)
+            return self.step(step, metrics)
         finally:
             self._is_replaying = False
 

@@ -145,7 +145,9 @@ def policy_collapsed(seen: Observed) -> Finding | None:
     if started[ENTROPY] < _COLLAPSED_FROM * seen.cfg.entropy_collapse or score > started[SCORE]:
         return None
     kls = [kl for key in REF_KL if (kl := seen.get(key)) is not None]
-    return found if not kls or max(kls) > _FAR else None
+    if not kls:  # a run that begins with a trained policy has no entropy either: what counts is what it has lost
+        return found if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2 else None
+    return found if max(kls) > _FAR else None
 
 
 def ppo_kl_low(seen: Observed) -> Finding | None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError
@@ -17,13 +17,15 @@ from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.trainer.run_directory import ADJUSTMENTS_FILE
 
 SUBJECT = "trainer.default_local_dir"
+Setting = Literal["learning_rate_factor", "kl_coef", "max_token_len"]
+_SETTINGS = get_args(Setting)
 
 
 @dataclass(frozen=True)
 class Adjustment:
     """One setting, changed from a step on."""
 
-    setting: Literal["learning_rate_factor", "kl_coef", "max_token_len"]
+    setting: Setting
     value: float
     """learning_rate_factor: by which the learning rates are multiplied, beside earlier ones. kl_coef: the coefficient
     of the KL term. max_token_len: the token budget of an update's micro-batches."""
@@ -49,10 +51,7 @@ class Adjustments:
         self._made = on_rank_0(self._read, SUBJECT)
 
     def add(self, adjustment: Adjustment) -> None:
-        """Make an adjustment, and write it to the file. A repeated step that makes the same one again has no effect.
-        Every rank must call it, with the same one."""
-        if adjustment in self._made:
-            return
+        """Make an adjustment, and write it to the file. Every rank must call it, with the same one."""
         self._made.append(adjustment)
         on_rank_0(self._write, SUBJECT)
 
@@ -76,6 +75,19 @@ class Adjustments:
         ]
         return min((int(a.value) for a in made), default=None)
 
+    def in_effect(self, after_step: int) -> list[str]:
+        """Return a line for each setting that is not that of the config in the step after this one."""
+        step = after_step + 1
+        lines = []
+        if (factor := self.learning_rate_factor(step)) != 1.0:
+            lines.append(f"learning rates are those of the config times {factor:g}")
+        if (coef := self.kl_coef(step)) is not None:
+            lines.append(f"the KL coefficient is {coef:g}")
+        for phase in sorted({made.phase for made in self._of("max_token_len")}):
+            if (tokens := self.max_token_len(phase, step, 0)) is not None:
+                lines.append(f"{phase} has micro-batches of at most {tokens} tokens")
+        return [f"{line} ({self._path.name}; without the file they are the config's)" for line in lines]
+
     def _of(self, setting: str) -> list[Adjustment]:
         return [made for made in self._made if made.setting == setting]
 
@@ -95,7 +107,13 @@ def _parsed(path: Path, number: int, line: str) -> Adjustment:
     try:
         row: Mapping[str, object] = json.loads(line)
         made = Adjustment(**row)  # type: ignore[arg-type]
-        valid = isinstance(made.after_step, int) and isinstance(made.value, (int, float)) and math.isfinite(made.value)
+        valid = (
+            made.setting in _SETTINGS
+            and isinstance(made.after_step, int)
+            and isinstance(made.update, int)
+            and isinstance(made.value, (int, float))
+            and math.isfinite(made.value)
+        )
     except (ValueError, TypeError):
         valid = False
     if not valid:

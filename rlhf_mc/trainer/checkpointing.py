@@ -97,6 +97,8 @@ class Checkpoints:
         self.position = Position()
         self._candidate: float | None = None
         """trainer.best_metric after the last complete step; None without a validation."""
+        self.resumed_step: int | None = None
+        """The step of the checkpoint that the run continues from; None without one."""
         self.run_id = ""
         """Id of the run that the directory belongs to; `resume` reads or makes it."""
         self._logged: list[list[int]] = []
@@ -123,6 +125,7 @@ class Checkpoints:
         """Load the checkpoint of trainer.resume_mode, if there is one, and claim the directory for the run. Raise
         UserError if the named checkpoint, or every checkpoint, is unusable."""
         path = self._find_and_load()
+        self.resumed_step = None if path is None else self.position.step
         if path is None:
             self._begin_run(None)
         elif self._is_own(path):
@@ -135,7 +138,7 @@ class Checkpoints:
             self.position.best_step = self.position.best_accuracy = None
             self.position.best_metric = self._cfg.best_metric
         if "jsonl" in self._cfg.logger:
-            validates_first = self.position.step == 0 and self._run.schedule.is_first_validation_due()
+            validates_first = self.resumed_step is None and self._run.schedule.is_first_validation_due()
             self._logs_from = 0 if validates_first else self.position.step + 1
         skipped = self._run.skipped
         on_every_rank(lambda: skipped.resume_from(self.position.step, self._skipped), str(self._root))
@@ -154,6 +157,8 @@ class Checkpoints:
         if moved is not None:
             _say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
         run_directory.claim(self._root, self.run_id, self.position.step, start)
+        if start is not None and (left := start.parent / run_directory.ADJUSTMENTS_FILE).exists():
+            _say(f"WARNING: this run has the settings of its config; those that the earlier run changed are in {left}")
 
     def _continue_run(self, path: Path) -> None:
         """Resume the run that the directory belongs to."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.observability.health_rules import RULES
 from rlhf_mc.runtime.console import say
@@ -17,18 +16,24 @@ from rlhf_mc.trainer.step_report import StepState
 
 
 class Unhealthy(Exception):
-    """A rule with the response stop counts. Every rank raises it, after the step is logged."""
+    """The response to a rule ends the run. Every rank raises it, after the step is logged."""
+
+    def __init__(self, text: str, saves: bool) -> None:
+        super().__init__(text)
+        self.saves = saves
+        """The last step is to be saved."""
 
 
 def act(run: Run, checkpoints: Checkpoints, step: int, health: Health) -> Literal["continues", "rolled back"]:
     """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
-    resume from an earlier step. Raise Unhealthy for the response stop, UserError if a roll-back is impossible. Every
+    resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
     rank must call it."""
     found = {response_to(run, name): (name, text.removeprefix("health: ")) for name, text in reversed(health.acting)}
     if "stop" in found:
         name, text = found["stop"]
         rule = next(rule for rule in RULES if rule.name == name)
-        raise Unhealthy(f"{text}: {rule.meaning}; {rule.setting}; health.responses.{name} is stop: nothing is exported")
+        line = f"{text}: {rule.meaning}; {rule.setting}; health.responses.{name} is stop: nothing is exported"
+        raise Unhealthy(line, saves=True)
     if "roll_back" in found:
         roll_back(run, checkpoints, step, found["roll_back"][1])
         return "rolled back"
@@ -58,21 +63,24 @@ def apply_adjustments(run: Run, step: int) -> None:
 
 
 def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> None:
-    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Raise UserError if
+    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Raise Unhealthy if
     there is none, or if that has been done health.max_rollbacks times. Every rank must call it. reason: the line of the
     rule."""
     health = run.config.health
     done = run.adjustments.count("learning_rate_factor")
     if done >= health.max_rollbacks:
-        raise UserError(
+        raise Unhealthy(
             f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its settings have to "
-            "change: a lower actor.optim.lr, fewer actor.ppo_epochs, a higher KL coefficient"
+            "change: a lower actor.optim.lr, fewer actor.ppo_epochs, a higher KL coefficient; remove "
+            "adjustments.jsonl to begin with the learning rates of the config",
+            saves=False,
         )
     start = checkpoints.roll_back()
     if start is None:
-        raise UserError(
+        raise Unhealthy(
             f"{reason}; there is no checkpoint of a healthy step to roll back to; set a lower actor.optim.lr, or "
-            "resume another checkpoint with trainer.resume_from_path"
+            "resume another checkpoint with trainer.resume_from_path",
+            saves=False,
         )
     run.adjustments.add(Adjustment("learning_rate_factor", health.rollback_lr_factor, start, reason))
     factor = run.adjustments.learning_rate_factor(start + 1)

@@ -42,15 +42,27 @@ class HealthWatch:
         self._run_id = run_id
         self._monitor: Monitor | None = None
         self.last = Health()
-        """The health of the last complete step."""
-        if not self._cfg.enable or run.groups.rank != 0:
+        """The health of the last complete step. At the start of a run without the response stop: that it has been
+        started again is its user's answer. A run that was killed between a step and another response makes up for
+        it."""
+        if not self._cfg.enable:
             return
-        self._monitor = Monitor(self._cfg, facts_of(run), say, self._write)
-        view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
-        if "jsonl" in run.config.trainer.logger:
-            for _, row in rows_of(self._directory / METRICS_FILE):
-                if 0 < row["step"] <= after_step:
-                    self._monitor.replay(row["step"], numbers_of(row))
+        if run.groups.rank == 0:
+            self._monitor = Monitor(self._cfg, facts_of(run), say, self._write)
+            view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
+            if "jsonl" in run.config.trainer.logger:
+                self.last = self._replay(self._monitor, after_step)
+        self.last = gather_objects(self.last)[0]
+
+    def _replay(self, monitor: Monitor, after_step: int) -> Health:
+        """Count the steps of metrics.jsonl up to a step again. Return the health of that step."""
+        health = Health()
+        for _, row in rows_of(self._directory / METRICS_FILE):
+            if 0 < row["step"] <= after_step:
+                verdict = monitor.replay(row["step"], numbers_of(row))
+                acting = [(event.rule.name, event.text) for event in verdict.acting if event.action != "stop"]
+                health = Health(verdict.is_healthy, tuple(acting))
+        return health
 
     def step_done(self, state: StepState) -> None:
         """Check the rules on the metrics of a complete step, and add the metric of their number. The run has not acted

@@ -89,19 +89,17 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
         opened.close()
         line = f"asked to stop ({request}): {saved}; the run resumes from there when it is started again"
         say_on_console(run, line)
-        ended(checkpoints.position.step, "stopped", line)
-        write_views(run.config, run.groups.rank)
+        ended(checkpoints.position.step, "stopped", line)  # and no view: a preempted process has little time
         return False
     except (TooFewGroups, Unhealthy) as error:
-        line = f"{error}; {save_last_step(run, checkpoints, status)}"
+        saves = not isinstance(error, Unhealthy) or error.saves
+        line = f"{error}; {save_last_step(run, checkpoints, status)}" if saves else str(error)
         opened.close()
         ended(checkpoints.position.step, "failed", line)
-        write_views(run.config, run.groups.rank)
+        on_rank_0(lambda: write_views(run.config))  # a rank that ended meanwhile would be taken for lost
         raise UserError(line) from None
     except Exception as error:
         ended(checkpoints.position.step, "failed", str(error))
-        if isinstance(error, UserError):  # on every rank: no other rank waits meanwhile
-            write_views(run.config, run.groups.rank)
         raise
     finally:
         checkpoints.release()
@@ -118,6 +116,8 @@ def train(
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
     run.adjustments.load()
+    for line in run.adjustments.in_effect(position.step):
+        say_on_console(run, line)
     step = position.step
     num_batches = position.num_batches
     accuracy = position.accuracy
@@ -126,19 +126,21 @@ def train(
     if run.config.trainer.val_only:
         validate_only(run, begin_step(step, status), run_id)
         return False
-    sinks = on_every_rank(
-        lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, step or None, run_id)
-    )
+    after = checkpoints.resumed_step
+    sinks = on_every_rank(lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, after, run_id))
     opened.callback(sinks.close)
     record_start(run.config, run_id, step)
     health = HealthWatch(run, run_id, step)
     show_start(run)
-    if step == 0 and schedule.is_first_validation_due():
+    if after is None and schedule.is_first_validation_due():
         state = begin_step(0, status)
         accuracy = validate(run, state)
         log(sinks, state)
+        checkpoints.step_done(0, 0, accuracy, state.metrics)
     save_start(run, begin_step(step, status), checkpoints)
-    while not schedule.is_last(step, num_batches, accuracy):
+    while act(run, checkpoints, step, health.last) == "continues":
+        if schedule.is_last(step, num_batches, accuracy):
+            break
         step += 1
         state = begin_step(step, status, num_batches)
         apply_adjustments(run, step)
@@ -147,7 +149,7 @@ def train(
             num_batches = state.num_batches
             accuracy = validate(run, state) if schedule.is_validation_due(step, num_batches) else None
             health.step_done(state)
-            if schedule.is_export_due(step):
+            if schedule.is_export_due(step) and not health.last.acting:
                 export(run, state, directory / EXPORT / f"global_step_{step}", run_id)
             checkpoints.step_done(step, num_batches, accuracy, state.metrics, health.last.is_healthy)
             if schedule.is_save_due(step, num_batches, accuracy):
@@ -157,9 +159,9 @@ def train(
         checkpoints.commit_if_written()
         stop.steps_done += 1
         yield Step(step, state.metrics, state.prompts, batch)
-        if act(run, checkpoints, step, health.last) == "rolled back":
-            on_every_rank(opened.close)
-            return True
+    else:
+        on_every_rank(opened.close)
+        return True
     health.close(step)
     checkpoints.commit()
     export(run, begin_step(step, status), directory / HF, run_id)
@@ -223,5 +225,6 @@ def close_run(run: Run, sinks: Sink, run_id: str, step: int, reason: str) -> Non
     directory = Path(cfg.default_local_dir)
     on_every_rank(sinks.close)
     record_end(run.config, run.groups.rank, step, "finished", reason)
-    write_views(run.config, run.groups.rank)
+    if run.groups.rank == 0:
+        write_views(run.config)
     on_rank_0(lambda: success.write(directory, run_id, step), "trainer.default_local_dir")

@@ -74,10 +74,10 @@ def record_end(
         view(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
 
 
-def write_views(cfg: Config, rank: int) -> None:
-    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. Any rank may call it; rank 0
-    writes."""
-    if rank == 0 and "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
+def write_views(cfg: Config) -> None:
+    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. One rank alone calls it, and the
+    others wait."""
+    if "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
         root = Path(cfg.trainer.default_local_dir)
         view(PLOT, lambda: plot_run(read_run(root).rows, root / PLOT, title=root.name))
         view(REPORT, lambda: write_report([root], root / REPORT))

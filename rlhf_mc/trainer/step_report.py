@@ -163,8 +163,8 @@ def _machine_memory() -> int:
 
 
 def memory_used_ratio() -> float:
-    """Return the used share of this rank's device memory, without what torch could release; on a CPU of the machine's
-    memory."""
+    """Return the used share of this rank's device memory at the peak of torch's tensors so far; on a CPU of the
+    machine's memory, now."""
     total, free = platform.free_device_memory() if platform.use_cuda() else (_machine_memory(), available_memory())
     return min(max(1.0 - free / total, 0.0), 1.0)
 

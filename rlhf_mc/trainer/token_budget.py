@@ -42,19 +42,19 @@ class TokenBudget:
         or a number of sequences. Every rank must call it. rank: the one that is out of memory."""
         limit = self.of_update(number)
         if isinstance(limit, Sequences) or limit <= self.longest:
-            raise self.error(number, rank)
+            raise UserError(self.advice(number, rank))
         half = max(limit // 2, self.longest)
         reason = f"{self._where(number, rank)}, with micro-batches of {limit} tokens"
         self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
         say(f"WARNING: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
 
-    def error(self, number: int, rank: int) -> UserError:
-        """Return the error of a run whose budget is not halved."""
+    def advice(self, number: int, rank: int) -> str:
+        """Return what a user can do where the budget is not halved."""
         limit = self.of_update(number)
         by_number = isinstance(limit, Sequences)
         size = f"{limit.at_most} sequences" if isinstance(limit, Sequences) else f"{limit} tokens"
         setting = "ppo_micro_batch_size_per_gpu" if by_number else "ppo_max_token_len_per_gpu"
-        return UserError(
+        return (
             f"{self._where(number, rank)}, with micro-batches of {size}; lower {self.role}.{setting}, or shard the "
             f"model over more ranks ({self.role}.megatron)"
         )
@@ -67,7 +67,7 @@ def train_step(
     engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int, packing: PackingCache
 ) -> dict[str, float]:
     """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out of memory in it,
-    repeat it with half the token budget if the engine recovers memory; else raise UserError, on that rank alone.
+    repeat it with half the token budget if the engine recovers memory; else add to that rank's error what to lower.
     number: of the update in its step, from 0."""
     while True:
         micro_batches: Sequence[Sequence[int]] = my_micro_batches(engine, mini, budget.of_update(number), packing)
@@ -77,6 +77,6 @@ def train_step(
             rank = error.rank
         except Exception as error:
             if platform.is_out_of_memory(error):
-                raise budget.error(number, engine.groups.rank) from error
+                error.add_note(budget.advice(number, engine.groups.rank))
             raise
         budget.halve(number, rank)

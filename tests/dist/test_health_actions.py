@@ -85,6 +85,14 @@ def test_run_is_rolled_back_with_smaller_learning_rates(
     kept = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
     assert "global_step_3.quarantined1" in kept and "global_step_2.quarantined1" in kept, kept
 
+    # Killed between step 4, which exceeds a lower bound, and the roll-back: the next start makes up for it.
+    late = tmp_path / "late"
+    shutil.copytree(tmp_path / "run", late)
+    lower = [f"health.ref_kl_max={0.99 * rows[3][KL]}", "trainer.total_training_steps=5", "health.max_rollbacks=1"]
+    assert rows[3][KL] > max(row[KL] for row in rows[:3])
+    for rank in train(late, *settings, *lower):
+        assert rank["error"].startswith(f"step 4: kl_explosion: {KL} is ") and "rolled back 1 times" in rank["error"]
+
     # Killed after step 3 of the repeated steps, the run resumes as it would have continued.
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "run", resumed)
@@ -97,12 +105,18 @@ def test_run_is_rolled_back_with_smaller_learning_rates(
 
 def test_run_is_rolled_back_to_its_start_and_a_limited_number_of_times(train: Any, tmp_path: Path) -> None:
     """Give a bound that every policy but the reference itself exceeds: step 1 is healthy, step 2 never."""
-    for rank in train(tmp_path, *rolls_back(1e-9, "health.max_rollbacks=1", "trainer.save_freq=100")):
+    settings = rolls_back(1e-9, "health.max_rollbacks=2", "trainer.save_freq=100", "trainer.val_before_train=true")
+    for rank in train(tmp_path, *settings, "trainer.test_freq=100"):
         assert rank["error"].startswith(f"step 2: kl_explosion: {KL} is ")
-        assert "the run was rolled back 1 times before (health.max_rollbacks)" in rank["error"]
-        assert [(made["after_step"], made["value"]) for made in rank["adjustments"]] == [(0, 0.5)]
-        assert [row["step"] for row in rank["metrics"]] == [1, 2]
+        assert "the run was rolled back 2 times before (health.max_rollbacks)" in rank["error"]
+        assert [(made["after_step"], made["value"]) for made in rank["adjustments"]] == [(0, 0.5), (0, 0.5)]
+        assert [row["step"] for row in rank["metrics"]] == [0, 1, 2], "the validation before the first step is kept"
     assert not (tmp_path / "hf").exists()
+    healthy = ["health.enable=false", *settings[1:], "trainer.test_freq=100"]
+    again = train(tmp_path, *healthy)  # from global_step_0
+    assert [row["step"] for row in again[0]["metrics"]] == [0, 1, 2, 3, 4] and again[0]["error"] is None
+    more = train(tmp_path, *healthy, "trainer.total_training_steps=5")  # metrics.jsonl is as the checkpoint recorded it
+    assert [row["step"] for row in more[0]["metrics"]] == [0, 1, 2, 3, 4, 5] and more[0]["error"] is None
 
 
 def test_run_without_a_healthy_checkpoint_ends_on_every_rank(

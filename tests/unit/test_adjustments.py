@@ -20,11 +20,17 @@ def reread(directory: Path) -> Adjustments:
 
 def test_learning_rate_factors_multiply_from_their_step_on(tmp_path: Path) -> None:
     made = Adjustments(tmp_path)
-    for step in (8, 8, 4):
+    for step in (8, 4):
         made.add(Adjustment("learning_rate_factor", 0.5, step, f"KL at step {step}"))
     found = reread(tmp_path)
     assert [found.learning_rate_factor(step) for step in (4, 5, 8, 9)] == [1.0, 0.5, 0.5, 0.25]
-    assert found.count("learning_rate_factor") == 2, "the same adjustment, made again, counts once"
+    assert found.in_effect(8) == [
+        "learning rates are those of the config times 0.25 (adjustments.jsonl; without the file they are the config's)"
+    ]
+    assert found.in_effect(3) == []
+    # A deterministic fault has the same text each time that the run is rolled back.
+    found.add(Adjustment("learning_rate_factor", 0.5, 8, "KL at step 8"))
+    assert reread(tmp_path).learning_rate_factor(9) == 0.125 and reread(tmp_path).count("learning_rate_factor") == 3
     assert found.kl_coef(9) is None and found.max_token_len("update_actor", 9, 0) is None
 
 
@@ -61,7 +67,13 @@ def test_numbers_of_sequences_cannot_be_halved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[1]", '{"setting": "kl_coef"}', '{"setting": "kl_coef", "value": NaN, "after_step": 1, "reason": ""}'],
+    [
+        "{",
+        "[1]",
+        '{"setting": "lr", "value": 1, "after_step": 1, "reason": ""}',
+        '{"setting": "kl_coef"}',
+        '{"setting": "kl_coef", "value": NaN, "after_step": 1, "reason": ""}',
+    ],
 )
 def test_a_line_that_was_edited_is_named(tmp_path: Path, line: str) -> None:
     Adjustments(tmp_path).add(Adjustment("kl_coef", 0.1, 3, "KL"))

@@ -81,19 +81,19 @@ def test_end_is_added_to_the_start_of_this_process(tmp_path: Path) -> None:
     assert starts(tmp_path) == [{"run_id": "run1", "process": -1}]
 
 
-def test_plot_and_report_are_written_by_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_and_report_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "cri')
     views = [tmp_path / "training.png", tmp_path / "report.html"]
-    for rank, overrides in ((1, ()), (0, ("trainer.logger=[console]",)), (0, ("trainer.val_only=true",))):
-        write_views(config(tmp_path, *overrides), rank)
+    for overrides in (("trainer.logger=[console]",), ("trainer.val_only=true",)):
+        write_views(config(tmp_path, *overrides))
         assert not any(path.exists() for path in views)
     record_start(config(tmp_path), "run1", 0)
     record_end(config(tmp_path), 0, 1, "stopped", "asked to stop")
-    write_views(config(tmp_path), 0)
+    write_views(config(tmp_path))
     assert all(path.exists() for path in views) and "stopped after step 1: asked to stop" in views[1].read_text()
     views[1].unlink()
     views[1].mkdir()
-    write_views(config(tmp_path), 0)
+    write_views(config(tmp_path))
     assert "report.html cannot be written" in capsys.readouterr().err
 
 

@@ -125,7 +125,7 @@ MEMORY = Section(
         ),
         Metric(
             "perf/memory_used_ratio",
-            "used share of the device memory, without what torch could release; on a CPU of the machine's memory",
+            "used share of the device memory at the peak of torch's tensors so far; on a CPU of the machine's, now",
             "share",
             "at the end of the step, rank 0",
             "above 0.95: a longer batch may not fit",
