@@ -34,6 +34,11 @@ class _Timers:
         """Leave the range."""
         self._open.pop(self._name).__exit__(None, None, None)
 
+    def close(self) -> None:
+        """Leave the ranges that an error has left open, the last first."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
+
 
 @contextlib.contextmanager
 def schedule_ranges(config: Any) -> Iterator[None]:
@@ -42,8 +47,9 @@ def schedule_ranges(config: Any) -> Iterator[None]:
     if not platform.ranges_are_recorded():
         yield
         return
-    config.timers = _Timers()
+    config.timers = timers = _Timers()
     try:
         yield
     finally:
+        timers.close()
         config.timers = None
