@@ -89,7 +89,6 @@ def test_run_is_rolled_back_with_smaller_learning_rates(
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "run", late)
     lower = [f"health.ref_kl_max={0.99 * rows[3][KL]}", "trainer.total_training_steps=5", "health.max_rollbacks=1"]
-    assert rows[3][KL] > max(row[KL] for row in rows[:3])
     for rank in train(late, *settings, *lower):
         assert rank["error"].startswith(f"step 4: kl_explosion: {KL} is ") and "rolled back 1 times" in rank["error"]
 
