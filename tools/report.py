@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help=f"the page; default: {REPORT} in the first RUN_DIR")
     parser.add_argument("--plot", action="store_true", help=f"write {PLOT} in each RUN_DIR too")
     arguments = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may not be UTF-8
     output = arguments.output or arguments.runs[0] / REPORT
     try:
         write_report(arguments.runs, output)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.observability import catalog
-from rlhf_mc.observability.report_charts import charts, curves, length_histograms, marks, phase_times, short
+from rlhf_mc.observability.report_charts import charts, curves, length_histograms, limits_of, marks, phase_times, short
 from rlhf_mc.observability.run_files import differences
-from rlhf_mc.observability.run_reader import RunRecord, Sample, number, read_run
+from rlhf_mc.observability.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, number, read_run
 
-MAX_SAMPLE_STEPS = 12
-"""Steps of a run whose generations are shown; of more, some between the first and the last."""
 MAX_SAMPLES = 16
+"""Generations of a step."""
+FEW_SAMPLES = 4
+"""The same, at least, where there are many runs."""
+MAX_TOTAL_STEPS = 24
+"""Steps with generations of all runs together, but one of each run at least."""
+MAX_TOTAL_SAMPLES = 400
+"""Generations at a step of all runs together, but FEW_SAMPLES of each at least."""
 MAX_CHARACTERS = 2000
 """Of a prompt or a response."""
 MAX_EVENTS = 200
@@ -33,11 +38,12 @@ MIN_WAITING = 0.005
 
 def write_report(directories: Sequence[Path], output: Path) -> None:
     """Write the report of runs. Raise UserError if a directory is no run's, or the file cannot be written."""
-    page = page_of([read_run(root) for root in directories])
+    steps = max(1, min(MAX_SAMPLE_STEPS, MAX_TOTAL_STEPS // len(directories)))
+    page = page_of([read_run(root, steps) for root in directories])
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(page, encoding="utf-8")
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
         os.replace(unfinished, output)
     except OSError as error:
         raise UserError(f"cannot write the report {output}: {reason_of(error)}") from error
@@ -68,18 +74,20 @@ def page_of(runs: Sequence[RunRecord]) -> str:
 
 def data_of(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return what the page's script draws."""
+    limits = limits_of([run.rows for run in runs])
+    samples = max(FEW_SAMPLES, min(MAX_SAMPLES, MAX_TOTAL_SAMPLES // max(len(runs), 1)))
     drawn: list[dict[str, Any]] = [
         {
             "name": name,
-            "curves": curves(run.rows),
-            "phases": phase_times(run.rows),
-            "lengths": length_histograms(run.histograms),
+            "curves": curves(run.rows, limits.points),
+            "phases": phase_times(run.rows, limits.bars),
+            "lengths": length_histograms(run.histograms, limits.bars),
             "marks": marks(run),
             "health": [
-                {key: row.get(key) for key in ("step", "rule", "metric", "event", "text")}
+                {"step": row["step"]} | {key: str(row.get(key)) for key in ("rule", "metric", "event", "text")}
                 for row in run.health[-MAX_EVENTS:]
             ],
-            "samples": {"validation": _kept(run.validation), "training": _kept(run.training)},
+            "samples": {"validation": _kept(run.validation, samples), "training": _kept(run.training, samples)},
         }
         for run, name in zip(runs, names, strict=True)
     ]
@@ -114,13 +122,13 @@ def _plain(text: str) -> str:
 def _about(run: RunRecord, name: str, index: int) -> dict[str, Any]:
     """Return the header of a run: its state and rows of a list."""
     first, last = (run.starts[0], run.starts[-1]) if run.starts else ({}, {})
-    git = last.get("git") or {}
+    git = last.get("git", {})
     commit = str(git.get("commit", ""))[:12] + (" with changes" if git.get("has_changes") else "")
-    end = last.get("end") if isinstance(last.get("end"), dict) else {}
-    hosts = last.get("hosts") or {}
-    versions = last.get("versions") or {}
-    command = last.get("command") or []
-    total = run.config.get("trainer", {}).get("total_training_steps")
+    end = last.get("end", {})
+    hosts = last.get("hosts", {})
+    versions = last.get("versions", {})
+    command = last.get("command", [])
+    total = _value(run.config, "trainer.total_training_steps")
     facts = {
         "run id": run.run_id,
         "directory": str(run.root.resolve()),
@@ -179,7 +187,7 @@ def _changes(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, 
         {"run": name, "step": start.get("after_step"), "key": key, "before": _shown(pair[0]), "after": _shown(pair[1])}
         for run, name in zip(runs, names, strict=True)
         for start in run.starts
-        for key, pair in (start.get("changed") or {}).items()
+        for key, pair in start.get("changed", {}).items()
     ]
 
 
@@ -187,13 +195,9 @@ def _shown(value: Any) -> str:
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _kept(steps: Any) -> dict[int, list[dict[str, Any]]]:
-    """Return the samples of at most MAX_SAMPLE_STEPS steps, cut to MAX_SAMPLES and MAX_CHARACTERS."""
-    numbers = list(steps)
-    if len(numbers) > MAX_SAMPLE_STEPS:
-        spread = (len(numbers) - 1) / (MAX_SAMPLE_STEPS - 1)
-        numbers = [numbers[round(i * spread)] for i in range(MAX_SAMPLE_STEPS)]
-    return {step: [_sample(sample) for sample in steps[step][:MAX_SAMPLES]] for step in numbers}
+def _kept(steps: Mapping[int, Sequence[Sample]], most: int) -> dict[int, list[dict[str, Any]]]:
+    """Return the first `most` samples of each step, cut to MAX_CHARACTERS."""
+    return {step: [_sample(sample) for sample in samples[:most]] for step, samples in steps.items()}
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

@@ -5,7 +5,9 @@ so that the page stays small. No torch here.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.observability.progress import validation_accuracies
@@ -16,13 +18,21 @@ MAX_POINTS = 1000
 """Points of a curve; a longer one shows the smallest and the largest value of each group of steps."""
 MAX_BARS = 120
 """Bars of phase times, and columns of histograms; of more steps each is the mean of a group."""
+FEW_POINTS = 20
+"""Points and bars that each run has, however many runs there are."""
+MAX_NUMBERS = 1_500_000
+"""Numbers in the curves of all runs, of some 8 bytes each."""
+MAX_TOTAL_BARS = 3000
+"""Bars of all runs."""
 MAX_BINS = 32
 TIMING = "timing_s/"
 _WHOLE = "step"
 OVERLAPPING = ("reward_hidden",)
 """Times that pass while other phases run."""
-AFTER_STEP = ("testing", "save_checkpoint", "export")
+AFTER_STEP = ("testing", "save_checkpoint", "export", "write_profile")
 """Phases that are not within timing_s/step."""
+SHARED = ("update_weights", "offload")
+"""Phases of a step that a phase after it may have too; their times are one sum."""
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("critic/score/mean",)),
     ("accuracy", "Validation accuracy", ("val-core/*",)),
@@ -41,15 +51,31 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 logged key is left out."""
 
 
-def curves(rows: Sequence[Row]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Limits:
+    """The most that each run draws, so that the page of many runs stays small."""
+
+    points: int = MAX_POINTS
+    """Of a curve."""
+    bars: int = MAX_BARS
+
+
+def limits_of(runs: Sequence[Sequence[Row]]) -> Limits:
+    """Return the limits for runs with these rows of metrics.jsonl."""
+    num_curves = sum(len({key for row in rows for key in row}) for rows in runs)
+    points = max(FEW_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(num_curves, 1)))
+    return Limits(points, max(FEW_POINTS, min(MAX_BARS, MAX_TOTAL_BARS // max(len(runs), 1))))
+
+
+def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
     """Return {"steps": [P], "metrics": {key: [P] numbers, null where there is none}, "group": steps in a group}. With
-    more than MAX_POINTS rows, each group of consecutive rows has two points: the smallest and the largest value, in
+    more than `most` rows, each group of consecutive rows has two points: the smallest and the largest value, in
     the order in which they come."""
     keys = sorted({key for row in rows for key, value in row.items() if key != "step" and number(value) is not None})
-    if len(rows) <= MAX_POINTS:
+    if len(rows) <= most:
         columns = {key: [short(number(row.get(key))) for row in rows] for key in keys}
         return {"steps": [row["step"] for row in rows], "metrics": columns, "group": 1}
-    size = math.ceil(len(rows) / (MAX_POINTS // 2))
+    size = math.ceil(len(rows) / (most // 2))
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
     steps = [step for group in groups for step in (group[0]["step"], group[-1]["step"])]
     metrics = {key: [value for group in groups for value in _extremes(group, key)] for key in keys}
@@ -90,36 +116,58 @@ def charts(keys: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def phase_times(rows: Sequence[Row]) -> dict[str, Any]:
+def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     """Return the seconds of each phase as stacked bars: {"steps": [[first, last] of each bar], "phases": {name: [B]
-    seconds}, "other": whether "other" is the part of a step in no phase}. Of more than MAX_BARS steps each bar is the
-    mean of a group."""
+    seconds}}. The phase "other" is the part of a step in no phase. Of more than `most` steps each bar is the mean of a
+    group."""
     timed = [row for row in rows if number(row.get(TIMING + _WHOLE)) is not None]
     names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
     phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
-    bars = groups_of(timed, MAX_BARS)
+    bars = groups_of(timed, most)
     seconds = {name: [_mean(group, TIMING + name) for group in bars] for name in phases}
-    within = [name for name in phases if name not in AFTER_STEP]
-    other = [
-        max(0.0, _mean(group, TIMING + _WHOLE) - sum(seconds[name][i] for name in within))
-        for i, group in enumerate(bars)
-    ]
+    usual = _usual_shared(timed)
+    other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
     found = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
     if any(value > 0.001 for value in other):
         found["other"] = [short(value) for value in other]
     return {"steps": [[group[0]["step"], group[-1]["step"]] for group in bars], "phases": found}
 
 
-def length_histograms(rows: Sequence[Row]) -> dict[str, Any]:
+def _usual_shared(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the medians of the SHARED phases over the steps without a phase after them; empty without such steps."""
+    alone = [row for row in rows if not _has_after(row)]
+    return {name: statistics.median(_seconds(row, name) for row in alone) for name in SHARED} if alone else {}
+
+
+def _other(row: Row, phases: Sequence[str], usual: Mapping[str, float]) -> float:
+    """Return the seconds of a step in no phase. Of a step with a phase after it, the SHARED phases count as within for
+    their usual time; if that is not known, entirely, and the result may be too small."""
+    found = _seconds(row, _WHOLE)
+    for name in phases:
+        if name not in AFTER_STEP:
+            seconds = _seconds(row, name)
+            found -= min(seconds, usual.get(name, seconds)) if _has_after(row) else seconds
+    return max(0.0, found)
+
+
+def _has_after(row: Row) -> bool:
+    return any(_seconds(row, name) for name in AFTER_STEP)
+
+
+def _seconds(row: Row, name: str) -> float:
+    return number(row.get(TIMING + name)) or 0.0
+
+
+def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     """Return {"steps": [[first, last] of each column], "edges": [E], "shares": [columns][E - 1]} of histograms.jsonl,
-    in at most MAX_BARS columns and MAX_BINS bins. Rows whose bins differ from the last row's are left out."""
+    in at most `most` columns and MAX_BINS bins. Rows whose bins differ from the last row's are left out."""
     valid = [row for row in rows if _is_histogram(row.get("response_length"))]
     if not valid:
         return {"steps": [], "edges": [], "shares": []}
     edges = valid[-1]["response_length"]["edges"]
     valid = [row for row in valid if row["response_length"]["edges"] == edges]
     merged = math.ceil((len(edges) - 1) / MAX_BINS)
-    columns = groups_of(valid, MAX_BARS)
+    columns = groups_of(valid, most)
     shares = []
     for group in columns:
         counts = [sum(column) for column in zip(*(row["response_length"]["counts"] for row in group), strict=True)]

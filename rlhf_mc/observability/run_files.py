@@ -36,9 +36,11 @@ def json_objects_and_faults(path: Path) -> tuple[list[Row], list[int]]:
     """Return the JSON objects of a file of JSON lines, and the numbers of the lines, from 1, that are none. A file that
     is missing or a directory has no lines."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # U+2028 may be within a line
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return [], []
+    if not lines[-1]:
+        lines.pop()  # what follows the last newline
     found: list[Row] = []
     faults = []
     for number, line in enumerate(lines, start=1):

@@ -223,11 +223,11 @@ def rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines(keepends=True):
+    for line in text.split("\n")[:-1]:  # the last is empty, or not complete
         try:
             row = json.loads(line)
-            if line.endswith("\n") and isinstance(row["step"], int):
-                yield line, row
+            if isinstance(row["step"], int):
+                yield f"{line}\n", row
         except (ValueError, TypeError, KeyError):
             continue
 

@@ -215,9 +215,15 @@ def test_controls_by_keyboard(opened: Any) -> None:
     page.locator("#metric").select_option("perf/mfu/critic")
     page.locator("#add").focus()
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.closest('figure').id") == "chart-perf-mfu-critic"
-    page.locator("#chart-perf-mfu-critic button", has_text="×").press("Enter")
-    assert page.locator("#chart-perf-mfu-critic").count() == 0
+    name = page.evaluate("document.activeElement.closest('figure').id")
+    chart = page.locator(f"#{name}")
+    assert chart.locator("strong").inner_text() == "perf/mfu/critic"
+    chart.locator("button", has_text="×").press("Enter")
+    assert chart.count() == 0
+    for key in ("actor/\u00e9", "actor/\u00fc"):
+        page.evaluate("([key]) => { for (const run of DATA.runs) run.curves.metrics[key] = run.curves.steps; }", [key])
+        page.evaluate("([key]) => { DATA.metrics[key] = {}; addMetric(key); }", [key])
+        assert page.locator("#charts figure", has_text=key).count() == 1
 
 
 def test_values_and_steps_by_keyboard_and_pointer(opened: Any) -> None:

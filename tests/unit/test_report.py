@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import report_runs
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability import report_charts, run_files
-from rlhf_mc.observability.report import MAX_SAMPLE_STEPS, page_of, write_report
-from rlhf_mc.observability.report_charts import charts, curves, length_histograms, marks, phase_times
-from rlhf_mc.observability.run_reader import STALE_SECONDS, read_run
+from rlhf_mc.observability.report import page_of, write_report
+from rlhf_mc.observability.report_charts import Limits, charts, curves, length_histograms, limits_of, marks, phase_times
+from rlhf_mc.observability.run_reader import MAX_SAMPLE_STEPS, STALE_SECONDS, read_run
+from rlhf_mc.observability.sinks import rows_of
 from rlhf_mc.runtime import run_lock
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
@@ -84,6 +86,83 @@ def test_states_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "starts.jsonl").unlink()
     (tmp_path / "success.json").write_text("{}")
     assert read_run(tmp_path).state == "finished", "a run of an earlier version"
+
+
+def test_loading_start_is_running_and_a_roll_back_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+
+    def state(how: str, process: int) -> str:
+        row = {"after_step": 0, "process": process, "end": {"how": how, "step": 7, "text": "because"}}
+        report_runs.write_lines(tmp_path / "starts.jsonl", [row])
+        return read_run(tmp_path).state
+
+    mine = os.getpid()
+    assert state("rolled back", mine) == "died"
+    lock(tmp_path)
+    assert state("rolled back", mine) == "running", "it loads the earlier checkpoint"
+    assert state("failed", mine + 1) == state("stopped", mine + 1) == "running", "another start, which loads"
+    assert state("failed", mine) == "failed" and state("finished", mine) == "finished", "it writes its last files"
+
+
+def test_line_separators_within_a_text_cut_no_line(tmp_path: Path) -> None:
+    folder = tmp_path / "train_generations"
+    folder.mkdir()
+    (tmp_path / "run.json").write_text("{}")
+    row = json.dumps({"input": "a\u2028b", "output": "c\u0085d\x1ee", "gts": "", "score": 1}, ensure_ascii=False)
+    (folder / "4.jsonl").write_text(f"{row}\n{row[:20]}\n{row}")
+    run = read_run(tmp_path)
+    assert [(sample.prompt, sample.response) for sample in run.training[4]] == [("a\u2028b", "c\u0085d\x1ee")] * 2
+    assert "train_generations/4.jsonl: 1 of 3 lines cannot be read and are left out: line 2" in run.faults
+    assert list(rows_of(folder / "4.jsonl")) == []
+    whole = json.dumps({"step": 1, "text": "a\u2028b"}, ensure_ascii=False) + "\n"
+    (tmp_path / "health.jsonl").write_text(whole + whole[:9])
+    assert [line for line, _ in rows_of(tmp_path / "health.jsonl")] == [whole]
+
+
+ODD_STARTS: list[tuple[dict[str, Any], str]] = [
+    ({"command": ["python", "a=\udcff"]}, ""),
+    ({"command": "python", "git": "abc", "hosts": ["a"]}, "hosts, which is no object"),
+    ({"config": {"trainer": None}, "git": None}, ""),
+    ({"config": [], "versions": 3, "end": "soon"}, "end, which is no object"),
+    ({"changed": [1]}, "changed, which is no object"),
+    ({"changed": {"a": [1], "b": 2, "c": [1, 2]}}, "changed, where a value is no pair"),
+]
+
+
+@pytest.mark.parametrize(("start", "fault"), ODD_STARTS)
+def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], fault: str) -> None:
+    report_runs.write_lines(tmp_path / "starts.jsonl", [start])
+    write_report([tmp_path, tmp_path], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert ("a=\\udcff" in page) == ("a=\udcff" in start.get("command", []))
+    assert fault in page and ("it is left out" in page) == bool(fault)
+
+
+def test_huge_numbers_and_odd_profiles_are_left_out(tmp_path: Path) -> None:
+    rows = [{"step": 1, "a": 10**400, "b": 1}, {"step": 10**400}, {"step": True}]
+    report_runs.write_lines(tmp_path / "metrics.jsonl", rows)
+    report_runs.write_lines(tmp_path / "health.jsonl", [{"step": 1, "value": 10**400, "text": float("nan")}])
+    for step, phases in (("1", {"gen": {"seconds": 3}}), ("2", {"gen": None}), ("3", {"gen": {"seconds": [1.0]}})):
+        (tmp_path / "profile" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "profile" / f"step_{step}" / "phases.json").write_text(json.dumps({"phases": phases}))
+    run = read_run(tmp_path)
+    assert "metrics.jsonl: 2 of 3 lines cannot be read and are left out" in run.faults and list(run.phases) == [3]
+    page = page_of([run])
+    assert data_in(page)["runs"][0]["curves"]["metrics"] == {"b": [1]} and "NaN" not in page
+
+
+def test_generations_are_read_in_one_pass(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    folder = tmp_path / "generations"
+    folder.mkdir()
+    texts = ["[prompt] a\n[response] b\n[response] c\n[ground truth] 1\n[score] 0.5\n"] * 2
+    (folder / "step_1.txt").write_text("\n".join(texts) + "\n[prompt] x\n[response] y\n[ground truth] z" * 20_000)
+    start = time.process_time()
+    run = read_run(tmp_path)
+    assert time.process_time() - start < 1
+    sample = run.validation[1][1]
+    assert (sample.prompt, sample.response, sample.ground_truth, sample.score) == ("a", "b\n[response] c", "1", 0.5)
+    assert len(run.validation[1]) == 2 and "generations/step_1.txt is cut after 2 generations" in run.faults
 
 
 def test_cut_lines_and_unreadable_files_are_named_and_left_out(tmp_path: Path) -> None:
@@ -171,8 +250,28 @@ def test_phase_times_stack_up_to_the_step() -> None:
         "steps": [[1, 1], [2, 2]],
         "phases": {"gen": [6, 6], "adv": [1, 1], "testing": [0, 4], "other": [3, 3]},
     }
+    profiled = phase_times([{"step": 1, **row, "timing_s/write_profile": 9.0}])["phases"]
+    assert profiled["other"] == [3] and profiled["write_profile"] == [9]
     grouped = phase_times([{"step": step, "timing_s/step": float(step)} for step in range(1, 601)])
     assert len(grouped["steps"]) == 120 and grouped["steps"][0] == [1, 5] and grouped["phases"]["other"][0] == 3
+
+
+def test_weights_that_a_validation_updates_are_not_within_the_step() -> None:
+    row = {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/update_weights": 1.0, "timing_s/offload": 1.0}
+    after = {**row, "timing_s/update_weights": 2.5, "timing_s/offload": 4.0, "timing_s/testing": 5.0}
+    found = phase_times([{"step": 1, **row}, {"step": 2, **row}, {"step": 3, **after}])["phases"]
+    assert found["other"] == [2, 2, 2] and found["update_weights"] == [1, 1, 2.5]
+    assert phase_times([{"step": 3, **after}])["phases"].get("other") is None, "not known"
+
+
+def test_many_runs_share_the_room_of_a_page() -> None:
+    rows = [{"step": step, **{f"m{i}": 0.1 for i in range(300)}} for step in range(2)]
+    assert limits_of([rows] * 2) == Limits()
+    limits = limits_of([rows] * 100)
+    assert 100 * 300 * limits.points <= report_charts.MAX_NUMBERS and limits.bars == 30
+    long = [{"step": step, "timing_s/step": 1.0 + step / 7} for step in range(400)]
+    assert len(curves(long, limits.points)["steps"]) <= limits.points
+    assert len(phase_times(long, limits.bars)["steps"]) <= limits.bars
 
 
 def test_length_histograms_are_shares_of_merged_bins() -> None:
@@ -233,6 +332,7 @@ def test_samples_are_of_some_steps(tmp_path: Path) -> None:
         report_runs.write_samples(tmp_path, step)
     kept = data_in(page_of([read_run(tmp_path)]))["runs"][0]["samples"]["validation"]
     assert len(kept) == MAX_SAMPLE_STEPS and {"0", "99"} <= set(kept)
+    assert list(read_run(tmp_path, 1).training) == [99]
 
 
 # ---------------------------------------------------------------- the tool

@@ -191,7 +191,7 @@ function addChart(chart, removable) {
 }
 
 function addMetric(key) {
-  return addChart({ id: key.replace(/[^\w-]+/g, "-"), title: key, keys: [key] }, true);
+  return addChart({ id: `metric-${Object.keys(DATA.metrics).indexOf(key)}`, title: key, keys: [key] }, true);
 }
 
 function fillMetrics() {
