@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 import sys
 import threading
@@ -62,7 +63,7 @@ class PhaseProgress:
         self._status = status
         self._stream = stream
         self._clock = clock
-        self._bottom = BottomLine(stream) if stream.isatty() else None
+        self._bottom = BottomLine(stream) if _has_columns(stream) else None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlhf_mc progress", daemon=True)
 
@@ -110,6 +111,8 @@ class BottomLine:
         with console.lock:
             if text:
                 self._line.set_description_str(text)
+                self._stream.write("\x1b[K\r")  # what others print overwrites the line instead of lengthening it
+                self._stream.flush()
             else:
                 self.clear()
 
@@ -132,6 +135,14 @@ class _Line(tqdm):
 
 
 _Line.set_lock(console.lock)
+
+
+def _has_columns(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal that a line fits in. Some, as of containers, report a width of 0."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
 
 
 def phase_line(status: RankStatus, works: Sequence[Work], now: float, shortest: float, columns: int) -> str:

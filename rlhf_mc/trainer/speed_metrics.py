@@ -16,6 +16,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.planner.gpus import device_bfloat16
+from rlhf_mc.runtime.console import say
 
 _PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases that work on prompts and responses. Generation makes the responses."""
@@ -36,8 +37,12 @@ def utilization_metrics(
     actor: ModelEngine, critic: ModelEngine | None, cfg: Config, batch: RaggedBatch, seconds: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the MFU of the step's updates and of the old log-probs: FLOPs of the pass, per rank and second of its
-    phase, over the rank's peak. seconds: as above; a phase that the step does not have has no MFU."""
-    peak = actor.groups.mesh.world * peak_flops(cfg.actor.megatron.dtype)
+    phase, over the rank's peak; none if the peak is not known. seconds: as above; a phase that the step does not have
+    has no MFU."""
+    peak = peak_flops(cfg.actor.megatron.dtype)
+    if peak is None:
+        return {}
+    peak *= actor.groups.mesh.world
     flops = {
         "actor": ("update_actor", update_flops(actor.shape, batch, cfg.actor.ppo_epochs)),
         "actor_infer": ("old_log_prob", log_prob_flops(actor.shape, batch)),
@@ -64,11 +69,18 @@ def log_prob_flops(shape: ModelShape, batch: RaggedBatch) -> float:
 
 
 @lru_cache
-def peak_flops(dtype: str) -> float:
+def peak_flops(dtype: str) -> float | None:
     """Return the peak FLOP/s of a rank: of its GPU for dense bfloat16 by the data sheet, as verl's. Of a CPU, or of a
-    GPU that is not in planner/gpus.py, the rate of the fastest of some large products in `dtype`, measured once."""
+    GPU that is not in planner/gpus.py, the rate of the fastest of some large products in `dtype`, measured once;
+    None, with a warning, if there is no memory for that."""
     rate = device_bfloat16(torch.cuda.get_device_name()) if platform.use_cuda() else None
-    return rate or measured_flops(DTYPES[dtype], 8192 if platform.use_cuda() else 512)
+    try:
+        return rate or measured_flops(DTYPES[dtype], 8192 if platform.use_cuda() else 512)
+    except Exception as error:
+        if not platform.is_out_of_memory(error):
+            raise
+        say("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
+        return None
 
 
 def measured_flops(dtype: torch.dtype, size: int) -> float:

@@ -180,7 +180,10 @@ def screen(output: str) -> list[str]:
     for text in output.split("\n"):
         shown: list[str] = []
         for part in text.removesuffix("\r").split("\r"):
-            shown[: len(part)] = part
+            before, clear, after = part.partition("\x1b[K")
+            shown[: len(before)] = before
+            if clear:
+                shown[len(before) :] = after
         lines.append("".join(shown).rstrip())
     return lines
 
@@ -202,6 +205,37 @@ def test_terminal_has_one_line_that_is_rewritten_and_cleared(monkeypatch: pytest
     assert output.count("\n") == 2
     assert "step 1/20 gen 0:05" in output and "step 1/20 gen 0:07" in output
     assert screen(output) == ["rlhf_mc: warning: a line", "rlhf_mc: END", ""]
+
+
+def test_other_output_overwrites_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = status_of(["start", "fit", "gen"], [0.0, 0.0, 0.0], step=3, total_steps=10)
+    clock = Clock()
+
+    def body(stream) -> None:
+        progress = PhaseProgress(status, stream, clock)
+        for clock.now in (2.0, 3.0):
+            progress.tick()
+            stream.write(f"a line of a reward function, {clock.now:.0f}\n")
+        progress.tick()
+        progress.close()
+        say("END")
+
+    lines = screen(terminal_output(monkeypatch, 80, body))
+    assert lines == ["a line of a reward function, 2", "a line of a reward function, 3", "rlhf_mc: END", ""]
+
+
+def test_terminal_of_no_columns_is_treated_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = status_of(["start", "setup"], [0.0, 0.0])
+    monkeypatch.setattr(console, "_last_line", 0.0)
+
+    def body(stream) -> None:
+        progress = PhaseProgress(status, stream, lambda: 12.0)
+        progress.tick()
+        progress.close()
+        say("END")
+
+    monkeypatch.setattr(console.time, "monotonic", lambda: 12.0)
+    assert terminal_output(monkeypatch, 0, body) == "  start setup 0:12\r\nrlhf_mc: END\r\n"
 
 
 def test_thread_shows_a_phase_that_is_stuck_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

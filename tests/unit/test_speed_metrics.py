@@ -86,6 +86,27 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyP
     speed_metrics.peak_flops.cache_clear()
 
 
+def test_no_memory_to_measure_leaves_the_mfu_out(
+    batch: RaggedBatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(dtype: torch.dtype, size: int) -> float:
+        raise error
+
+    monkeypatch.setattr(platform, "use_cuda", lambda: False)
+    monkeypatch.setattr(speed_metrics, "measured_flops", fail)
+    cfg = SimpleNamespace(actor=SimpleNamespace(megatron=SimpleNamespace(dtype="float32")))
+    actor = SimpleNamespace(groups=SimpleNamespace(mesh=SimpleNamespace(world=1)))
+    speed_metrics.peak_flops.cache_clear()
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory")
+    for _ in range(2):
+        assert speed_metrics.utilization_metrics(actor, None, cfg, batch, {"timing_s/old_log_prob": 1.0}) == {}
+    assert capsys.readouterr().err.count("no memory to measure") == 1
+    speed_metrics.peak_flops.cache_clear()
+    error = RuntimeError("another error")
+    with pytest.raises(RuntimeError, match="another error"):
+        speed_metrics.peak_flops("float32")
+
+
 @pytest.mark.skipif(platform.use_cuda(), reason="of a CPU")
 def test_the_peak_of_a_cpu_is_measured_once() -> None:
     """Check the order of magnitude: a core has between 0.5 and 500 GFLOP/s."""

@@ -64,7 +64,8 @@ recomputed does not count, and frozen tensors count as trained ones, in verl too
 The peak of a GPU is that of dense bfloat16 products by the data sheet (`rlhf_mc/planner/gpus.py`), whatever the dtype.
 Of a CPU, and of a GPU that is not in that table, each rank measures it at its first step: the fastest of five products
 of large matrices in the actor's dtype. (verl takes 0.448 TFLOP/s for any CPU, and infinity for an unknown GPU.) A
-measured peak differs by some percent from start to start, and so does the MFU."""
+measured peak differs by some percent from start to start, and so does the MFU. If there is no memory to measure it, a
+warning says so, and the run has no MFU."""
 
 SPEED = Section(
     "Speed",
