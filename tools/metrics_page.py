@@ -33,22 +33,33 @@ In a key `<name>` stands for any text, N and k for numbers, and {a,b} for either
 TRACKERS = """\
 ## Experiment trackers
 
-`trainer.logger` may also name `wandb` (Weights & Biases), `mlflow` and `swanlab`, each with the package of that name
-(`mlflow-skinny` is enough; `pip install -e .[trackers]` installs all three). `trainer.project_name` is the project, in
-MLflow the experiment, and `trainer.experiment_name` the name of the run. Rank 0 logs the resolved config once and the
-metrics of each step.
+`trainer.logger` may also name `wandb` (Weights & Biases), `mlflow` and `swanlab`, each with the package of that name;
+`mlflow-skinny` is enough. `make` installs all three, in the versions of `requirements/trackers.txt`. Elsewhere
+`pip install --no-deps -r requirements/trackers.txt` leaves all other packages as they are; without `--no-deps`, as in
+`pip install -e .[trackers]`, pip may change versions that are locked, such as protobuf's. `trainer.project_name` is the
+project, in MLflow the experiment, and `trainer.experiment_name` the name of the run. Rank 0 logs the resolved config
+once and the metrics of each step.
 
+- **No secrets in the config.** The whole config goes to the trackers, and with the command line to `starts.jsonl`. Keys
+  belong into environment variables: those of the trackers, and the one that a remote reward's `api_key_env` names.
 - `wandb` and `swanlab` log to their servers, and under `wandb/` and `swanlog/` in the run's directory. The run has the
   id of `run.json` there. Their environment variables count: `WANDB_MODE=offline` with `wandb sync` afterwards,
   `WANDB_API_KEY`, `SWANLAB_MODE=offline` with `swanlab sync`, `SWANLAB_API_KEY`, ...
-- `mlflow` logs to `MLFLOW_TRACKING_URI`, and without it to `mlruns/` in the run's directory, which
-  `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlruns` shows.
-- A resumed run continues the tracker's run. `trackers.json` has the last step that each tracker has. Steps that were
-  logged before and are repeated after a resume keep their first values there, since a tracker cannot take steps back;
-  `metrics.jsonl` has the last values.
+- `mlflow` logs to `MLFLOW_TRACKING_URI`, and without it to `mlruns/` in the run's directory. The page that shows it is
+  not in `mlflow-skinny`: in another environment, `pip install mlflow` and
+  `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri RUN/mlruns`.
+- A resumed run continues the tracker's run. `trackers.json` has the last step that was handed to each tracker. MLflow
+  has a step when it is logged, and gets none twice. W&B and SwanLab send steps later and get those after the checkpoint
+  again: of these they drop the ones that they have (W&B every step below its last), so that the first values stay
+  there. Offline, both are in the files of their starts. `metrics.jsonl` has the last values.
+- A run that is killed loses what W&B and SwanLab have not yet sent or written; offline, W&B writes in blocks, and a
+  short run may lose all. What is missing up to the checkpoint stays missing there. `metrics.jsonl` has every step.
 - A value that is not finite is left out of trackers. MLflow allows no "@" in a key: it is written `_at_`, as verl does.
-- A tracker that fails, at the start or later, costs one warning and is dropped until the next start: it never ends the
-  run. A package that is not installed is an error before anything runs.
+  Another key that MLflow refuses is changed, with 8 digits of its hash behind, so that two stay two.
+- A tracker that fails, at the start or later, or does not answer costs one warning and is dropped until the next start:
+  the run continues without. All ranks wait meanwhile, at most 30 s for the start of each tracker, 60 s for its end, and
+  20 s for a step in MLflow. At the exit of the process a library may wait on by itself, W&B for at most 50 s. A
+  package that is not installed is an error before anything runs.
 """
 HEALTH_HEAD = """\
 ## Health: symptom, meaning, setting

@@ -88,7 +88,7 @@ class Sinks:
         tracked = TrackedRun(directory, run_id or name, config.project_name, name, settings or {})
         for tracker in TRACKERS:
             if tracker in config.logger:
-                self._show(tracker, lambda tracker=tracker: TrackerSink(tracker, tracked))  # type: ignore[misc]
+                self._show(tracker, lambda tracker=tracker: TrackerSink(tracker, tracked, after_step))  # type: ignore[misc]
         if "console" in config.logger:
             self._show("table of steps", lambda: ConsoleSink(total_steps, stream))
 

@@ -1,37 +1,55 @@
 """The experiment trackers of trainer.logger: Weights & Biases, MLflow and SwanLab. Each library is imported when its
 tracker is built and not before. What a tracker writes to disk is in trainer.default_local_dir.
 
-A resumed run continues the tracker's own run. Trackers cannot take steps back: steps that were logged before the resume
-and are repeated after it keep their first values there (metrics.jsonl has the last ones).
+A resumed run continues the tracker's own run. Steps that a tracker has, and that are repeated after a resume, keep
+their first values there (metrics.jsonl has the last ones). All ranks wait for rank 0, so that the start and the end of
+a tracker have a time limit: a library may wait for a server for minutes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.util
 import json
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError
 
 TRACKERS_FILE = "trackers.json"
-"""In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run, "last_step": n}}."""
+"""In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run, "last_step": the last
+that was handed to its library}}."""
 WANDB_DIR = "wandb"
 MLFLOW_DIR = "mlruns"
 SWANLAB_DIR = "swanlog"
-_LOGIN_SECONDS = 60
-"""Longest wait for the user's answer where W&B asks for a key on a terminal."""
-_MLFLOW_BATCH = 100
-"""Parameters in one request; MLflow allows no more. Metrics are fewer than the 1000 of a request."""
+START_SECONDS = 30.0
+"""Longest start of a tracker, without the import of its library. W&B's own limits, which say more, are shorter."""
+CLOSE_SECONDS = 60.0
+"""Longest end of a tracker. W&B's own limit, which also holds at the exit of the process, is shorter."""
+_ENVIRONMENT = {
+    # A server that does not answer holds the step up, by default for many minutes.
+    "mlflow": {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"},
+    # A question on a terminal would have no end; and the rank's output stays as it is.
+    "swanlab": {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"},
+}
+"""By tracker: defaults of environment variables, which its library reads when it is imported."""
+_MLFLOW_PARAMS = 100
+_MLFLOW_METRICS = 1000
+"""Parameters and metrics in one request; MLflow allows no more."""
 _MLFLOW_TEXT = 6000
-"""Characters of a parameter; MLflow allows no more."""
+_MLFLOW_KEY = 250
+"""Characters of a parameter's value and of a key; MLflow allows no more."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,8 @@ class Tracker(Protocol):
 
     id: str
     """The tracker's own id of the run."""
+    written_at_once: bool
+    """True if the tracker has a step once `log` returns. Otherwise a library sends it later, which a kill prevents."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log finite numbers."""
@@ -62,16 +82,23 @@ class Tracker(Protocol):
 
 
 class TrackerSink:
-    """A sink that logs each step once to a tracker. Values that are not finite are left out: what trackers make of them
+    """A sink that logs the steps to a tracker. Values that are not finite are left out: what trackers make of them
     differs, down to an error."""
 
-    def __init__(self, name: str, run: TrackedRun) -> None:
-        """name: a key of TRACKERS."""
+    def __init__(self, name: str, run: TrackedRun, after_step: int | None) -> None:
+        """Start the tracker. Raise TimeoutError if it takes longer than START_SECONDS, or the library's own error.
+
+        name: a key of TRACKERS. after_step: the step that the run resumes after, None for a new run."""
         self._name = name
         self._run = run
         earlier = self._progress().get(name, {})
-        self._last_step: int = earlier.get("last_step", -1)
-        self._tracker = TRACKERS[name](run, earlier.get("id"))
+        for variable, value in _ENVIRONMENT.get(name, {}).items():
+            os.environ.setdefault(variable, value)
+        importlib.import_module(name)
+        self._tracker = within(START_SECONDS, lambda: TRACKERS[name](run, earlier.get("id")))
+        # A tracker that may lack the steps after the checkpoint gets them again; its library drops those that it has.
+        again = -1 if after_step is None else after_step
+        self._last_step: int = earlier.get("last_step", -1) if self._tracker.written_at_once else again
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step <= self._last_step:
@@ -87,7 +114,8 @@ class TrackerSink:
         durable.replace(self._run.directory / TRACKERS_FILE, json.dumps(progress).encode())
 
     def close(self) -> None:
-        self._tracker.close()
+        """End the tracker's run. Raise TimeoutError if that takes longer than CLOSE_SECONDS."""
+        within(CLOSE_SECONDS, self._tracker.close)
 
     def _progress(self) -> dict[str, Any]:
         """Return the content of TRACKERS_FILE; empty if it is missing, unreadable or of another run."""
@@ -101,12 +129,18 @@ class TrackerSink:
 class WandbTracker:
     """Weights & Biases, with the run's id as its id. WANDB_* variables count, such as WANDB_MODE=offline."""
 
+    written_at_once = False
+
     def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
         import wandb
 
         self.id = earlier_id or run.run_id
         self._teardown: Callable[[], None] = wandb.teardown
-        settings: dict[str, Any] = {"login_timeout": _LOGIN_SECONDS}
+        settings: dict[str, Any] = {
+            "login_timeout": START_SECONDS - 5,  # for the user's answer where W&B asks for a key on a terminal
+            "init_timeout": START_SECONDS - 5,
+            "finish_timeout": CLOSE_SECONDS - 10,
+        }
         if "WANDB_CONSOLE" not in os.environ:
             settings["console"] = "off"  # the rank's output stays as it is
         self._run = wandb.init(
@@ -120,7 +154,7 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log(dict(metrics), step=step, commit=True)  # otherwise the row waits for the next step
 
     def close(self) -> None:
         self._run.finish()
@@ -130,14 +164,13 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow at MLFLOW_TRACKING_URI, otherwise files in the run's directory."""
 
+    written_at_once = True
+
     def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             uri = f"file://{(run.directory / MLFLOW_DIR).resolve()}"
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        # A server that does not answer holds the step up, by default for many minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -148,9 +181,9 @@ class MlflowTracker:
             experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
             tags = {"rlhf_mc.run_id": run.run_id}
             self.id: str = self._client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
-            params = [Param(key, str(value)[:_MLFLOW_TEXT]) for key, value in flattened(run.settings)]
-            for first in range(0, len(params), _MLFLOW_BATCH):
-                self._client.log_batch(self.id, params=params[first : first + _MLFLOW_BATCH])
+            params = [Param(mlflow_name(key), str(value)[:_MLFLOW_TEXT]) for key, value in flattened(run.settings)]
+            for first in range(0, len(params), _MLFLOW_PARAMS):
+                self._client.log_batch(self.id, params=params[first : first + _MLFLOW_PARAMS])
         else:
             self.id = earlier_id
             self._client.update_run(self.id, status="RUNNING")
@@ -158,7 +191,8 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         rows = [self._metric(mlflow_name(key), value, now, step) for key, value in metrics.items()]
-        self._client.log_batch(self.id, metrics=rows)
+        for first in range(0, len(rows), _MLFLOW_METRICS):
+            self._client.log_batch(self.id, metrics=rows[first : first + _MLFLOW_METRICS])
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
@@ -167,9 +201,9 @@ class MlflowTracker:
 class SwanlabTracker:
     """SwanLab, with the run's id as its id. SWANLAB_* variables count, such as SWANLAB_MODE=offline."""
 
+    written_at_once = False
+
     def __init__(self, run: TrackedRun, earlier_id: str | None) -> None:
-        os.environ.setdefault("SWANLAB_INTERACTIVE", "false")  # a question on a terminal would have no end
-        os.environ.setdefault("SWANLAB_TERMINAL_PROXY_TYPE", "none")  # the rank's output stays as it is
         import swanlab
 
         self.id = earlier_id or run.run_id
@@ -206,10 +240,37 @@ def check_loggers(names: Sequence[str]) -> None:
             raise UserError(f"trainer.logger: {name} is not installed: pip install {package}, or leave {name} out")
 
 
+def within(seconds: float, call: Callable[[], _Result]) -> _Result:
+    """Return what `call` returns, or raise what it raises. Raise TimeoutError after the given time; the call then goes
+    on in its thread, which does not keep the process from ending."""
+    future: Future[_Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="tracker").start()
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
 def mlflow_name(key: str) -> str:
-    """Return the name of a metric in MLflow: "@" is written as _at_, as verl does, and another character that MLflow
-    does not allow as _."""
-    return re.sub(r"[^\w\-./ :]", "_", key.replace("@", "_at_"), flags=re.ASCII)
+    """Return the name of a metric or parameter in MLflow, at most 250 characters: "@" is written as _at_, as verl does,
+    and another character that MLflow does not allow as _, as are an empty part of the path and dots that begin one. If
+    anything but "@" was changed, 8 digits of the key's hash follow, so that different keys stay different."""
+    wanted = key.replace("@", "_at_")
+    allowed = re.sub(r"[^\w\-./ :]", "_", wanted, flags=re.ASCII)
+    name = "/".join(re.sub(r"^\.+", "_", part) or "_" for part in allowed.split("/"))
+    if name == wanted and len(name) <= _MLFLOW_KEY:
+        return name
+    digits = hashlib.sha256(key.encode()).hexdigest()[:8]
+    return f"{name[: _MLFLOW_KEY - 9]}_{digits}"
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
