@@ -35,10 +35,10 @@ TRACKERS = """\
 
 `trainer.logger` may also name `wandb` (Weights & Biases), `mlflow` and `swanlab`, each with the package of that name;
 `mlflow-skinny` is enough. `make` installs all three, in the versions of `requirements/trackers.txt`. Elsewhere
-`pip install --no-deps -r requirements/trackers.txt` leaves all other packages as they are; without `--no-deps`, as in
-`pip install -e .[trackers]`, pip may change versions that are locked, such as protobuf's. `trainer.project_name` is the
-project, in MLflow the experiment, and `trainer.experiment_name` the name of the run. Rank 0 logs the resolved config
-once and the metrics of each step.
+`pip install --no-deps -r requirements/trackers.txt` changes no package that is locked, except importlib-metadata in
+the GPU image (8.7 for 10.2: MLflow asks for less than 10); without `--no-deps`, as in `pip install -e .[trackers]`, pip
+may change more, such as protobuf. `trainer.project_name` is the project, in MLflow the experiment, and
+`trainer.experiment_name` the name of the run. Rank 0 logs the resolved config once and the metrics of each step.
 
 - **No secrets in the config.** The whole config goes to the trackers, and with the command line to `starts.jsonl`. Keys
   belong into environment variables: those of the trackers, and the one that a remote reward's `api_key_env` names.
