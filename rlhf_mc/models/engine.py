@@ -341,14 +341,15 @@ class ModelEngine:
             work.advance()  # on a GPU the kernels are launched: the schedule waits for some of them
             return output, finish
 
+        lengths = packed_lengths(batch, micro_batches, multiple_of)
+        count(tokens=sum(lengths))
         extra: dict[str, Any] = {"pg_collection": self.groups.collection}
         if pp > 1:
             # The plan is the same on all stages of a replica.
             shards = self.groups.mesh.tp if self._megatron.sequence_parallel else 1
-            lengths = [n // shards for n in packed_lengths(batch, micro_batches, multiple_of)]
-            extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, lengths)
+            on_rank = [n // shards for n in lengths]
+            extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, on_rank)
 
-        count(tokens=sum(packed_lengths(batch, micro_batches, multiple_of)))
         cache = packing or PackingCache()
 
         def micros() -> Iterator[MicroBatch]:

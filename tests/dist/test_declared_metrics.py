@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from workers import Workers
 
-from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.config.data_schema import DataConfig
+from rlhf_mc.config.schema import Config, ModelConfig, TrainerConfig
 from rlhf_mc.observability.sinks import build_sinks
 from rlhf_mc.topology.consensus import on_every_rank
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.dist
 
 def log_of_one_step(directory: str, key: str) -> None:
     """Log a metric as a run does."""
-    config = TrainerConfig(default_local_dir=directory, logger=["jsonl"])
+    trainer = TrainerConfig(default_local_dir=directory, logger=["jsonl"])
+    config = Config(data=DataConfig(train_files=[]), model=ModelConfig(path=""), trainer=trainer)
     sinks = on_every_rank(lambda: build_sinks(0, config, 1, None, "a-run"))
     on_every_rank(lambda: sinks.log(1, {key: 1.0}))
     on_every_rank(sinks.close)

@@ -47,6 +47,7 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             "health.patience=1",
             "health.window=4",
             "health.entropy_min=3",
+            "health.entropy_collapse=0.3",
             "health.throughput_min=100",
             "health.memory_max=0.001",
             "health.grad_norm_growth=0.01",

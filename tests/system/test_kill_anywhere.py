@@ -49,7 +49,7 @@ def draw(kind: str, rng: random.Random) -> Fault:
     victims = [rng.randrange(WORLD)] if kind == "kill one rank" or either_way else list(range(WORLD))
     number = signal.SIGTERM if kind == "terminate all" else signal.SIGKILL
     only: tuple[str, ...] = ()
-    after = rng.randint(15, 45)  # the first are those of the start; a step has about 20
+    after = rng.randint(15, 30)  # the first are those of the start; a step has about 20
     if kind == "kill in a save":
         only = SAVE_EVENTS
         after = rng.randint(2, 9)
