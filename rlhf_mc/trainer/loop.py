@@ -136,8 +136,7 @@ def train(
         state = begin_step(0, status)
         accuracy = validate(run, state)
         log(sinks, state)
-        checkpoints.step_done(0, 0, accuracy, state.metrics)
-    save_start(run, begin_step(step, status), checkpoints)
+    save_start(run, begin_step(step, status), checkpoints, accuracy)
     while act(run, checkpoints, step, health.last) == "continues":
         if schedule.is_last(step, num_batches, accuracy):
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,11 @@ def updates(
         if recovers:
             engine.recover_memory()
 
+        limits = contextlib.ExitStack()
+
         def objective(mini: RaggedBatch) -> Loss:
+            if used and tokens_in_memory is not None and dist.get_rank() == 1:  # from the second update on
+                limits.enter_context(measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20)))
             loss = _objective(engine, mini, "token-mean")
 
             def hungry(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> Any:
@@ -54,17 +57,11 @@ def updates(
         token_budget = TokenBudget("actor", 1, budget, int(batch.seq_lens.max()), adjustments)
         whole = list(range(batch.num_sequences))
 
-        def mini_batches() -> Iterator[list[int]]:
-            yield whole
-            with contextlib.ExitStack() as stack:
-                if tokens_in_memory is not None and dist.get_rank() == 1:
-                    stack.enter_context(measure.limited_memory(tokens_in_memory * BYTES_PER_TOKEN + (64 << 20)))
-                yield whole
-
         result: dict[str, Any] = {}
         try:
-            skipped = SkippedUpdates(1, Path(directory))
-            result["metrics"] = update(engine, batch, mini_batches(), objective, token_budget, skipped)
+            with limits:
+                skipped = SkippedUpdates(1, Path(directory))
+                result["metrics"] = update(engine, batch, iter([whole, whole]), objective, token_budget, skipped)
         except UserError as error:
             result["error"] = str(error)
         result["weights"] = {name: tensor.clone() for name, tensor in engine.params.items()}
