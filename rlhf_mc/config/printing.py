@@ -35,8 +35,8 @@ def _section(section: Any, values: dict[str, Any], indent: str) -> list[str]:
             lines += [f"{indent}{field.name}:", *_section(inner, value, indent + _INDENT)]
         elif isinstance(inner, dict) and any(map(dataclasses.is_dataclass, inner.values())):
             lines.append(f"{indent}{field.name}:")
-            for name, section in inner.items():
-                lines += [f"{indent}{_INDENT}{name}:", *_section(section, value[name], indent + 2 * _INDENT)]
+            for name, named in inner.items():
+                lines += [f"{indent}{_INDENT}{name}:", *_section(named, value[name], indent + 2 * _INDENT)]
         else:
             lines += textwrap.indent(f"{field.name}: {yaml_text(value)}", indent).split("\n")
         lines += [""] if not indent else []
