@@ -68,7 +68,11 @@ class Ranks:
         self.store.set(f"{key}/{self.rank}", value)
         keys = [f"{key}/{rank}" for rank in range(self.world)]
         self.store.wait(keys, timedelta(seconds=seconds))
-        return [self.store.get(other).decode() for other in keys]
+        found = [self.store.get(other).decode() for other in keys]
+        self.store.set(f"{key}/read/{self.rank}", "")
+        if self.rank == 0:  # with its process the store may end, which others still read
+            self.store.wait([f"{key}/read/{rank}" for rank in range(self.world)], timedelta(seconds=seconds))
+        return found
 
     def fail(self, key: str) -> None:
         """Tell all ranks that one has failed."""
