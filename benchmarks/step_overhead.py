@@ -161,18 +161,16 @@ class EnginesAlone:
 def print_bounds(run: Any, batch: RaggedBatch) -> None:
     """Print what no program can do without: the operations of a step's matrix products, at the rate of one product on
     these cores, and the bytes of the weight update. Every rank must call it."""
-    from rlhf_mc.architectures.operations import forward_flops, training_flops
+    from rlhf_mc.trainer.speed_metrics import log_prob_flops, update_flops
 
     size = 1024
     a = torch.randn(size, size)
     rate = 2 * size**3 / min(timed(lambda: a @ a)[0] for _ in range(10))
-    lens = batch.seq_lens.tolist()
-    tokens = int(batch.response_lens.sum())
     models = [engine for engine in (run.actor, run.reference, run.critic) if engine is not None]
     epochs = run.config.actor.ppo_epochs
-    passes = sum(forward_flops(engine.shape, lens, tokens).total for engine in models)
-    updates = sum(epochs * training_flops(engine.shape, lens, tokens) for engine in run.trained_models())
-    generation = forward_flops(run.actor.shape, lens, tokens).total
+    passes = sum(log_prob_flops(engine.shape, batch) for engine in models)
+    updates = sum(update_flops(engine.shape, batch, epochs) for engine in run.trained_models())
+    generation = log_prob_flops(run.actor.shape, batch)
     if dist.get_rank() == 0:
         world = dist.get_world_size()
         print(f"bounds at {rate / 1e9:.1f} GFLOP/s a process, the rate of a product of {size} x {size} matrices:")

@@ -26,7 +26,7 @@ BYTES_PER_TOKEN = 16 << 20
 
 
 def updates(
-    checkpoint: str, batch: RaggedBatch, budget: int, tokens_in_memory: int | None, recovers: bool, directory: str
+    checkpoint: str, batch: RaggedBatch, budget: int, tokens_in_memory: int | None, directory: str
 ) -> dict[str, Any]:
     """Take two optimizer steps with micro-batches of at most `budget` tokens, of which rank 1 has memory for
     `tokens_in_memory` in the second. Return the metrics or the error, the weights after them and the budgets used."""
@@ -34,8 +34,7 @@ def updates(
     with mesh_groups(1, 1) as groups:
         engine = make_engine(checkpoint, "actor", groups)
         engine.make_trainable(OptimConfig(lr=1e-3), total_steps=1)
-        if recovers:
-            engine.recover_memory()
+        engine.recover_memory()
 
         limits = contextlib.ExitStack()
 

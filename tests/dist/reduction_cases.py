@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from gpu_parts.engines import Role, logical_tensors, make_engine, mesh_groups, my_micro_batches, objective
+from gpu_parts.engines import Role, logical_tensors, make_engine, mesh_groups, my_micro_batches, objective, token_batch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
@@ -21,6 +21,15 @@ from rlhf_mc.models.engine import ModelEngine
 
 BUCKET = 20_000
 """Parameters of a bucket: a small part of the tests' models."""
+
+
+def training_batch() -> RaggedBatch:
+    """Return sequences of unlike lengths with random values of all that the losses read."""
+    batch = token_batch(260, (3, 9, 5, 4, 4, 14, 2), (6, 1, 11, 5, 5, 16, 8))
+    draw = torch.Generator().manual_seed(6)
+    fields = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+    size = len(batch.rollout_log_probs)
+    return batch.with_fields(**{name: torch.randn(size, generator=draw) - 2.0 for name in fields})
 
 
 class Training(NamedTuple):

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import reduction_cases
 import torch
-from gpu_parts.engines import token_batch
 from gpu_parts.tiny import make_checkpoint
-from reduction_cases import Training
+from reduction_cases import Training, training_batch
 from workers import Workers
 
 from rlhf_mc.config.roles import overlaps_reduction
@@ -36,11 +35,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def batch() -> RaggedBatch:
-    batch = token_batch(260, (3, 9, 5, 4, 4, 14, 2), (6, 1, 11, 5, 5, 16, 8))
-    draw = torch.Generator().manual_seed(6)
-    fields = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
-    size = len(batch.rollout_log_probs)
-    return batch.with_fields(**{name: torch.randn(size, generator=draw) - 2.0 for name in fields})
+    return training_batch()
 
 
 @pytest.mark.parametrize(

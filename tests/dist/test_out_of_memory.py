@@ -8,8 +8,8 @@ from typing import Any
 import memory_cases
 import pytest
 import torch
-from gpu_parts.engines import token_batch
 from gpu_parts.tiny import make_checkpoint
+from reduction_cases import training_batch
 
 from rlhf_mc.data.batch import RaggedBatch
 
@@ -27,16 +27,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def batch() -> RaggedBatch:
-    batch = token_batch(260, (3, 9, 5, 4, 4, 14, 2), (6, 1, 11, 5, 5, 16, 8))
-    draw = torch.Generator().manual_seed(6)
-    fields = ("old_log_probs", "ref_log_probs", "advantages", "values", "returns")
-    size = len(batch.rollout_log_probs)
-    return batch.with_fields(**{name: torch.randn(size, generator=draw) - 2.0 for name in fields})
+    return training_batch()
 
 
 @pytest.fixture
 def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> Any:
-    def run(name: str, budget: int, tokens_in_memory: int | None, recovers: bool = True) -> list[dict[str, Any]]:
+    def run(name: str, budget: int, tokens_in_memory: int | None) -> list[dict[str, Any]]:
         directory = tmp_path / name
         directory.mkdir()
         found: list[dict[str, Any]] = pool(2).run(
@@ -45,7 +41,6 @@ def updates(pool: Any, checkpoint: str, batch: RaggedBatch, tmp_path: Path) -> A
             batch=batch,
             budget=budget,
             tokens_in_memory=tokens_in_memory,
-            recovers=recovers,
             directory=str(directory),
         )
         return found
