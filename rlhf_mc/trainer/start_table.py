@@ -119,7 +119,7 @@ def size(num_bytes: float) -> str:
 
 def _count(number: int) -> str:
     """Return a number in at most 6 characters."""
-    for unit, one in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, one in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * one:
             return f"{number / one:.{2 if number < 9.995 * one else 1}f}{unit}"
     return str(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_mc.models.engine import Held
@@ -52,6 +52,7 @@ def test_size(num_bytes: float, text: str) -> None:
     offloaded=st.sets(st.sampled_from(["params", "grads", "optimizer"])),
     note=st.text(max_size=400),
 )
+@example([9_999_950_000_000] * 4, "a", {"params", "grads", "optimizer"}, "")
 def test_no_line_is_wider_than_80(numbers: list[int], role: str, offloaded: set[str], note: str) -> None:
     rows = [Row(role, ("999", "99x9", "9999", "999"), [Held(*numbers, frozenset(offloaded))])]
     assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))
