@@ -20,19 +20,38 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(extra_info["index"] != 0)
 """
 """All responses to a prompt score the same; one prompt of the file scores lower than the others."""
+CHANGING_SCORES = """
+import time
+
+CALLS_PER_STEP = 8  # 8 prompts with 2 responses, on 2 ranks with a worker each
+calls = 0
+began = None
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global calls, began
+    began = began or time.monotonic()
+    step = calls // CALLS_PER_STEP + 1
+    if step == 8 and calls % CALLS_PER_STEP == 0:
+        time.sleep(time.monotonic() - began)
+    calls += 1
+    score = len(solution_str) / 10 + solution_str.count("1")
+    return score if step < 8 else 1000 * score
+"""
+"""Step 8 takes as long as the steps before it together, and from then on the scores are 1000 times as high."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = make_workspace(tmp_path_factory.mktemp("health_rules"), num_hidden_layers=1)
     (workspace / "scores.py").write_text(SCORES)
+    (workspace / "changing_scores.py").write_text(CHANGING_SCORES)
     return write_config(workspace, trainer=TRAINER)
 
 
 @pytest.fixture(scope="module")
 def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run two ranks with far too high learning rates, narrow value clipping and short responses. Bounds that no small
-    run on a CPU exceeds within seconds are set to what it has."""
+    """Run two ranks with far too high learning rates, narrow value clipping, short responses and a reward function that
+    changes. Bounds that no small run on a CPU exceeds within seconds are set to what it has."""
     found: list[dict[str, Any]] = pool(2).run(
         health_cases.train,
         config_path=str(config),
@@ -40,6 +59,8 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             f"trainer.default_local_dir={tmp_path_factory.mktemp('thrown_off')}",
             "trainer.total_training_steps=10",
             "trainer.seed=2",
+            f"custom_reward_function.path={config.parent / 'changing_scores.py'}",
+            "reward.num_workers=1",
             "data.max_response_length=4",
             "actor.optim.lr=0.05",
             "critic.optim.lr=0.05",
@@ -48,9 +69,7 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             "health.window=4",
             "health.entropy_min=3",
             "health.entropy_collapse=0.3",
-            "health.throughput_min=100",
             "health.memory_max=0.001",
-            "health.grad_norm_growth=0.01",
             "health.responses.policy_collapsed=warn",
             "trainer.max_rollout_logprob_diff=1e-9",
         ],
@@ -112,6 +131,7 @@ def test_each_rule_is_provoked_by_a_run(
 ) -> None:
     assert [result["error"] for result in (*thrown_off, no_signal, broken)] == [None] * 4
     assert {"kl_explosion", "ppo_kl_high", "entropy_falling", "policy_collapsed", "truncated"} <= begun(thrown_off[0])
+    assert {"grad_norm_growing", "throughput_falling"} <= begun(thrown_off[0])
     assert {"reward_constant", "equal_groups", "grad_norm_low"} <= begun(no_signal)
     assert {"not_finite", "replicas_unbalanced"} <= begun(broken)
     assert begun(thrown_off[0]) | begun(no_signal) | begun(broken) == {rule.name for rule in RULES}
