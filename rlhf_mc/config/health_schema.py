@@ -42,7 +42,7 @@ class HealthResponsesConfig:
     grad_norm_low: MildResponse = "note"
     """actor/grad_norm or critic/grad_norm below grad_norm_min."""
     entropy_falling: Response = "warn"
-    """actor/entropy has lost entropy_drop of its mean over the window before."""
+    """actor/entropy has lost entropy_drop of its median over the window before."""
     entropy_low: Response = "warn"
     """actor/entropy below entropy_min."""
     vf_clipfrac_high: Response = "warn"
@@ -63,7 +63,7 @@ class HealthResponsesConfig:
     rollout_mismatch: Response = "warn"
     """The log-probs of vLLM and trainer differ by more than trainer.max_rollout_logprob_diff."""
     throughput_falling: MildResponse = "warn"
-    """perf/throughput below throughput_min of the run's median."""
+    """perf/throughput below throughput_min times its median over the window before."""
     replicas_unbalanced: MildResponse = "warn"
     """global_seqlen/idle_share above idle_share_max."""
     memory_near_limit: MildResponse = "warn"
@@ -94,8 +94,8 @@ class HealthConfig:
     """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion, rollout_mismatch and
     memory_near_limit count at once."""
     window: int = 20
-    """Steps of a moving average or median. ppo_kl_low, grad_norm_low, entropy_low and explained_variance_low must hold
-    for as many consecutive steps."""
+    """Steps of a moving median. ppo_kl_low, grad_norm_low, entropy_low and explained_variance_low must hold for as many
+    consecutive steps."""
     reward_window: int = 100
     """Steps over which reward_flat looks for a trend of the mean score."""
     ppo_kl_min: float = 0.01
@@ -113,7 +113,7 @@ class HealthConfig:
     grad_norm_growth: float = 10.0
     """Growth of a gradient norm over its median that is taken for instability."""
     entropy_drop: float = 0.5
-    """Share of its moving average that the entropy may not lose."""
+    """Share of its median that the entropy may not lose."""
     entropy_min: float = 0.01
     """Entropy below which little is explored, nats per token."""
     entropy_collapse: float = 0.001
@@ -129,7 +129,7 @@ class HealthConfig:
     equal_groups_max: float = 0.9
     """Share of prompts whose responses may all score the same."""
     throughput_min: float = 0.5
-    """Share of the median throughput of the window."""
+    """Share of its median that the throughput should keep."""
     idle_share_max: float = 0.1
     """Share of the replicas' time that may be spent waiting for the slowest one."""
     memory_max: float = 0.95

@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhf_mc.config.health_schema import HealthConfig
 
+Side = Literal["above", "below"]
 SCORE = "critic/score/mean"
 HIGHEST = "critic/score/max"
 LOWEST = "critic/score/min"
@@ -23,7 +25,7 @@ GRAD_NORMS = ("actor/grad_norm", "critic/grad_norm")
 _REMEMBERED = (SCORE, ENTROPY, THROUGHPUT, *GRAD_NORMS)
 """Metrics whose earlier values rules read."""
 _FEWEST = 5
-"""Earlier steps that a moving average or a median needs, or health.window if that is smaller."""
+"""Earlier steps that a median needs, or health.window if that is smaller."""
 _FAR = 1.0
 """KL to the reference of a collapsed policy, nats per token, at least."""
 _TAIL = 10.0
@@ -105,21 +107,36 @@ class Observed:
 
     def above(self, setting: str, *keys: str) -> Finding | None:
         """Return the first of the metrics that is above its bound, a setting of health."""
-        return self._outside(setting, "above", lambda value, bound: value > bound, keys)
+        return self._outside("above", setting, keys)
 
     def below(self, setting: str, *keys: str) -> Finding | None:
         """Return the first of the metrics that is below its bound, a setting of health."""
-        return self._outside(setting, "below", lambda value, bound: value < bound, keys)
+        return self._outside("below", setting, keys)
 
-    def _outside(
-        self, setting: str, side: str, is_outside: Callable[[float, float], bool], keys: tuple[str, ...]
-    ) -> Finding | None:
+    def _outside(self, side: Side, setting: str, keys: tuple[str, ...]) -> Finding | None:
         bound = getattr(self.cfg, setting)
         for key in keys:
             value = self.get(key)
-            if value is not None and is_outside(value, bound):
+            if value is not None and _is_beyond(side, value, bound):
                 return Finding(key, value, f"{side} {bound:g}", f"health.{setting}")
         return None
+
+    def beyond_median(self, side: Side, factor: float, setting: str, *keys: str) -> Finding | None:
+        """Return the first of the metrics that is above, or below, `factor` times its median over the window before.
+        setting: the setting of health that gives the factor."""
+        for key in keys:
+            value = self.get(key)
+            before = self.before(key)
+            if value is None or before is None:
+                continue
+            median = statistics.median(before)
+            if _is_beyond(side, value, factor * median):
+                return Finding(key, value, f"{side} {factor:g} x its median before, {median:.3g}", f"health.{setting}")
+        return None
+
+
+def _is_beyond(side: Side, value: float, bound: float) -> bool:
+    return value > bound if side == "above" else value < bound
 
 
 def not_finite(seen: Observed) -> Finding | None:
@@ -155,23 +172,11 @@ def ppo_kl_low(seen: Observed) -> Finding | None:
 
 
 def grad_norm_growing(seen: Observed) -> Finding | None:
-    factor = seen.cfg.grad_norm_growth
-    for key in GRAD_NORMS:
-        now = seen.get(key)
-        before = seen.before(key)
-        if now is not None and before is not None and now > factor * (median := statistics.median(before)):
-            return Finding(key, now, f"above {factor:g} x its median before, {median:.3g}", "health.grad_norm_growth")
-    return None
+    return seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS)
 
 
 def entropy_falling(seen: Observed) -> Finding | None:
-    now = seen.get(ENTROPY)
-    before = seen.before(ENTROPY)
-    if now is None or before is None:
-        return None
-    bound = (1.0 - seen.cfg.entropy_drop) * statistics.fmean(before)
-    words = f"below {bound:.3g}, {1.0 - seen.cfg.entropy_drop:g} of its mean before"
-    return Finding(ENTROPY, now, words, "health.entropy_drop") if now < bound else None
+    return seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY)
 
 
 def _is_saturated(seen: Observed) -> bool:
@@ -233,10 +238,4 @@ def rollout_mismatch(seen: Observed) -> Finding | None:
 
 
 def throughput_falling(seen: Observed) -> Finding | None:
-    now = seen.get(THROUGHPUT)
-    before = seen.before(THROUGHPUT)
-    if now is None or before is None:
-        return None
-    bound = seen.cfg.throughput_min * statistics.median(before)
-    words = f"below {bound:.4g}, {seen.cfg.throughput_min:g} of its median before"
-    return Finding(THROUGHPUT, now, words, "health.throughput_min") if now < bound else None
+    return seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT)
