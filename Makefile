@@ -13,6 +13,9 @@ PIP_FLAGS := -qq --no-compile
 
 # Two processes on two cores: more threads each only wait for one another.
 export OMP_NUM_THREADS ?= 1
+# pip compiles nothing (PIP_FLAGS), so the first import of a module caches its bytecode. Where the environment forbids
+# that, as some container images do, every process compiles torch, Megatron-Core and vLLM again: 20 s of processor time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-fast coverage checks lock format clean
