@@ -56,10 +56,15 @@ def json_objects_and_faults(path: Path) -> tuple[list[Row], list[int]]:
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any]]:
-    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks."""
-    if not (isinstance(before, dict) and isinstance(after, dict)):
+    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks. A
+    section that one lacks is compared key by key."""
+    if not any(isinstance(tree, dict) for tree in (before, after)):
         return {} if before == after else {prefix: [before, after]}
+    if not all(tree is None or isinstance(tree, dict) for tree in (before, after)):
+        return {prefix: [before, after]}
     found: dict[str, list[Any]] = {}
+    before = before or {}
+    after = after or {}
     for key in {**before, **after}:
         found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
     return found

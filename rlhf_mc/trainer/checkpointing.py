@@ -19,6 +19,7 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.load import to_dict
+from rlhf_mc.observability.run_files import differences
 from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.run_lock import Lock
@@ -283,12 +284,10 @@ class Checkpoints:
             _say(f"WARNING: {line}")
 
     def _say_changed_settings(self, stored: dict[str, Any]) -> None:
-        before = _flat(stored)
-        now = _flat(to_dict(self._run.config))
-        unlike = [key for key in now if before.get(key) != now[key]]
-        changed = [key for key in unlike if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
+        pairs = differences(stored, to_dict(self._run.config))
+        changed = [key for key in pairs if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
         if changed:
-            listed = ", ".join(f"{key} {before.get(key)} -> {now[key]}" for key in changed)
+            listed = ", ".join(f"{key} {pairs[key][0]} -> {pairs[key][1]}" for key in changed)
             _say(f"settings that differ from the checkpoint's: {listed}")
 
     # ------------------------------------------------------------ save
@@ -412,11 +411,3 @@ class Checkpoints:
 
 def _say(line: str) -> None:
     say(line, rank_0_only=True)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {section.key: value} of nested settings."""
-    out: dict[str, Any] = {}
-    for name, value in tree.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return out
