@@ -1,12 +1,15 @@
-"""The files of a run in its directory that the report reads: their names, and readers of JSON lines that a killed run
-may have left incomplete. No torch here.
+"""The files of a run in its directory: their names, and the reader of JSON lines that a killed run may have left
+incomplete. No torch here.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from rlhf_mc import durable
 
 METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"
@@ -27,6 +30,13 @@ REPORT = "report.html"
 Row = dict[str, Any]
 
 
+def lines_of(path: Path) -> list[str]:
+    """Return the lines of a text file, each with its newline; a last line that is cut has none. Only a newline ends a
+    line: U+2028, of which str.splitlines makes two, may be within a JSON string. Raise OSError."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [*(f"{line}\n" for line in lines[:-1]), *filter(None, lines[-1:])]
+
+
 def json_objects(path: Path) -> list[Row]:
     """Return the JSON objects of a file of JSON lines, without the lines that are none; none where there is no file."""
     return json_objects_and_faults(path)[0]
@@ -36,23 +46,42 @@ def json_objects_and_faults(path: Path) -> tuple[list[Row], list[int]]:
     """Return the JSON objects of a file of JSON lines, and the numbers of the lines, from 1, that are none. A file that
     is missing or a directory has no lines."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")  # U+2028 may be within a line
+        rows = [_object(line) for line in lines_of(path)]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return [], []
-    if not lines[-1]:
-        lines.pop()  # what follows the last newline
-    found: list[Row] = []
-    faults = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            found.append(row)
-        else:
-            faults.append(number)
-    return found, faults
+    return [row for row in rows if row is not None], [number for number, row in enumerate(rows, 1) if row is None]
+
+
+def rows_of(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield each complete line of a step with its parsed row, of metrics.jsonl or a file like it. A missing file has
+    none."""
+    try:
+        lines = lines_of(path)
+    except FileNotFoundError:
+        return
+    for line in lines:
+        if line.endswith("\n") and (row := _object(line)) is not None and isinstance(row.get("step"), int):
+            yield line, row
+
+
+def steps_logged(path: Path) -> list[int]:
+    """Return the steps of the rows of metrics.jsonl, in file order."""
+    return [row["step"] for _, row in rows_of(path)]
+
+
+def keep_up_to(path: Path, step: int) -> None:
+    """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
+    kept = [line for line, row in rows_of(path) if row["step"] <= step]
+    durable.replace(path, "".join(kept).encode())
+
+
+def _object(line: str) -> Row | None:
+    """Return the JSON object of a line, None for anything else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any]]:

@@ -24,7 +24,7 @@ from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.progress import Progress
-from rlhf_mc.observability.run_files import METRICS_FILE
+from rlhf_mc.observability.run_files import METRICS_FILE, keep_up_to, rows_of
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
 from rlhf_mc.runtime.console import say
 
@@ -209,33 +209,6 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
         f"{path}: {fault}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to {wanted[-1]}. Restore the "
         "file, or begin at that checkpoint in another trainer.default_local_dir: trainer.resume_mode=resume_path"
     )
-
-
-def steps_logged(path: Path) -> list[int]:
-    """Return the steps of the rows of metrics.jsonl, in file order."""
-    return [row["step"] for _, row in rows_of(path)]
-
-
-def rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each complete line of a step with its parsed row, of metrics.jsonl or a file like it. A missing file has
-    none."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.split("\n")[:-1]:  # the last is empty, or not complete
-        try:
-            row = json.loads(line)
-            if isinstance(row["step"], int):
-                yield f"{line}\n", row
-        except (ValueError, TypeError, KeyError):
-            continue
-
-
-def keep_up_to(path: Path, step: int) -> None:
-    """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
-    kept = [line for line, row in rows_of(path) if row["step"] <= step]
-    durable.replace(path, "".join(kept).encode())
 
 
 def _json_number(value: float) -> float | int | None:

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.run_files import ADJUSTMENTS_FILE, lines_of
 from rlhf_mc.topology.consensus import on_rank_0
-from rlhf_mc.trainer.run_directory import ADJUSTMENTS_FILE
 
 SUBJECT = "trainer.default_local_dir"
 Setting = Literal["learning_rate_factor", "kl_coef", "max_token_len"]
@@ -93,7 +93,7 @@ class Adjustments:
 
     def _read(self) -> list[Adjustment]:
         try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = lines_of(self._path)
         except FileNotFoundError:
             return []
         return [_parsed(self._path, number, line) for number, line in enumerate(lines, start=1)]
@@ -118,7 +118,7 @@ def _parsed(path: Path, number: int, line: str) -> Adjustment:
         valid = False
     if not valid:
         raise UserError(
-            f"{path}, line {number}: not an adjustment of this run ({line[:80]!r}); restore the file, or remove it to "
-            "continue with the settings of the config"
+            f"{path}, line {number}: not an adjustment of this run ({line[:80].rstrip()!r}); restore the file, or "
+            "remove it to continue with the settings of the config"
         )
     return made

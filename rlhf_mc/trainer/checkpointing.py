@@ -19,8 +19,8 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.load import to_dict
-from rlhf_mc.observability.run_files import differences
-from rlhf_mc.observability.sinks import METRICS_FILE, check_metrics, keep_up_to, steps_logged
+from rlhf_mc.observability.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
+from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.run_lock import Lock
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0

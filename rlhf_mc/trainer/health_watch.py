@@ -13,8 +13,8 @@ from rlhf_mc.config.roles import needs_of
 from rlhf_mc.observability.health import Event, Monitor
 from rlhf_mc.observability.health_conditions import Facts
 from rlhf_mc.observability.health_rules import RULES
-from rlhf_mc.observability.run_files import HEALTH_FILE, METRICS_FILE
-from rlhf_mc.observability.sinks import rows_of, view
+from rlhf_mc.observability.run_files import HEALTH_FILE, METRICS_FILE, rows_of
+from rlhf_mc.observability.sinks import view
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.consensus import gather_objects, integers_of_rank_0
 from rlhf_mc.trainer.setup import Run

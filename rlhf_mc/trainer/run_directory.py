@@ -33,8 +33,9 @@ from rlhf_mc.observability.run_files import (
     RUN_FILE,
     STARTS_FILE,
     TRAIN_GENERATIONS,
+    keep_up_to,
 )
-from rlhf_mc.observability.sinks import TENSORBOARD_DIR, keep_up_to
+from rlhf_mc.observability.sinks import TENSORBOARD_DIR
 from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
 from rlhf_mc.runtime.run_lock import Owner
 from rlhf_mc.trainer import success

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,9 @@ def test_a_line_that_was_edited_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(UserError, match=r"adjustments.jsonl, line 2: not an adjustment"):
         reread(tmp_path)
+
+
+def test_line_separator_within_a_text_ends_no_line(tmp_path: Path) -> None:
+    row = {"setting": "kl_coef", "value": 0.1, "after_step": 3, "reason": "a\u2028b\u0085c"}
+    (tmp_path / "adjustments.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    assert reread(tmp_path).kl_coef(4) == 0.1

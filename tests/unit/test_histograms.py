@@ -13,7 +13,7 @@ import torch
 from config_files import MINIMAL
 
 from rlhf_mc.config.load import load_config
-from rlhf_mc.observability.sinks import keep_up_to
+from rlhf_mc.observability.run_files import keep_up_to
 from rlhf_mc.trainer.histograms import MAX_BINS, histogram, length_edges, record_histograms
 from rlhf_mc.trainer.samples import some_of_each_prompt
 

@@ -21,8 +21,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability import report_charts, run_files
 from rlhf_mc.observability.report import page_of, write_report
 from rlhf_mc.observability.report_charts import Limits, charts, curves, length_histograms, limits_of, marks, phase_times
+from rlhf_mc.observability.run_files import rows_of
 from rlhf_mc.observability.run_reader import MAX_SAMPLE_STEPS, STALE_SECONDS, read_run
-from rlhf_mc.observability.sinks import rows_of
 from rlhf_mc.runtime import run_lock
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
