@@ -67,8 +67,8 @@ HEALTH_HEAD = """\
 After each step rank 0 checks these rules on the step's metrics. The first time that a rule counts, two lines on
 standard error name the rule, the metric, its bound, the meaning and the setting to turn. Later there is one more line
 at 10, 100, ... steps, and one at the end of the run with the number of steps. Each time that a rule begins or ends to
-count is a line of `health.jsonl` in the run's directory: step, rule, metric, value, bound, count, response. An empty
-file is a healthy run. `health/num_active` is the number of rules that count.
+count, and each roll-back, is a line of `health.jsonl` in the run's directory: step, rule, metric, value, bound, count,
+response. An empty file is a healthy run. `health/num_active` is the number of rules that count.
 
 `health.responses.<rule>` is `off`, `note` (only in `health.jsonl`), `warn`, or where ending helps `stop`: the run saves
 a checkpoint, exports nothing and ends with code 2 ([reliability.md](reliability.md)). A symptom must last for the steps

@@ -8,11 +8,17 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.observability.health_conditions import Facts, Finding, Observed, Past
 from rlhf_mc.observability.health_rules import RULES, Rule
+from rlhf_mc.observability.run_files import rows_of
+
+ROLLED_BACK = "rolled back"
+_BACK_TO = "rolled_back_to"
 
 
 @dataclass
@@ -35,17 +41,20 @@ class Event:
     rule: Rule
     finding: Finding
     event: str
-    """begins, ends or acts."""
+    """begins, ends, acts or ROLLED_BACK."""
     action: str
     """note, warn, stop, ..."""
     count: int
     """Consecutive steps so far; for `ends` those of the time that ends."""
     text: str
     """The console line."""
+    rolled_back_to: int | None = None
+    """ROLLED_BACK: the step from which the run continues."""
 
     def row(self, run_id: str) -> dict[str, Any]:
         """Return the event as an object of health.jsonl."""
         value = self.finding.value
+        back = {} if self.rolled_back_to is None else {_BACK_TO: self.rolled_back_to}
         return {
             "step": self.step,
             "run_id": run_id,
@@ -58,6 +67,7 @@ class Event:
             "action": self.action,
             "event": self.event,
             "text": self.text,
+            **back,
         }
 
 
@@ -178,6 +188,22 @@ class Monitor:
     def _print(self, text: str) -> None:
         if not self._is_replaying:
             self._say(text)
+
+
+def keep_events_up_to(path: Path, step: int) -> None:
+    """Drop from health.jsonl the events of later steps, and a truncated row. The file is replaced atomically.
+
+    A roll-back belongs to the step that it led back to, or to an earlier one that a later roll-back led back to: a run
+    that resumes there is past it."""
+    kept = []
+    earliest = math.inf
+    for line, row in reversed(list(rows_of(path))):
+        is_roll_back = isinstance(row.get(_BACK_TO), int)
+        if is_roll_back:
+            earliest = min(earliest, row[_BACK_TO])
+        if (earliest if is_roll_back else row["step"]) <= step:
+            kept.append(line)
+    durable.replace(path, "".join(reversed(kept)).encode())
 
 
 def _line(step: int, rule: Rule, finding: Finding, consecutive: int = 1) -> str:

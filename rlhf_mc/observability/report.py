@@ -157,7 +157,7 @@ def _time(text: Any) -> str:
 
 
 def _events(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the health events of all runs, those of one run by step; of each run the last MAX_EVENTS."""
+    """Return the health events of all runs, those of one run as they came; of each run the last MAX_EVENTS."""
     return [
         {**{key: row.get(key, "") for key in ("rule", "metric", "count", "action", "event", "text")}, "run": name}
         | {"step": row["step"], "value": short(number(row.get("value")))}

@@ -109,7 +109,8 @@ class Checkpoints:
         self._skipped: dict[str, int] = {}
         """Consecutive skipped updates by model, from the checkpoint."""
         self._loop_state: dict[str, Any] = {}
-        self._is_rolled_back = False
+        self.is_rolled_back = False
+        """This process has rolled the run back. What it has said at its start it does not repeat."""
         self._is_healthy = True
         """The last complete step was healthy."""
         on_rank_0(self._acquire, f"trainer.default_local_dir: {self._root}")
@@ -202,11 +203,11 @@ class Checkpoints:
         Return its step; None, with nothing changed, if there is none. Every rank must call it."""
         self.commit()
         healthy = self.position.last_healthy_step
-        saved = on_rank_0(self._list, str(self._root))
+        saved = on_rank_0(lambda: directory.steps_with_checkpoint(self._root), str(self._root))
         step = max((n for n in saved if healthy is not None and n <= healthy), default=None)
         if step is not None:
             on_rank_0(lambda: self._quarantine_after(step), str(self._root))
-            self._is_rolled_back = True
+            self.is_rolled_back = True
         return step
 
     def _is_own(self, path: Path) -> bool:
@@ -217,7 +218,7 @@ class Checkpoints:
         steps = on_rank_0(self._list, str(self._root))
         mode = self._cfg.resume_mode
         given = self._cfg.resume_from_path if mode == "resume_path" else None
-        if self._is_rolled_back or mode == "auto" or (given is not None and self._began_at(given, steps)):
+        if self.is_rolled_back or mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
         if mode == "disable" and on_rank_0(lambda: run_directory.is_of_requeued_job(self._root), str(self._root)):
             _say("this requeued job resumes its run; trainer.resume_mode=disable is for its first start")
@@ -233,7 +234,7 @@ class Checkpoints:
         return Path(given)
 
     def _list(self) -> list[int]:
-        for line in directory.ignored(self._root):
+        for line in () if self.is_rolled_back else directory.ignored(self._root):
             _say(f"WARNING: {line}")
         return directory.steps_with_checkpoint(self._root)
 
@@ -279,6 +280,8 @@ class Checkpoints:
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
             self.run_id = run_id or ""
         _say(f"resumed after step {self.position.step} from {path}")
+        if self.is_rolled_back:
+            return
         self._say_changed_settings(config)
         for line in changed:
             _say(f"WARNING: {line}")

@@ -9,7 +9,7 @@ from rlhf_mc.observability.health_rules import RULES
 from rlhf_mc.runtime.console import say
 from rlhf_mc.trainer.adjustments import Adjustment
 from rlhf_mc.trainer.checkpointing import Checkpoints
-from rlhf_mc.trainer.health_watch import Health
+from rlhf_mc.trainer.health_watch import HealthWatch
 from rlhf_mc.trainer.phases import save_checkpoint
 from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState
@@ -24,18 +24,21 @@ class Unhealthy(Exception):
         """The last step is to be saved."""
 
 
-def act(run: Run, checkpoints: Checkpoints, step: int, health: Health) -> Literal["continues", "rolled back"]:
+def act(run: Run, checkpoints: Checkpoints, step: int, health: HealthWatch) -> Literal["continues", "rolled back"]:
     """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
     resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
     rank must call it."""
-    found = {response_to(run, name): (name, text.removeprefix("health: ")) for name, text in reversed(health.acting)}
+    found = {
+        response_to(run, name): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
+    }
     if "stop" in found:
         name, text = found["stop"]
         rule = next(rule for rule in RULES if rule.name == name)
         line = f"{text}: {rule.meaning}; {rule.setting}; health.responses.{name} is stop: nothing is exported"
         raise Unhealthy(line, saves=True)
     if "roll_back" in found:
-        roll_back(run, checkpoints, step, found["roll_back"][1])
+        name, text = found["roll_back"]
+        health.rolled_back(name, to=roll_back(run, checkpoints, step, text))
         return "rolled back"
     if "fixed_kl_coef" in found:
         fix_kl_coef(run, step, found["fixed_kl_coef"][1])
@@ -63,10 +66,10 @@ def apply_adjustments(run: Run, step: int) -> None:
         model.scale_learning_rate(factor)
 
 
-def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> None:
-    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Raise Unhealthy if
-    there is none, or if that has been done health.max_rollbacks times. Every rank must call it. reason: the line of the
-    rule."""
+def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> int:
+    """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Return that step.
+    Raise Unhealthy if there is none, or if that has been done health.max_rollbacks times. Every rank must call it.
+    reason: the line of the rule."""
     health = run.config.health
     done = run.adjustments.count("learning_rate_factor")
     if done >= health.max_rollbacks:
@@ -90,6 +93,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> Non
         f"{factor:g} from there on",
         rank_0_only=True,
     )
+    return start
 
 
 def fix_kl_coef(run: Run, step: int, reason: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.roles import needs_of
-from rlhf_mc.observability.health import Event, Monitor
+from rlhf_mc.observability.health import ROLLED_BACK, Event, Monitor
 from rlhf_mc.observability.health_conditions import Facts
 from rlhf_mc.observability.health_rules import RULES
 from rlhf_mc.observability.run_files import HEALTH_FILE, METRICS_FILE, rows_of
@@ -41,6 +41,8 @@ class HealthWatch:
         self._directory = Path(run.config.trainer.default_local_dir)
         self._run_id = run_id
         self._monitor: Monitor | None = None
+        self._acting: tuple[Event, ...] = ()
+        """On rank 0, the rules of `last` whose response is more than a warning."""
         self.last = Health()
         """The health of the last complete step. At the start of a run without the response stop: that it has been
         started again is its user's answer. A run that was killed between a step and another response makes up for
@@ -62,6 +64,7 @@ class HealthWatch:
                 verdict = monitor.replay(row["step"], numbers_of(row))
                 acting = [(event.rule.name, event.text) for event in verdict.acting if event.action != "stop"]
                 health = Health(verdict.is_healthy, tuple(acting))
+                self._acting = verdict.acting
         return health
 
     def step_done(self, state: StepState) -> None:
@@ -73,6 +76,7 @@ class HealthWatch:
         texts: list[str] = []
         if self._monitor is not None:
             verdict = self._monitor.step(state.step, state.metrics)
+            self._acting = verdict.acting
             texts = [event.text for event in verdict.acting]
             mine = [verdict.acting_bits, verdict.num_active, int(verdict.is_healthy)]
         mask, num_active, is_healthy = integers_of_rank_0(mine)
@@ -81,6 +85,14 @@ class HealthWatch:
         if acting:  # on every rank
             texts = gather_objects(texts)[0]
         self.last = Health(bool(is_healthy), tuple(zip(acting, texts, strict=True)))
+
+    def rolled_back(self, rule: str, to: int) -> None:
+        """Record in health.jsonl that a rule of the last complete step has rolled the run back to a step. A resume from
+        that step keeps the record."""
+        for event in self._acting:
+            if event.rule.name == rule:
+                text = f"{event.text}; rolled back to step {to}"
+                self._write(replace(event, event=ROLLED_BACK, text=text, rolled_back_to=to))
 
     def close(self, step: int) -> None:
         """Print how often each rule counted, after the last step."""

@@ -116,13 +116,14 @@ def train(
     directory = Path(run.config.trainer.default_local_dir)
     position = load_checkpoint(run, begin_step(0, status), checkpoints)
     run.adjustments.load()
-    for line in run.adjustments.in_effect(position.step):
-        say_on_console(run, line)
     step = position.step
     num_batches = position.num_batches
     accuracy = position.accuracy
     run_id = checkpoints.run_id
-    warn_of_unreached(run.config, step, step if run.config.trainer.val_only else schedule.total_steps)
+    if not checkpoints.is_rolled_back:
+        for line in run.adjustments.in_effect(step):
+            say_on_console(run, line)
+        warn_of_unreached(run.config, step, step if run.config.trainer.val_only else schedule.total_steps)
     if run.config.trainer.val_only:
         validate_only(run, begin_step(step, status), run_id)
         return False
@@ -131,13 +132,14 @@ def train(
     opened.callback(sinks.close)
     record_start(run.config, run_id, step)
     health = HealthWatch(run, run_id, step)
-    show_start(run)
+    if not checkpoints.is_rolled_back:
+        show_start(run)
     if after is None and schedule.is_first_validation_due():
         state = begin_step(0, status)
         accuracy = validate(run, state)
         log(sinks, state)
     save_start(run, begin_step(step, status), checkpoints, accuracy)
-    while act(run, checkpoints, step, health.last) == "continues":
+    while act(run, checkpoints, step, health) == "continues":
         if schedule.is_last(step, num_batches, accuracy):
             break
         step += 1

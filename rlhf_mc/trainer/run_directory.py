@@ -20,6 +20,7 @@ from typing import Any
 from rlhf_mc import durable
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.health import keep_events_up_to
 from rlhf_mc.observability.run_files import (
     ADJUSTMENTS_FILE,
     CONFIG_FILE,
@@ -148,9 +149,9 @@ def _move(root: Path) -> Path:
 def drop_later(root: Path, step: int) -> list[str]:
     """Remove the generations, histograms and health events of later steps, which the run repeats, and quarantine its
     exports of later steps. Return one line for each quarantined export."""
-    for name in (HISTOGRAMS_FILE, HEALTH_FILE):
+    for name, keep in ((HISTOGRAMS_FILE, keep_up_to), (HEALTH_FILE, keep_events_up_to)):
         if (root / name).exists():
-            keep_up_to(root / name, step)
+            keep(root / name, step)
     for path in (*(root / GENERATIONS).glob("step_*.txt"), *(root / TRAIN_GENERATIONS).glob("*.jsonl")):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,14 @@ from rlhf_mc.trainer import loop
 
 
 def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """Run the whole loop. Return the rows of metrics.jsonl and adjustments.jsonl, the last weights or the error."""
-    with built_run(config_path, overrides) as run:
+    """Run the whole loop. Return the rows of metrics.jsonl, adjustments.jsonl and health.jsonl, the lines that this
+    rank has printed, the last weights or the error."""
+    printed = io.StringIO()
+    with (
+        built_run(config_path, overrides) as run,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
         directory = Path(run.config.trainer.default_local_dir)
         error: str | None = None
         last: Blocks = []
@@ -27,6 +35,8 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "metrics": _rows(directory / "metrics.jsonl"),
         "adjustments": _rows(directory / "adjustments.jsonl"),
+        "events": _rows(directory / "health.jsonl"),
+        "printed": printed.getvalue().splitlines(),
         "error": error,
         "last": last,
     }

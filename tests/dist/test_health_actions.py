@@ -67,10 +67,20 @@ def rolls_back(bound: float, *more: str) -> list[str]:
     ]
 
 
+def roll_backs(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events of a roll-back, and all of its rule."""
+    return [event for event in events if event["event"] == "rolled back" or event["rule"] == "kl_explosion"]
+
+
+def report_of(run: Path) -> str:
+    """Return the table of health events in a run's report."""
+    return (run / "report.html").read_text().partition('aria-labelledby="health"')[2].partition("</section>")[0]
+
+
 def test_run_is_rolled_back_with_smaller_learning_rates(
     train: Any, plain: list[dict[str, Any]], bound: float, tmp_path: Path
 ) -> None:
-    settings = rolls_back(bound, "health.rollback_lr_factor=0.25")
+    settings = rolls_back(bound, "health.rollback_lr_factor=0.25", "profile.steps=[100]")
     ranks = train(tmp_path / "run", *settings)
     rows = ranks[0]["metrics"]
     assert [rank["error"] for rank in ranks] == [None, None]
@@ -85,6 +95,9 @@ def test_run_is_rolled_back_with_smaller_learning_rates(
     kept = sorted(path.name for path in (tmp_path / "run").glob("global_step_*"))
     assert "global_step_3.quarantined1" in kept and "global_step_2.quarantined1" in kept, kept
 
+    said = ranks[0]["printed"]
+    assert [sum(words in line for line in said) for words in ("a rank holds", "profile.steps has 100")] == [1, 1]
+
     # Killed between step 4, which exceeds a lower bound, and the roll-back: the next start makes up for it.
     late = tmp_path / "late"
     shutil.copytree(tmp_path / "run", late)
@@ -92,11 +105,16 @@ def test_run_is_rolled_back_with_smaller_learning_rates(
     for rank in train(late, *settings, *lower):
         assert rank["error"].startswith(f"step 4: kl_explosion: {KL} is ") and "rolled back 1 times" in rank["error"]
 
-    # Killed after step 3 of the repeated steps, the run resumes as it would have continued.
+    # Killed after step 2 of the repeated steps, the run resumes as it would have continued.
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "run", resumed)
-    shutil.rmtree(resumed / "global_step_4")
+    for step in (3, 4):
+        shutil.rmtree(resumed / f"global_step_{step}")
     again = train(resumed, *settings)
+    events = roll_backs(ranks[0]["events"])
+    assert roll_backs(again[0]["events"]) == events
+    assert [(event["step"], event["rule"], event["rolled_back_to"]) for event in events] == [(3, "kl_explosion", 1)]
+    assert events[0]["text"].endswith("; rolled back to step 1") and "kl_explosion" in report_of(resumed)
     for rank, other in zip(ranks, again, strict=True):
         for (key, _, _, data), (other_key, _, _, other_data) in zip(rank["last"], other["last"], strict=True):
             assert key == other_key and np.array_equal(data, other_data), key

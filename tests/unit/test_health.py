@@ -17,7 +17,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.validate import validate
-from rlhf_mc.observability.health import Event, Monitor
+from rlhf_mc.observability.health import Event, Monitor, keep_events_up_to
 from rlhf_mc.observability.health_conditions import Facts
 from rlhf_mc.observability.health_rules import RULES
 from rlhf_mc.trainer.health_watch import numbers_of
@@ -233,6 +233,22 @@ def test_replayed_steps_give_the_state_of_an_uninterrupted_run() -> None:
             line for line in whole.lines if line.startswith("health") and int(line.split()[2][:-1]) > resumed_after
         ]
         assert [line for line in resumed.lines if line.startswith("health")] == later
+
+
+def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_path: Path) -> None:
+    path = tmp_path / "health.jsonl"
+    rows = [
+        {"step": 1, "event": "begins"},
+        {"step": 5, "event": "rolled back", "rolled_back_to": 3},
+        {"step": 3, "event": "ends"},
+        {"step": 6, "event": "begins"},
+        {"step": 6, "event": "rolled back", "rolled_back_to": 2},
+        {"step": 4, "event": "begins"},
+    ]
+    for step, kept in {4: [0, 1, 2, 4, 5], 3: [0, 1, 2, 4], 2: [0, 1, 4], 1: [0], 0: []}.items():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')
+        keep_events_up_to(path, step)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == [rows[i] for i in kept], step
 
 
 @pytest.mark.parametrize(
