@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability.report import write_report
+from rlhf_mc.observability.report import read_runs, write_report
 from rlhf_mc.observability.run_files import PLOT, REPORT
-from rlhf_mc.observability.run_reader import read_run
 
 
 def main() -> int:
@@ -29,13 +28,14 @@ def main() -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may not be UTF-8
     output = arguments.output or arguments.runs[0] / REPORT
     try:
-        write_report(arguments.runs, output)
+        runs = read_runs(arguments.runs)
+        write_report(runs, output)
         print(output)
-        for root in arguments.runs if arguments.plot else []:
+        for run in runs if arguments.plot else []:
             from rlhf_mc.observability.plots import plot_run  # matplotlib takes a second
 
-            plot_run(read_run(root).rows, root / PLOT, title=root.resolve().name)
-            print(root / PLOT)
+            plot_run(run.rows, run.root / PLOT, title=run.root.resolve().name)
+            print(run.root / PLOT)
     except UserError as error:
         print(f"rlhf_mc: error: {error}", file=sys.stderr)
         return 1

@@ -36,10 +36,16 @@ MIN_WAITING = 0.005
 """Seconds of waiting from which a table of phases shows them."""
 
 
-def write_report(directories: Sequence[Path], output: Path) -> None:
-    """Write the report of runs. Raise UserError if a directory is no run's, or the file cannot be written."""
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """Read the directories of runs for one report: of many runs, the generations of fewer steps each. Raise UserError
+    if a directory is no run's."""
     steps = max(1, min(MAX_SAMPLE_STEPS, MAX_TOTAL_STEPS // len(directories)))
-    page = page_of([read_run(root, steps) for root in directories])
+    return [read_run(root, steps) for root in directories]
+
+
+def write_report(runs: Sequence[RunRecord], output: Path) -> None:
+    """Write the report of runs. Raise UserError if the file cannot be written."""
+    page = page_of(runs)
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

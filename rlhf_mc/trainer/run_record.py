@@ -5,6 +5,7 @@ the end plot and report.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -22,9 +23,8 @@ from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.plots import plot_run
-from rlhf_mc.observability.report import write_report
+from rlhf_mc.observability.report import read_runs, write_report
 from rlhf_mc.observability.run_files import CONFIG_FILE, PLOT, REPORT, STARTS_FILE, differences, json_objects
-from rlhf_mc.observability.run_reader import read_run
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.runtime.machine_check import TESTED_VERSIONS
 from rlhf_mc.runtime.machine_facts import version_of
@@ -79,8 +79,9 @@ def write_views(cfg: Config) -> None:
     others wait."""
     if "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
         root = Path(cfg.trainer.default_local_dir)
-        view(PLOT, lambda: plot_run(read_run(root).rows, root / PLOT, title=root.name))
-        view(REPORT, lambda: write_report([root], root / REPORT))
+        runs = functools.cache(lambda: read_runs([root]))  # once for both views, each of which catches its errors
+        view(PLOT, lambda: plot_run(runs()[0].rows, root / PLOT, title=root.name))
+        view(REPORT, lambda: write_report(runs(), root / REPORT))
 
 
 def _write_end(root: Path, step: int, how: str, text: str) -> None:

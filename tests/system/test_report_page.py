@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import report_runs
 
-from rlhf_mc.observability.report import write_report
+from rlhf_mc.observability.report import read_runs, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: requirements/dev.txt")
 
@@ -111,7 +111,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (begun / "run.json").write_text('{"run_id": "x"}')
     runs = {"one": [one], "two": [one, two], "begun": [begun]}
     for name, directories in runs.items():
-        write_report(directories, root / f"{name}.html")
+        write_report(read_runs(directories), root / f"{name}.html")
     return {name: root / f"{name}.html" for name in runs}
 
 

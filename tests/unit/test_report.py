@@ -19,7 +19,7 @@ import report_runs
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability import report_charts, run_files
-from rlhf_mc.observability.report import page_of, write_report
+from rlhf_mc.observability.report import page_of, read_runs, write_report
 from rlhf_mc.observability.report_charts import Limits, charts, curves, length_histograms, limits_of, marks, phase_times
 from rlhf_mc.observability.run_files import rows_of
 from rlhf_mc.observability.run_reader import MAX_SAMPLE_STEPS, STALE_SECONDS, read_run
@@ -132,7 +132,7 @@ ODD_STARTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("start", "fault"), ODD_STARTS)
 def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], fault: str) -> None:
     report_runs.write_lines(tmp_path / "starts.jsonl", [start])
-    write_report([tmp_path, tmp_path], tmp_path / "report.html")
+    write_report(read_runs([tmp_path, tmp_path]), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert ("a=\\udcff" in page) == ("a=\udcff" in start.get("command", []))
     assert fault in page and ("it is left out" in page) == bool(fault)
@@ -357,5 +357,5 @@ def test_tool(root: Path, tmp_path: Path) -> None:
 def test_page_that_cannot_be_written_is_one_line(root: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write the report .*page\.html: "):
-        write_report([root], tmp_path / "file" / "page.html")
+        write_report(read_runs([root]), tmp_path / "file" / "page.html")
     assert socket.gethostname() not in page_of([read_run(root)]), "the hosts are those of the run"
