@@ -17,7 +17,7 @@ from rlhf_mc.checkpoint.finite import check_finite
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.models.megatron_patches import megatron_calls
+from rlhf_mc.models.megatron_patches import keep_results_in_process, megatron_calls
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 
@@ -32,11 +32,11 @@ def _sharded(model: PackedGPT, skip_prefixes: tuple[str, ...] = ()) -> dict[str,
 
 def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> None:
     """Write the model, and config.json and tokenizer of the reader's checkpoint. An existing checkpoint is replaced.
-    Every rank must call it. The writer starts processes, so that the program needs an `if __name__ == "__main__"`
-    guard."""
+    Every rank must call it. The writer forks processes."""
     directory = Path(directory)
     on_rank_0(lambda: _begin(directory), f"{directory}: cannot be written")
     with megatron_calls(), working(f"writing {directory.name}"):
+        keep_results_in_process()
         try:
             dist_checkpointing.save(_sharded(model), str(directory), async_sharded_save=False)
         except CheckpointException as error:

@@ -236,6 +236,14 @@ write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
 off, for the whole process; it is meant for a process of its own, and the caller is a thread."""
 
 
+def keep_results_in_process() -> None:
+    """Have the next save of Megatron-Core put the results of its writers in a queue of this process.
+
+    Reason: the first save starts a manager process for that queue, which imports the program and torch. A save that is
+    not asynchronous reads the queue in the process that has filled it."""
+    filesystem_async._results_queue = queue.SimpleQueue()
+
+
 class PlannedSave(TorchDistSaveShardedStrategy):
     """dist_checkpointing's strategy up to the plan: `writer` and `plan` after async_save. One file per rank.
 
@@ -244,8 +252,7 @@ class PlannedSave(TorchDistSaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        # Otherwise created on first use, in a manager process.
-        filesystem_async._results_queue = queue.SimpleQueue()
+        keep_results_in_process()
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
         """Keep the plan; the original returns a request that starts the processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,7 @@ def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> li
     """
     with mesh_groups(1, 1, ep) as groups:
         save_mcore(make_engine(checkpoint, "actor", groups).model, directory, HFReader(checkpoint))
+        assert mp.active_children() == [], "the save has started a process that stays"
     with mesh_groups(1, 1, other_ep) as groups:
         wanted = make_engine(checkpoint, "actor", groups)
         loaded = ModelEngine("actor", wanted.shape, wanted._megatron, groups)

@@ -164,7 +164,8 @@ def test_the_writer_turns_the_garbage_collector_off(tmp_path: Path) -> None:
 
 
 def test_a_save_of_megatron_starts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PlannedSave overrides a method of the strategy, and fills the module's place for a queue in a process."""
+    """PlannedSave overrides a method of the strategy, and keep_results_in_process fills the module's place for a queue
+    in a process."""
     assert "_get_save_and_finalize_callbacks" in vars(TorchDistSaveShardedStrategy)
     started = []
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
