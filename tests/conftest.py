@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,16 +18,33 @@ ROOT = Path(__file__).parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    """Start the server of forked.py with the first file whose tests use it: it imports while pytest collects, and all
+    lanes use it."""
+    option = parent.config.option
+    if option.lanes > 1 and not option.collectonly and file_path.parent.name in ("dist", "system"):
+        capture = parent.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # of the warnings of the libraries
+        forked.context()
+        capture.suspend_global_capture()
+
+
 @pytest.fixture(scope="session")
 def quickstart_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make what `make quickstart` makes before PPO starts: model, Megatron checkpoint, prompts. Tests only read it."""
-    out = tmp_path_factory.mktemp("quickstart_made")
-    for command in (
-        ["make_quickstart.py", "--output", str(out)],
-        ["convert_hf_to_mcore.py", "--hf-path", f"{out}/model_hf", "--output", f"{out}/model_mcore"],
-    ):
-        done = forked.run([str(ROOT / "tools" / command[0]), *command[1:]])
-        assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    """Make what `make quickstart` makes before PPO starts: model, Megatron checkpoint, prompts. Tests only read it. It
+    takes 45 s of processor time, so the first lane that needs it makes it for all."""
+    out = tmp_path_factory.getbasetemp() / "quickstart_made"
+    complete = out.with_suffix(".complete")
+    with open(out.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (
+            ["make_quickstart.py", "--output", str(out)],
+            ["convert_hf_to_mcore.py", "--hf-path", f"{out}/model_hf", "--output", f"{out}/model_mcore"],
+        ):
+            if not complete.exists():
+                done = forked.run([str(ROOT / "tools" / command[0]), *command[1:]])
+                assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        complete.touch()
     return out
 
 

@@ -23,14 +23,24 @@ TIMEOUT_SECONDS = 280
 
 
 def context() -> ForkServerContext:
-    """Return the context for Process, Pipe and Queue. The server starts with the first process."""
+    """Return the context for Process, Pipe and Queue. The first call starts the server."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     out = mp.get_context("forkserver")
     out.set_forkserver_preload(["preloaded"])
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):  # the server does not take sys.path over
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()
     return out
+
+
+def _share_server() -> None:
+    """Use the server of the process from which this one was forked. Only its parent can ask the kernel for its state,
+    as ensure_running does."""
+    if forkserver._forkserver._forkserver_pid is not None:
+        forkserver._forkserver.ensure_running = lambda: None
+
+
+os.register_at_fork(after_in_child=_share_server)
 
 
 def start(

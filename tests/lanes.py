@@ -1,9 +1,9 @@
 """Tests in several processes: `pytest --lanes 2`. The processes are forked after collection, so they import and collect
-once, and each takes the next group of tests when it has done one. Their reports come back to the first process, whose
-summary and exit code are of all tests.
+once, and each takes the next file when it has done one. Their reports come back to the first process, whose summary and
+exit code are of all tests.
 
-All tests of tests/dist are one group, since they share their ranks. So are those of tests/gpu. Every other file is a
-group."""
+One process begins with tests/dist and one with tests/system, and both end with tests/unit. So one process has most
+of tests/dist, which share ranks and fixtures, and the last files are short ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import multiprocessing as mp
 import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-ORDER = ("dist", "system", "gpu", "unit")
-"""The longest groups first, so that the processes end at about the same time."""
-SHARED = ("dist", "gpu")
-"""Folders whose tests are one group, since they share their ranks."""
+ORDER = ("dist", "gpu", "unit", "system")
+"""Order of the folders. The first process takes files from the front, the second from the back, and so on in turn."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,11 +33,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     session.config._tmp_path_factory.getbasetemp()  # one for all processes
     context = mp.get_context("fork")
-    taken = context.Value("i", 0)
+    taken = context.Array("i", [0, 0])
     processes = {}
     for number in range(1, lanes + 1):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_lane, args=(session, groups, taken, sender))
+        process = context.Process(target=_lane, args=(session, _items(groups, taken, number % 2 == 0), sender))
         process.start()
         sender.close()
         # The terminal's and the XML file's reporters take reports of several processes that look like pytest-xdist's.
@@ -71,16 +70,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """Group the tests by file, those of a folder of SHARED in one group, in the order in which they are started."""
-    groups: dict[str, list[pytest.Item]] = {}
+    """Group the tests by file, in the order of ORDER."""
+    groups: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        layer = item.path.parent.name
-        groups.setdefault(layer if layer in SHARED else str(item.path), []).append(item)
+        groups.setdefault(item.path, []).append(item)
     return sorted(groups.values(), key=lambda group: ORDER.index(group[0].path.parent.name))
 
 
-def _lane(session: pytest.Session, groups: list[list[pytest.Item]], taken: Any, sender: Connection) -> None:
-    """Run groups of tests until none is left, then end the process."""
+def _lane(session: pytest.Session, items: Iterator[pytest.Item], sender: Connection) -> None:
+    """Run the tests, then end the process."""
     config = session.config
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # its files are those of the first process
@@ -88,7 +86,6 @@ def _lane(session: pytest.Session, groups: list[list[pytest.Item]], taken: Any, 
     config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(_Sender(config, sender))
     try:
-        items = _items(groups, taken)
         item = next(items, None)
         while item is not None and not session.shouldfail:
             following = next(items, None)
@@ -104,15 +101,16 @@ def _lane(session: pytest.Session, groups: list[list[pytest.Item]], taken: Any, 
             os._exit(0)  # an exit by sys.exit would wait for the processes that tests have left
 
 
-def _items(groups: list[list[pytest.Item]], taken: Any) -> Iterator[pytest.Item]:
-    """Yield the tests of the groups that no other process has taken."""
+def _items(groups: list[list[pytest.Item]], taken: Any, from_back: bool) -> Iterator[pytest.Item]:
+    """Yield the tests of the groups that no other process has taken. taken: number of groups taken from the front and
+    from the back."""
     while True:
         with taken.get_lock():
-            number = taken.value
-            taken.value += 1
-        if number >= len(groups):
-            return
-        yield from groups[number]
+            front, back = taken
+            if front + back >= len(groups):
+                return
+            taken[from_back] += 1
+        yield from groups[-1 - back if from_back else front]
 
 
 class _Sender:

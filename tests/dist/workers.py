@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing as mp
 import os
 import sys
 import traceback
@@ -20,6 +21,7 @@ TIMEOUT_SECONDS = 300
 def _worker(variables: dict[str, str], pipe: Any) -> None:
     assert "preloaded" in sys.modules
     os.environ.update(variables)
+    _write_to_starter()
     import warnings
 
     import torch
@@ -39,6 +41,17 @@ def _worker(variables: dict[str, str], pipe: Any) -> None:
         except BaseException as error:  # the test decides what a failure means
             pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
         _destroy_groups()
+
+
+def _write_to_starter() -> None:
+    """Send output to the files of the process that has started this one, where pytest captures it. The server's own are
+    those of the first process."""
+    starter = mp.parent_process()
+    assert starter is not None
+    for descriptor in (1, 2):
+        file = os.open(f"/proc/{starter.pid}/fd/{descriptor}", os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
 
 
 def _destroy_groups() -> None:
