@@ -16,6 +16,7 @@ import matplotlib.pyplot  # noqa: F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 import vllm.entrypoints.llm  # noqa: F401
 from declared_metrics import declared_only
+from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -24,6 +25,10 @@ from rlhf_mc.observability.sinks import Sinks
 # vLLM searches all modules for its kernels in each engine. One search finds them all.
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+
+# vLLM inspects the class of a model in a new process, so that this one does not initialise CUDA. It caches the result
+# in the home directory. On a new machine that is an import of vLLM for each family and rank.
+registry._run_in_subprocess = lambda function: function()
 
 # vLLM fills its KV cache with zeros: 1 GiB at the smallest setting, of which the tests' models use some MiB.
 available_memory = CPUWorker.determine_available_memory
