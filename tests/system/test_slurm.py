@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -98,25 +99,34 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def submit(slurm: dict[str, str], quickstart_overrides: list[str]) -> Callable[[Path], Job]:
+def few_steps(quickstart_overrides: list[str]) -> list[str]:
+    """Return the arguments for a few steps of the quickstart, without the output directory."""
+    few = [f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    few += ["data.train_batch_size=16", "trainer.target_val_acc=null", "trainer.save_freq=100"]
+    return ["configs/quickstart.yaml", *quickstart_overrides, *few]
+
+
+@pytest.fixture(scope="module")
+def submit(slurm: dict[str, str], few_steps: list[str]) -> Callable[[Path], Job]:
     """submit(folder): a few steps of the quickstart, one rank on each of two nodes; what it writes is in folder/run."""
 
     def start(folder: Path) -> Job:
-        few = [f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-        few += ["data.train_batch_size=16", "trainer.target_val_acc=null", "trainer.save_freq=100"]
-        overrides = [*quickstart_overrides, *few, f"trainer.default_local_dir={folder / 'run'}"]
         # More than one GPU may be asked for; how many ranks a node has is NPROC's.
         env = {**slurm, "NPROC": "1"}
-        return Job(env, folder, ["--nodes=2", "slurm/ppo_1node.sh", "configs/quickstart.yaml", *overrides])
+        place = f"trainer.default_local_dir={folder / 'run'}"
+        return Job(env, folder, ["--nodes=2", "slurm/ppo_1node.sh", *few_steps, place])
 
     return start
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(submit: Callable[[Path], Job], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
+def signalled(submit: Callable[[Path], Job], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """Return a job that was signalled after its first step, and its folder."""
+    folder = tmp_path_factory.mktemp("signalled")
     job = submit(folder)
-    assert job.wait(500) == "COMPLETED 0", job.said()
+    job.until(lambda: last_step(folder) >= 1)
+    job.send("USR1")
+    assert job.wait(500) == "COMPLETED 1", job.said()
     return job, folder
 
 
@@ -126,31 +136,31 @@ def last_step(folder: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def test_it_completes_over_two_nodes(uninterrupted: tuple[Job, Path]) -> None:
-    job, folder = uninterrupted
+def test_it_completes_over_two_nodes(signalled: tuple[Job, Path]) -> None:
+    job, folder = signalled
     assert last_step(folder) == STEPS
-    assert "preflight: 2 nodes see the same code, config, inputs and output directory" in job.said()
+    assert job.said().count("preflight: 2 nodes see the same code, config, inputs and output directory") == 2
     assert "2 ranks on cpu" in job.said()
-    logs = {path.name: path.read_text() for path in job.logs.glob(f"{job.id}/attempt_0/rank_*.log")}
-    assert len(logs) == 2
-    assert {name.partition(".")[0] for name in logs} == {"rank_0000", "rank_0001"}
-    assert len({name.split(".")[1] for name in logs}) == 2, "one rank on each node"
+    assert sorted(path.name for path in (job.logs / job.id).iterdir()) == ["attempt_0", "attempt_1"]
+    for attempt in (job.logs / job.id).iterdir():
+        names = [path.name for path in attempt.glob("rank_*.log")]
+        assert len(names) == 2
+        assert {name.partition(".")[0] for name in names} == {"rank_0000", "rank_0001"}
+        assert len({name.split(".")[1] for name in names}) == 2, "one rank on each node"
     assert not list((folder / "run").glob(".preflight*"))
 
 
 def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
-    uninterrupted: tuple[Job, Path], submit: Callable[[Path], Job], tmp_path: Path
+    signalled: tuple[Job, Path], few_steps: list[str], tmp_path: Path
 ) -> None:
-    job = submit(tmp_path)
-    job.until(lambda: last_step(tmp_path) >= 1)
-    job.send("USR1")
-    assert job.wait(500) == "COMPLETED 1", job.said()
+    """Compare with the weights of the same two ranks, uninterrupted and without Slurm."""
+    job, folder = signalled
     said = job.said()  # both attempts': --open-mode=append
     assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.index("resumed after step")
     assert "the job is requeued" in said
-    assert sorted(path.name for path in (job.logs / job.id).iterdir()) == ["attempt_0", "attempt_1"]
-    _, reference = uninterrupted
-    expected, found = (load_file(folder / "run" / "hf" / "model.safetensors") for folder in (reference, tmp_path))
+    done = forked.run_ranks(2, ["-m", "rlhf_mc", *few_steps, f"trainer.default_local_dir={tmp_path / 'run'}"])
+    assert done.returncode == 0, done.stderr
+    expected, found = (load_file(path / "run" / "hf" / "model.safetensors") for path in (tmp_path, folder))
     assert expected.keys() == found.keys()
     assert all(bool((expected[name] == found[name]).all()) for name in expected)
 
