@@ -1,4 +1,4 @@
-"""Ten steps of the quickstart on one process and on four: the same learning curve, and from the same rollouts the
+"""Six steps of the quickstart on one process and on four: the same learning curve, and from the same rollouts the
 same weights."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.dist
 
-STEPS = 10
+STEPS = 6
 SEQUENCES = 256
 """Sequences of one step of the quickstart."""
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
