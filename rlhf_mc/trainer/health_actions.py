@@ -50,12 +50,11 @@ def response_to(run: Run, rule: str) -> str:
     return str(getattr(run.config.health.responses, rule))
 
 
-def save_start(run: Run, state: StepState, checkpoints: Checkpoints, accuracy: float | None) -> None:
-    """Save the weights before the first step, if a health rule may roll the run back to them. accuracy: of a validation
-    of them. Every rank must call it."""
+def save_start(run: Run, state: StepState, checkpoints: Checkpoints) -> None:
+    """Save the weights before the first step, if a health rule may roll the run back to them. Every rank must call
+    it."""
     position = checkpoints.position
     if rolls_back(run.config.health) and position.step == 0 and position.last_healthy_step is None:
-        position.accuracy = accuracy
         save_checkpoint(run, state, checkpoints)
 
 

@@ -18,7 +18,7 @@ from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 from rlhf_mc.trainer import evaluate, success
-from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.dynamic_sampling import TooFewGroups, filtered_rollout
 from rlhf_mc.trainer.health_actions import Unhealthy, act, apply_adjustments, save_start
 from rlhf_mc.trainer.health_watch import HealthWatch
@@ -112,33 +112,16 @@ def train(
     instead, and is to resume. Raise StopRequested only while the weights are those of the last complete step. opened:
     gets what is to be closed where the steps end early."""
     schedule = run.schedule
-    status.total_steps = schedule.total_steps
     directory = Path(run.config.trainer.default_local_dir)
-    position = load_checkpoint(run, begin_step(0, status), checkpoints)
-    run.adjustments.load()
+    position = resume(run, checkpoints, status)
+    run_id = checkpoints.run_id
+    if run.config.trainer.val_only:
+        validate_only(run, begin_step(position.step, status), run_id)
+        return False
+    sinks, health = start(run, checkpoints, status, opened)
     step = position.step
     num_batches = position.num_batches
     accuracy = position.accuracy
-    run_id = checkpoints.run_id
-    if not checkpoints.is_rolled_back:
-        for line in run.adjustments.in_effect(step):
-            say_on_console(run, line)
-        warn_of_unreached(run.config, step, step if run.config.trainer.val_only else schedule.total_steps)
-    if run.config.trainer.val_only:
-        validate_only(run, begin_step(step, status), run_id)
-        return False
-    after = checkpoints.resumed_step
-    sinks = on_every_rank(lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, after, run_id))
-    opened.callback(sinks.close)
-    record_start(run.config, run_id, step)
-    health = HealthWatch(run, run_id, step)
-    if not checkpoints.is_rolled_back:
-        show_start(run)
-    if after is None and schedule.is_first_validation_due():
-        state = begin_step(0, status)
-        accuracy = validate(run, state)
-        log(sinks, state)
-    save_start(run, begin_step(step, status), checkpoints, accuracy)
     while act(run, checkpoints, step, health) == "continues":
         if schedule.is_last(step, num_batches, accuracy):
             break
@@ -170,6 +153,40 @@ def train(
     close_run(run, sinks, run_id, step, reason)
     say_on_console(run, f"{reason}; the trained actor is in {directory / HF}, metrics, plot and samples beside it")
     return False
+
+
+def resume(run: Run, checkpoints: Checkpoints, status: RankStatus) -> Position:
+    """Load the checkpoint to resume from, if there is one, and the adjustments of the run. Return the position of the
+    run. A roll-back repeats none of the lines of the start."""
+    status.total_steps = run.schedule.total_steps
+    position = load_checkpoint(run, begin_step(0, status), checkpoints)
+    run.adjustments.load()
+    if not checkpoints.is_rolled_back:
+        for line in run.adjustments.in_effect(position.step):
+            say_on_console(run, line)
+        last = position.step if run.config.trainer.val_only else run.schedule.total_steps
+        warn_of_unreached(run.config, position.step, last)
+    return position
+
+
+def start(run: Run, checkpoints: Checkpoints, status: RankStatus, opened: ExitStack) -> tuple[Sink, HealthWatch]:
+    """Open the sinks, record the start, show who holds what, and validate and save the weights before the first step
+    where that is due. opened: gets the sinks."""
+    position = checkpoints.position
+    after = checkpoints.resumed_step
+    run_id = checkpoints.run_id
+    sinks = on_every_rank(lambda: build_sinks(run.groups.rank, run.config, run.schedule.total_steps, after, run_id))
+    opened.callback(sinks.close)
+    record_start(run.config, run_id, position.step)
+    health = HealthWatch(run, run_id, position.step)
+    if not checkpoints.is_rolled_back:
+        show_start(run)
+    if after is None and run.schedule.is_first_validation_due():
+        state = begin_step(0, status)
+        position.accuracy = validate(run, state)
+        log(sinks, state)
+    save_start(run, begin_step(position.step, status), checkpoints)
+    return sinks, health
 
 
 def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
