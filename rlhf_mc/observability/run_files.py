@@ -5,7 +5,7 @@ incomplete. No torch here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,16 @@ def _object(line: str) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def differences(before: Any, after: Any, prefix: str = "") -> dict[str, list[Any]]:
-    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks. A
-    section that one lacks is compared key by key."""
-    if not any(isinstance(tree, dict) for tree in (before, after)):
-        return {} if before == after else {prefix: [before, after]}
-    if not all(tree is None or isinstance(tree, dict) for tree in (before, after)):
-        return {prefix: [before, after]}
-    found: dict[str, list[Any]] = {}
-    before = before or {}
-    after = after or {}
-    for key in {**before, **after}:
-        found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
-    return found
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting with its dotted key."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def differences(before: Any, after: Any) -> dict[str, list[Any]]:
+    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks."""
+    old, new = (dict(flattened(settings)) if isinstance(settings, Mapping) else {} for settings in (before, after))
+    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}

@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.observability.run_files import flattened
 
 TRACKERS_FILE = "trackers.json"
 """In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run, "last_step": the last
@@ -271,12 +272,3 @@ def mlflow_name(key: str) -> str:
         return name
     digits = hashlib.sha256(key.encode()).hexdigest()[:8]
     return f"{name[: _MLFLOW_KEY - 9]}_{digits}"
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting with its dotted key."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

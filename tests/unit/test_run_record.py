@@ -111,5 +111,5 @@ def test_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_differences_of_sections_that_come_and_go() -> None:
     assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {"c": [2, None], "a.d": [None, 3]}
     assert differences({"a": 1}, {"a": 1, "b": {"c": {"d": 2, "e": None}}}) == {"b.c.d": [None, 2]}
-    assert differences({"a": {"b": 1}}, {"a": [1]}) == {"a": [{"b": 1}, [1]]}
+    assert differences({"a": {"b": 1}}, {"a": [1]}) == {"a.b": [1, None], "a": [None, [1]]}
     assert differences({"a": {"b": 1}}, {"a": None}) == {"a.b": [1, None]}
