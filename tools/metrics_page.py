@@ -40,8 +40,9 @@ the GPU image (8.7 for 10.2: MLflow asks for less than 10); without `--no-deps`,
 may change more, such as protobuf. `trainer.project_name` is the project, in MLflow the experiment, and
 `trainer.experiment_name` the name of the run. Rank 0 logs the resolved config once and the metrics of each step.
 
-- **No secrets in the config.** The whole config goes to the trackers, and with the command line to `starts.jsonl`. Keys
-  belong into environment variables: those of the trackers, and the one that a remote reward's `api_key_env` names.
+- **No secrets in the config.** The whole config goes to the trackers, and with the command line to `starts.jsonl`,
+  without the values of keyword arguments that look like secrets ([reliability.md](reliability.md)). Keys belong into
+  environment variables: those of the trackers, and the one that a remote reward's `api_key_env` names.
 - `wandb` and `swanlab` log to their servers, and under `wandb/` and `swanlog/` in the run's directory. The run has the
   id of `run.json` there. Their environment variables count: `WANDB_MODE=offline` with `wandb sync` afterwards,
   `WANDB_API_KEY`, `SWANLAB_MODE=offline` with `swanlab sync`, `SWANLAB_API_KEY`, ...

@@ -16,9 +16,10 @@ _LINE_LENGTH = 120
 _INDENT = "  "
 
 
-def commented_yaml(cfg: Config) -> str:
-    """Return all settings of the config as YAML. `load_config` of this text gives an equal config."""
-    return "\n".join(_section(cfg, to_dict(cfg), "")) + "\n"
+def commented_yaml(cfg: Config, values: dict[str, Any] | None = None) -> str:
+    """Return all settings of the config as YAML. `load_config` of this text gives an equal config. values: the config
+    as plain values, if some are to differ."""
+    return "\n".join(_section(cfg, to_dict(cfg) if values is None else values, "")) + "\n"
 
 
 def _section(section: Any, values: dict[str, Any], indent: str) -> list[str]:

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.config.load import to_dict
+from rlhf_mc.config.recorded import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.progress import Progress
@@ -56,7 +56,7 @@ def build_sinks(rank: int, config: Config, total_steps: int, after_step: int | N
     """Return the Sinks of rank 0, or the NullSink of another rank; arguments as of Sinks."""
     if rank != 0:
         return NullSink()
-    return Sinks(config.trainer, total_steps, after_step, run_id=run_id, settings=to_dict(config))
+    return Sinks(config.trainer, total_steps, after_step, run_id=run_id, settings=recorded(config))
 
 
 class Sinks:

@@ -18,7 +18,7 @@ from rlhf_mc.checkpoint.training_state import Save, load, reading_state, stored_
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
-from rlhf_mc.config.load import to_dict
+from rlhf_mc.config.recorded import recorded, without_secrets
 from rlhf_mc.observability.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.runtime.console import say
@@ -287,7 +287,7 @@ class Checkpoints:
             _say(f"WARNING: {line}")
 
     def _say_changed_settings(self, stored: dict[str, Any]) -> None:
-        pairs = differences(stored, to_dict(self._run.config))
+        pairs = differences(without_secrets(stored), recorded(self._run.config))
         changed = [key for key in pairs if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
         if changed:
             listed = ", ".join(f"{key} {pairs[key][0]} -> {pairs[key][1]}" for key in changed)
@@ -334,7 +334,7 @@ class Checkpoints:
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")
-            config = to_dict(self._run.config)
+            config = recorded(self._run.config)
             inputs = self._run.inputs
             self._in_flight = Save(self._root, position.step, self._models, loop, config, inputs, self.run_id, buffers)
 

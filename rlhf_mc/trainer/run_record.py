@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import rlhf_mc
 from rlhf_mc import durable
-from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.config.recorded import command_without_secrets, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.report import read_runs, write_report
@@ -44,13 +44,13 @@ def record_start(cfg: Config, run_id: str, step: int) -> None:
 
 def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int]) -> None:
     earlier = json_objects(root / STARTS_FILE)
-    settings = to_dict(cfg)
+    settings = recorded(cfg)
     start = {
         "time": _now(),
         "run_id": run_id,
         "after_step": step,
         "process": os.getpid(),
-        "command": _command(),
+        "command": command_without_secrets(_command()),
         "versions": {"python": sys.version.split()[0], "rlhf_mc": rlhf_mc.__version__, **_versions()},
         "git": _git(),
         "hosts": hosts,
@@ -58,7 +58,7 @@ def _write(root: Path, cfg: Config, run_id: str, step: int, hosts: dict[str, int
     }
     if earlier:
         start["changed"] = differences(earlier[-1].get("config", {}), settings)
-    durable.replace(root / CONFIG_FILE, commented_yaml(cfg).encode())
+    durable.replace(root / CONFIG_FILE, commented_yaml(cfg, settings).encode())
     _replace(root, [*earlier, start])
 
 

@@ -38,6 +38,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return score if step < 8 else 1000 * score
 """
 """Step 8 takes as long as the steps before it together, and from then on the scores are 1000 times as high."""
+KEYED_SCORES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=None):
+    if not api_key.startswith("sk-"):
+        raise ValueError("no key")
+    return len(solution_str) / 10 + solution_str.count("1")
+"""
+"""Scores as by tiny.REWARD, of a service that asks for a key."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = make_workspace(tmp_path_factory.mktemp("health_rules"), num_hidden_layers=1)
     (workspace / "scores.py").write_text(SCORES)
     (workspace / "changing_scores.py").write_text(CHANGING_SCORES)
+    (workspace / "keyed_scores.py").write_text(KEYED_SCORES)
     return write_config(workspace, trainer=TRAINER)
 
 
@@ -171,8 +179,12 @@ def test_stop_saves_and_ends_every_rank_without_an_export(pool: Any, config: Pat
 
 
 def test_resumed_run_has_the_events_of_an_uninterrupted_one(pool: Any, config: Path, tmp_path: Path) -> None:
+    """Give the reward function a key, another one to the run that resumes: neither is in a file or a line."""
+
     def train(name: str, *more: str) -> dict[str, Any]:
         overrides = [
+            f"custom_reward_function.path={config.parent / 'keyed_scores.py'}",
+            f"custom_reward_function.reward_kwargs.api_key=sk-secret-{name.split()[0]}",
             f"trainer.default_local_dir={tmp_path / name}",
             "trainer.total_training_steps=6",
             "trainer.save_freq=3",
@@ -194,10 +206,17 @@ def test_resumed_run_has_the_events_of_an_uninterrupted_one(pool: Any, config: P
     assert len({row["health/num_active"] for row in whole["metrics"]}) > 1
     assert any(event["step"] > 3 and event["count"] == 4 for event in whole["events"]), "patience spans the resume"
     assert without_times(resumed["events"]) == without_times(whole["events"])
+    assert not [line for line in resumed["printed"] if "settings that differ" in line or "sk-secret" in line]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sk-secret" in path.read_bytes()]
     active = [[row["health/num_active"] for row in result["metrics"]] for result in (whole, resumed)]
     assert active[0] == active[1]
-    anew = train("without rows", "trainer.logger=[]")["events"]
-    assert not [event for event in anew if event["step"] > 3 and event["count"] >= 4 and event["event"] == "begins"]
+    anew = train("without rows", "trainer.logger=[]", "actor.clip_ratio_low=0.3")
+    assert [line for line in anew["printed"] if "settings that differ" in line] == [
+        "rlhf_mc: settings that differ from the checkpoint's: actor.clip_ratio_low 0.2 -> 0.3"
+    ]
+    assert not [
+        event for event in anew["events"] if event["step"] > 3 and event["count"] >= 4 and event["event"] == "begins"
+    ]
 
 
 def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
