@@ -6,6 +6,7 @@ one build of torch are imported in processes of their own: one that crashes, han
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -105,8 +106,10 @@ def output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
+@functools.cache
 def driver() -> Driver:
-    """Return the driver and its GPUs as nvidia-smi lists them; an empty one where there is no nvidia-smi."""
+    """Return the driver and its GPUs as nvidia-smi lists them; an empty one where there is no nvidia-smi. It is asked
+    once per process: on a GPU in a bad state each start takes COMMAND_SECONDS."""
     if shutil.which("nvidia-smi") is None:
         return Driver()
     fields = "name,memory.total,memory.used,compute_cap,driver_version"

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forked
-import pyarrow as pa
-import pyarrow.parquet as pq
+import inputs_70b
 import pytest
 from safetensors.torch import load_file
 
@@ -211,31 +210,12 @@ exec {sys.executable} "$@"
 """
 
 
-SMALL_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
-"""A config.json that the layout of configs/ppo_70b.yaml can shard."""
-
-
 @pytest.fixture
 def stand_in(slurm: dict[str, str], tmp_path: Path) -> dict[str, str]:
     path = tmp_path / "python"
     path.write_text(STAND_IN)
     path.chmod(0o755)
-    for name in ("model", "data"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL_LLAMA))
-    row = {"prompt": "?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "data" / "train.parquet")
+    inputs_70b.write_inputs(tmp_path)
     return {**slurm, "PYTHON": str(path)}
 
 
@@ -243,15 +223,6 @@ DATA_PARALLEL = [f"actor.megatron.{size}_model_parallel_size=1" for size in ("te
 DATA_PARALLEL += ["actor.megatron.virtual_pipeline_model_parallel_size=null", "actor.megatron.sequence_parallel=false"]
 DATA_PARALLEL += ["rollout.tensor_model_parallel_size=1"]
 """A layout for any number of ranks."""
-
-
-def overrides_70b(folder: Path) -> list[str]:
-    return [
-        f"model.path={folder}/model",
-        f"data.train_files={folder}/data/train.parquet",
-        f"data.val_files={folder}/data/train.parquet",
-        f"trainer.default_local_dir={folder}/run",
-    ]
 
 
 APPTAINER = """#!/usr/bin/env bash
@@ -295,7 +266,7 @@ def apptainer_site(folder: Path) -> dict[str, str]:
 def test_the_70b_job_starts_64_ranks_as_they_should_be(
     stand_in: dict[str, str], tmp_path: Path, header: list[str]
 ) -> None:
-    overrides = overrides_70b(tmp_path)
+    overrides = inputs_70b.overrides(tmp_path)
     site = apptainer_site(tmp_path) if header else {}
     job = Job({**stand_in, **site}, tmp_path, [*header, "slurm/ppo_70b.sh", *overrides])
     assert job.wait(300) == "COMPLETED 0", job.said()
@@ -344,7 +315,7 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, s
     site = apptainer_site(tmp_path) if how == "preempted" else {}
     parent = "bash" if site else "slurmstepd"  # the stand-in's interpreter
     header = ["--partition=preempt", "--nodes=2", "--ntasks-per-node=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml"]
-    job = Job({**stand_in, **site}, tmp_path, [*header, *DATA_PARALLEL, *overrides_70b(tmp_path)])
+    job = Job({**stand_in, **site}, tmp_path, [*header, *DATA_PARALLEL, *inputs_70b.overrides(tmp_path)])
     job.until(lambda: job.said().count(f"attempt  has started under {parent}") == 4)
     if how == "cancelled":
         job.slurm("scancel", job.id)
@@ -379,7 +350,7 @@ exec {sys.executable} "$@"
 def test_a_crashed_run_is_started_again(stand_in: dict[str, str], tmp_path: Path, saves: bool) -> None:
     Path(stand_in["PYTHON"]).write_text(CRASHES)
     env = {**stand_in, "MAX_RESTARTS": "1", "SAVES": "1" if saves else "", "NPROC": "1"}
-    overrides = [*DATA_PARALLEL, *overrides_70b(tmp_path)]
+    overrides = [*DATA_PARALLEL, *inputs_70b.overrides(tmp_path)]
     job = Job(env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides])
     if saves:
         assert job.wait(180) == "COMPLETED 1", job.said()
@@ -397,7 +368,9 @@ fi
 exec {sys.executable} "$@"
 """
     Path(stand_in["PYTHON"]).write_text(other)
-    job = Job(stand_in, tmp_path, ["--nodes=4", "--exclude=node[5-16]", "slurm/ppo_70b.sh", *overrides_70b(tmp_path)])
+    job = Job(
+        stand_in, tmp_path, ["--nodes=4", "--exclude=node[5-16]", "slurm/ppo_70b.sh", *inputs_70b.overrides(tmp_path)]
+    )
     assert job.wait(180) == "FAILED 0", job.said()
     complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
     assert len(complaints) == 1, job.said()
@@ -407,7 +380,7 @@ exec {sys.executable} "$@"
 def test_nodes_that_cannot_run_it_are_named(stand_in: dict[str, str], tmp_path: Path) -> None:
     """Check that the pre-flight reports a layout that the nodes do not give, and a missing interface, on every node."""
     header = ["--nodes=3", "slurm/ppo_70b.sh"]
-    job = Job({**stand_in, "RLHF_MC_SOCKET_IFNAME": "nosuch0"}, tmp_path, [*header, *overrides_70b(tmp_path)])
+    job = Job({**stand_in, "RLHF_MC_SOCKET_IFNAME": "nosuch0"}, tmp_path, [*header, *inputs_70b.overrides(tmp_path)])
     assert job.wait(180) == "FAILED 0", job.said()
     complaints = [line for line in job.said().splitlines() if line.startswith("preflight: ")]
     assert len(complaints) == 2, job.said()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 from collections import namedtuple
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import inputs_70b
 import pytest
 
 from launch import node_checks, plan_checks, preflight
@@ -21,18 +19,9 @@ from rlhf_mc.runtime import machine_facts
 from rlhf_mc.runtime.machine_facts import Driver, Gpu
 
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-}
 H100 = Gpu("H100", 81559, 4, (9, 0))
+DRIVER = machine_facts.driver
+"""Not the stand-in."""
 Stats = namedtuple("Stats", "isup")
 Usage = namedtuple("Usage", "total used free")
 
@@ -40,13 +29,9 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
     """Return the overrides with which configs/ppo_70b.yaml names files that exist."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
-    row = {"prompt": "?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    files = [f"data.{part}_files={tmp_path}/rows.parquet" for part in ("train", "val")]
-    directories = [f"model.path={tmp_path}/model", f"trainer.default_local_dir={tmp_path}/run/ppo"]
-    return [*directories, *files, "trainer.planner=off"]  # the test of the planner sets it
+    inputs_70b.write_inputs(tmp_path)
+    inner = [f"trainer.default_local_dir={tmp_path}/run/ppo", "trainer.planner=off"]  # the test of the planner sets it
+    return [*inputs_70b.overrides(tmp_path), *inner]
 
 
 @pytest.fixture
@@ -122,6 +107,33 @@ def test_driver_that_does_not_answer_is_reported(machine: pytest.MonkeyPatch, ov
     assert line.startswith(
         "nvidia-smi does not list the job's GPUs: nvidia-smi has not ended after 30 s; leave the node"
     )
+
+
+NVIDIA_SMI = """#!/bin/sh
+echo "$*" >> {calls}
+case "$*" in
+--query-gpu=*) for gpu in 0 1 2 3 4 5 6 7; do echo "H100, 81559, 4, 9.0, 580.1"; done ;;
+*) echo "CUDA Version: 13.0" ;;
+esac
+"""
+
+
+def test_pre_flight_asks_nvidia_smi_once(machine: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path) -> None:
+    """Give the pre-flight of the job's first node a stand-in that lists 8 GPUs: one start for them, one for CUDA."""
+    calls = tmp_path / "calls"
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI.format(calls=calls))
+    program.chmod(0o755)
+    machine.setenv("PATH", str(program.parent), prepend=":")
+    machine.setenv("NPROC", "8")
+    machine.setenv("SLURM_JOB_NUM_NODES", "8")
+    machine.setattr(machine_facts, "driver", DRIVER)
+    DRIVER.cache_clear()
+    found = preflight.probe([str(ROOT / "configs/ppo_70b.yaml"), *overrides, "trainer.planner=warn"])
+    DRIVER.cache_clear()
+    assert found["GPUs"] == "8 x H100, 80 GiB" and found["problems"] == [] and "planner" in found
+    assert [line.partition("=")[0] for line in calls.read_text().splitlines()] == ["--query-gpu", ""]
 
 
 def test_run_that_does_not_fit(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
@@ -208,7 +220,7 @@ def test_space_and_host_memory_are_compared_with_the_plan(
     assert complaints == (lines if planner == "refuse" else [])
     if planner == "off":
         return
-    shape = ModelShape.from_hf_config(MODEL)
+    shape = ModelShape.from_hf_config(inputs_70b.MODEL)
     actor = sum(math.prod(size) for size in logical_shapes(shape).values())
     critic = actor - (shape.vocab_size - 1) * shape.hidden_size  # a value head in place of the logits
     checkpoint = 14 * (actor + critic)
