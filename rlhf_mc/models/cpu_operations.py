@@ -1,5 +1,5 @@
-"""Operations that a CPU computes with fewer passes over memory than Megatron-Core's local layers do: the gate of the
-feed-forward part, and rotary positions. megatron_patches.py puts them in place.
+"""Operations that a CPU computes with fewer passes over memory than Megatron-Core's local layers and torch do: the gate
+of the feed-forward part and rotary positions, which megatron_patches.py puts in place, and the norm of norms.py.
 """
 
 from __future__ import annotations
@@ -46,6 +46,33 @@ class GatedSiluMLP(MLP):
             _GatedSilu.apply(x if bias is None else x + bias)
         )
         return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w h, h = x / r, r = sqrt(mean(x^2) + eps). dL/dw = sum of g h over the tokens;
+    dL/dx = (w g - h mean(w g h)) / r. torch has no CPU kernel for it: its backward pass takes four times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        h = x * scale
+        product = (grad * h).reshape(-1, x.shape[-1])
+        mean = torch.mv(product, weight).div_(x.shape[-1]).view(scale.shape)
+        grad_weight = product.sum(0) if ctx.needs_input_grad[1] else None
+        return (grad * weight).mul_(scale).addcmul_(h, mean.mul_(scale), value=-1.0), grad_weight, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension of x [..., n] float32; weight [n] float32."""
+    out: torch.Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
 
 
 def rotary_table(angles: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
 from rlhf_mc.models.fp8 import token_multiple
-from rlhf_mc.models.megatron_patches import gather_parameters_once, megatron_calls
+from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls
 from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps, state_bytes
@@ -154,6 +154,7 @@ class ModelEngine:
                 pg_collection=self.groups.collection,
             )
         gather_parameters_once(self._optimizer)
+        fuse_adam(self._optimizer)
         self.offload = model_offload(self.name, self._megatron, self.named_parameters, self._ddp, self._optimizer)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss

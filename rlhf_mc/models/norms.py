@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from rlhf_mc import platform
+from rlhf_mc.models.cpu_operations import rms_norm
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """x / rms(x) * weight. With sequence parallelism each rank normalises its part of the tokens; the weight is marked,
@@ -14,7 +17,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+        self._eps = eps
         _mark_sequence_parallel(self.weight, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised x, of the same shape [..., hidden] and type."""
+        if platform.use_cuda() or not x.dtype == self.weight.dtype == torch.float32:
+            return super().forward(x)
+        return rms_norm(x, self.weight, self._eps)
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):

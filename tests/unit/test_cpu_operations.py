@@ -14,7 +14,8 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.models import megatron_patches
-from rlhf_mc.models.cpu_operations import _GatedSilu, rotary_table, rotate
+from rlhf_mc.models.cpu_operations import _GatedSilu, rms_norm, rotary_table, rotate
+from rlhf_mc.models.norms import RMSNorm
 
 ROTARY = next(patch for patch in megatron_patches.ON_CPU if patch.owner is attention)
 CONFIG = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
@@ -77,3 +78,41 @@ def test_gate_is_silu_times_linear(shape: tuple[int, ...]) -> None:
     upstream = torch.randn(wanted.shape)
     grads = [torch.autograd.grad(out, x, upstream)[0] for out in (found, wanted)]
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 12), (5, 1, 3, 4), (0, 1, 12)])
+def test_norm_is_torchs(shape: tuple[int, ...]) -> None:
+    weight = (1.0 + 0.1 * torch.randn(shape[-1])).requires_grad_()
+    x = torch.randn(shape).mul_(3.0).requires_grad_()
+    wanted = torch.nn.functional.rms_norm(x, weight.shape, weight, 0.01)
+    found = rms_norm(x, weight, 0.01)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    upstream = torch.randn(wanted.shape)
+    for own, torchs in zip(*(torch.autograd.grad(out, (x, weight), upstream) for out in (found, wanted)), strict=True):
+        torch.testing.assert_close(own, torchs, rtol=1e-5, atol=1e-5)
+
+
+def test_norm_of_zeros_is_zero_and_its_gradient_finite() -> None:
+    x = torch.zeros(2, 1, 8, requires_grad=True)
+    found = rms_norm(x, torch.ones(8), 1e-6)
+    assert torch.equal(found, torch.zeros_like(x))
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(x, 1e3))
+
+
+def test_torch_computes_the_norms_gradient_operation_by_operation() -> None:
+    """If it no longer does, rms_norm can be dropped."""
+    x = torch.randn(5, 1, 12, requires_grad=True)
+    weight = torch.ones(12, requires_grad=True)
+    passes = []
+    for out in (torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6), rms_norm(x, weight, 1e-6)):
+        with Operations() as counted:
+            torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+        passes.append(sum(count for name, count in counted.counts.items() if not name.endswith(("view", "reshape"))))
+    assert passes[0] > passes[1] + 4, passes
+
+
+def test_norms_in_bfloat16_are_torchs() -> None:
+    norm = RMSNorm(SimpleNamespace(sequence_parallel=False), 8, eps=1e-5).bfloat16()
+    x = torch.randn(3, 1, 8).bfloat16()
+    assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5))
