@@ -65,6 +65,8 @@ class _Sizes:
     qk_norm: bool
     silu: bool
     """The activation is SiLU."""
+    torch_norms: bool
+    """On a CPU, torch computes the norms and their gradient operation by operation (models/norms.py)."""
 
     @classmethod
     def of(cls, shape: ModelShape, megatron: MegatronConfig) -> _Sizes:
@@ -83,6 +85,7 @@ class _Sizes:
             routing=24 * experts + 5 * shape.num_experts,
             qk_norm=shape.qk_norm,
             silu=shape.activation == "silu",
+            torch_norms=shape.zero_centered_norms or megatron.dtype != "float32",
         )
 
     def transformer_engine(self) -> float:
@@ -99,17 +102,22 @@ class _Sizes:
         return (self.states + (self.ffn if self.num_experts else 3 * self.ffn)) * self.itemsize
 
     def local(self) -> float:
-        """Return the bytes of a local layer on a CPU: each norm has its input and the normalised states in float32;
-        keys and queries are kept before the rotation, with the values; gate and up with the activated gate, and where
-        Megatron-Core computes the activation a copy of up."""
-        norms = 2 * (2 * _FLOAT32 + self.itemsize) * self.states
+        """Return the bytes of a local layer on a CPU: input and output of each norm; keys and queries before the
+        rotation, with the values; gate and up with the activated gate, and where Megatron-Core computes the activation
+        a copy of up."""
+        norms = 2 * self.norm() * self.states
         if self.qk_norm:
-            norms += 2 * _FLOAT32 * (self.queries + self.keys)
+            norms += (2 if self.torch_norms else 1) * _FLOAT32 * (self.queries + self.keys)
         attention = 3 * self.queries + 3 * self.keys
         experts = 6 * self.ffn + self.expert_inputs
         dense = (4 if self.silu else 5) * self.ffn
         elements = attention + (experts if self.num_experts else dense)
         return norms + elements * self.itemsize + _FLOAT32 * (self.heads + 2) + self.routing
+
+    def norm(self) -> int:
+        """Return the bytes of an element of the states that a norm on a CPU keeps: of its input and its output, and
+        where torch computes it, of the normalised states."""
+        return (2 if self.torch_norms else 1) * _FLOAT32 + self.itemsize
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,7 @@ def update_peak(
     if not cuda:  # on a GPU the product that computes a weight's gradient adds it to main_grad
         backward += sizes.itemsize * shape.hidden_size * sizes.ffn
     if stage == mesh.pp - 1:
-        norm = (2 * sizes.itemsize if cuda else 2 * _FLOAT32 + sizes.itemsize) * sizes.states
+        norm = (2 * sizes.itemsize if cuda else sizes.norm()) * sizes.states
         head = _head_bytes(shape, megatron, work.logits, cuda, entropy)
         backward = max(backward, work.tokens * (norm + gathered * sizes.itemsize) + head)
     if mesh.pp > 1:  # the output of each micro-batch in flight, and the gradient of one

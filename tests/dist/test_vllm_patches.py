@@ -100,7 +100,8 @@ def test_vllm_repacks_the_weights_of_experts_for_its_kernel() -> None:
 
 @pytest.mark.parametrize("world", [2])
 def test_ranks_of_a_node_get_collectives_in_shared_memory(pool: Any, checkpoint: str, world: int) -> None:
-    assert all(pool(world).run(vllm_patch_cases.uses_shared_memory, checkpoint=checkpoint, target=SHARED_MEMORY))
+    found = pool(world).run(vllm_patch_cases.uses_shared_memory, checkpoint=checkpoint, target=SHARED_MEMORY)
+    assert found == [(has_kernel, has_kernel) for _, has_kernel in found]
 
 
 @pytest.mark.parametrize("world", [2])

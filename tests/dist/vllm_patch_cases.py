@@ -69,15 +69,17 @@ class _GlooCollectives:
         return getattr(dist, name)
 
 
-def uses_shared_memory(checkpoint: str, target: str) -> bool:
-    """Return whether a tensor-parallel group has collectives in shared memory with one patch reverted."""
+def uses_shared_memory(checkpoint: str, target: str) -> tuple[bool, bool]:
+    """Return whether a tensor-parallel group has collectives in shared memory with one patch reverted, and whether
+    vLLM's kernels for this processor have such collectives: those for AVX-512 do, those for AVX2 do not."""
     with (
         reverted(target),
         replaced(cpu_communicator, "_CPUSHMDistributed", _GlooCollectives),
         built_engine(checkpoint, dist.get_world_size(), 64),
     ):
         communicator: Any = vllm_state.get_tp_group().device_communicator
-        return isinstance(communicator.dist_module, _GlooCollectives)
+        has_kernel = hasattr(torch.ops._C, "init_shm_manager")
+        return isinstance(communicator.dist_module, _GlooCollectives), has_kernel
 
 
 def own_groups(checkpoint: str) -> tuple[list[list[int]], bool, list[int], list[int]]:
