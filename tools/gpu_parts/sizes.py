@@ -117,6 +117,8 @@ class Sizes:
     """Tokens of each sequence in the measurement of speed; a quarter of them is the prompt."""
     least_share: float = 0.1
     """Share of the rate of a matrix product below which the speed of training is a fault."""
+    most_share: float = 1.0
+    """Share of the rate of a matrix product above which the work has not been done or waited for."""
     offloaded: dict[str, Any] = field(
         default_factory=lambda: {**QWEN2, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20}
     )
@@ -165,6 +167,7 @@ SMALL = Sizes(
     planned_lens=(4, 40, 60),
     speed_lens=(24, 40, 32, 32),
     least_share=0.0,
+    most_share=100.0,  # such short products are slower than the model when other work takes the processor meanwhile
     offloaded={**QWEN2, **TINY},
     quickstart_steps=2,
     runs={
