@@ -125,6 +125,8 @@ def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
 
 def _first_fit_decreasing(seq_lens: Sequence[int], budget: int) -> list[list[int]]:
     """Assign the sequences, longest first, to the first micro-batch with room (at most 11/9 of the optimum + 1)."""
+    if seq_lens and min(seq_lens) > 0 and sum(seq_lens) <= budget:
+        return [list(range(len(seq_lens)))]
     groups: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i)):

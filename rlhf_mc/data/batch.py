@@ -102,12 +102,10 @@ class RaggedBatch:
 
     def responses(self) -> list[list[int]]:
         """Return the response tokens of each sequence."""
-        return [
-            seq[prompt_len:].tolist()
-            for seq, prompt_len in zip(
-                self.tokens.split(self.seq_lens.tolist()), self.prompt_lens.tolist(), strict=True
-            )
-        ]
+        tokens = self.tokens.tolist()
+        ends = self.seq_lens.cumsum(0)
+        starts = (ends - self.response_lens).tolist()
+        return [tokens[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
 
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
         """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are checked."""

@@ -15,6 +15,7 @@ from rlhf_mc import platform
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
 from rlhf_mc.models.attention import PackedSequences, pack
+from rlhf_mc.models.megatron_patches import megatron_operations
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PlanKey:
     num_replicas: int
     limit: Limit
     costs: tuple[float, ...]
-    """Of each sequence."""
+    """Of sequences of each length in the batch, ascending."""
 
 
 class PackingCache:
@@ -108,7 +109,8 @@ def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: in
     The number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no logit
     position."""
     lens = batch.seq_lens
-    which = torch.tensor(sorted(indices or [0], key=lambda i: (int(lens[i]), i)), dtype=torch.int64)
+    which = torch.tensor(sorted(indices or [0]), dtype=torch.int64)
+    which = which[lens[which].argsort(stable=True)]
     seq_lens = lens[which]
     response_lens = batch.response_lens[which]
     tokens = batch.tokens[ragged_indices(lens, which)]
@@ -141,9 +143,10 @@ def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: in
 def run_stage(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """Return this pipeline stage's output for the micro-batch: [T, 1, hidden], or this rank's part of T with sequence
     parallelism."""
-    out: torch.Tensor = model(
-        input_ids=micro_batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=micro_batch.packed
-    )
+    with megatron_operations(model.config):
+        out: torch.Tensor = model(
+            input_ids=micro_batch.tokens, position_ids=None, attention_mask=None, packed_seq_params=micro_batch.packed
+        )
     return out
 
 

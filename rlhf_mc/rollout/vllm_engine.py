@@ -205,6 +205,7 @@ class VLLMEngine:
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # the end tokens are among stop_token_ids
             "detokenize": False,
+            "skip_clone": True,  # each request has an object of its own: vLLM need not copy it, field by field
         }
         requests = [
             vllm.SamplingParams(**common, seed=seed, logprobs=0)

@@ -16,8 +16,10 @@ def my_micro_batches(
     Models with the same cost of a sequence, the same number of replicas and the same limit have the same plan, and so
     share packed micro-batches through `packing`, the cache of the batch."""
     seq_lens = batch.seq_lens.tolist()
-    cost = engine.shape.sequence_cost
+    costs = {n: engine.shape.sequence_cost(n) for n in sorted(set(seq_lens))}
     num_replicas = engine.groups.mesh.dp
-    key = PlanKey(num_replicas, limit, tuple(cost(n) for n in seq_lens))
-    plan = (packing or PackingCache()).plan(key, lambda: plan_micro_batches(seq_lens, num_replicas, limit, cost))
+    key = PlanKey(num_replicas, limit, tuple(costs.values()))
+    plan = (packing or PackingCache()).plan(
+        key, lambda: plan_micro_batches(seq_lens, num_replicas, limit, costs.__getitem__)
+    )
     return plan[engine.groups.coordinate.dp]
