@@ -28,6 +28,17 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return out
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return True if the flag is True on any rank of the group: one sum of an integer, where `gather_objects` takes
+    two collectives and pickles. Without a process group this process is the only rank. Every rank of the group must
+    call it."""
+    if not dist.is_initialized():
+        return flag
+    count = torch.tensor([flag], dtype=torch.int32)  # on the CPU, whatever the device is
+    dist.all_reduce(count, group=group)
+    return bool(count)
+
+
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
     """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n]. `vector` is on the
     device; one collective, one copy to the host. Every rank must call it with the same n."""
@@ -43,9 +54,8 @@ def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.Proces
 
     subject: begins the message of the UserError that is raised in place of an OSError."""
     result, error = _attempt(action, subject)
-    first = next((other for other in gather_objects(error, group) if other is not None), None)
-    if first is not None:
-        raise first
+    if any_rank(error is not None, group):
+        raise next(other for other in gather_objects(error, group) if other is not None)
     return cast(T, result)
 
 
