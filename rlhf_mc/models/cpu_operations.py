@@ -19,6 +19,8 @@ class _GatedSilu(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         gate, linear = x.chunk(2, dim=-1)
         activated = torch.nn.functional.silu(gate)
+        if not ctx.needs_input_grad[0]:
+            return activated.mul_(linear)
         ctx.save_for_backward(x, activated)
         return activated * linear
 
@@ -76,18 +78,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotary_table(angles: torch.Tensor) -> torch.Tensor:
-    """Return cosines and sines [T, 1, 1, 2 * n] of the angles [T, n], for `rotate`."""
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)[:, None, None, :]
+    """Return a table [T, 1, 1, 3 * n] of the angles [T, n] for `rotate`: the cosines twice, and the sines."""
+    cos = angles.cos()
+    return torch.cat((cos, cos, angles.sin()), dim=-1)[:, None, None, :]
 
 
 def _rotated(x: torch.Tensor, table: torch.Tensor, sign: float) -> torch.Tensor:
     """Return x [T, 1, heads, 2 * n], whose halves are the two coordinates, rotated by sign * angle."""
+    cos, sin = table.split((x.shape[-1], x.shape[-1] // 2), dim=-1)
+    out = x * cos  # both halves at once: an operation on rows of n elements costs by the row
     a, b = x.chunk(2, dim=-1)
-    cos, sin = table.chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=x.dtype)
     first, second = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=second).addcmul_(a, sin, value=sign)
+    first.addcmul_(b, sin, value=-sign)
+    second.addcmul_(a, sin, value=sign)
     return out
 
 
