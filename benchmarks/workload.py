@@ -113,7 +113,7 @@ def make_workload(directory: Path, size: Size, lengths: Lengths, num_prompts: in
     make_model(directory / "model", size, lengths.end_probability)
     write_prompts(directory / "train.parquet", parquet_rows(questions(), "train"))
     (directory / "reward.py").write_text(REWARD)
-    budget = 2048
+    budget = 4096
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(directory / "train.parquet"),
