@@ -34,7 +34,7 @@ def main() -> None:
     # No "long-tailed": verl draws no token that the tokenizer lacks, so that the end token's probability is another.
     parser = peers.parser(__doc__, lengths=["equal"])
     parser.add_argument("--verl-python", type=Path, required=True, help="Python of the environment with verl")
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of verl; rlhf_mc has 2048")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="of verl; rlhf_mc has 4096")
     parser.add_argument("--override", nargs="*", default=[], help="more settings of verl, key=value")
     args = parser.parse_args()
     programs = {
