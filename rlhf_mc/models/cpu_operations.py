@@ -19,8 +19,6 @@ class _GatedSilu(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         gate, linear = x.chunk(2, dim=-1)
         activated = torch.nn.functional.silu(gate)
-        if not ctx.needs_input_grad[0]:
-            return activated.mul_(linear)
         ctx.save_for_backward(x, activated)
         return activated * linear
 

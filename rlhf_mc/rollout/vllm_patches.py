@@ -58,6 +58,10 @@ def _do_nothing(*args: Any) -> None:
     return None
 
 
+def _torchs_linear(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
 EVERYWHERE = (
     Patch(
         ModelConfig,
@@ -72,16 +76,17 @@ EVERYWHERE = (
 @functools.cache
 def on_cpu() -> tuple[Patch, ...]:
     """Return the patches of vLLM's engine on a CPU. Its modules are imported here: a GPU does not use them."""
-    import vllm._custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     return (
         Patch(
-            vllm._custom_ops,
-            "_supports_onednn",
-            False,
-            "linear layers are computed from a repacked copy of the weight, which a weight update would not reach",
+            utils,
+            "dispatch_cpu_unquantized_gemm",
+            _torchs_linear,
+            "linear layers are computed from a repacked copy of the weight, which a weight update would not reach: by "
+            "oneDNN, by zentorch on Zen, and for 16-bit types by a kernel of vLLM's own where the processor has AMX",
         ),
         Patch(
             cpu_moe.CPUUnquantizedExperts,

@@ -23,13 +23,13 @@ from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
-ONEDNN = "vllm._custom_ops._supports_onednn"
+LINEAR = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 SHARED_MEMORY = (
     "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator._all_group_ranks_share_shm_group_name"
 )
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 REPACK = f"{EXPERTS}.CPUUnquantizedExperts.process_weights_after_loading"
-TARGETS = {TIED, ONEDNN, SHARED_MEMORY, REPACK, f"{EXPERTS}.cpu_fused_moe"}
+TARGETS = {TIED, LINEAR, SHARED_MEMORY, REPACK, f"{EXPERTS}.cpu_fused_moe"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_every_patch_has_a_test() -> None:
 
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize(
-    ("target", "error"), [(TIED, "vLLM alone has lm_head.weight"), (ONEDNN, "has shape (0,) in vLLM")]
+    ("target", "error"), [(TIED, "vLLM alone has lm_head.weight"), (LINEAR, "has shape (0,) in vLLM")]
 )
 def test_an_engine_fails_without_the_patch(pool: Any, checkpoint: str, world: int, target: str, error: str) -> None:
     ((ok, value),) = pool(world).outcomes(vllm_patch_cases.generate_without, target=target, checkpoint=checkpoint)

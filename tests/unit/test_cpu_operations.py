@@ -75,7 +75,6 @@ def test_gate_is_silu_times_linear(shape: tuple[int, ...]) -> None:
     wanted = silu(gate) * linear
     found = _GatedSilu.apply(x)
     assert torch.equal(found, wanted)
-    assert torch.equal(_GatedSilu.apply(x.detach()), wanted)  # no gradient: in one tensor
     upstream = torch.randn(wanted.shape)
     grads = [torch.autograd.grad(out, x, upstream)[0] for out in (found, wanted)]
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
