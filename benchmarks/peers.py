@@ -165,15 +165,19 @@ def phases(metrics: Mapping[str, Any]) -> dict[str, float]:
 def run(command: list[str], seconds: int, **environment: Any) -> str | None:
     """Return the standard output of a command, or None if it takes longer than this. Exit with its last lines if it
     fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **environment}, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} has failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+    # Files and not pipes: processes that Ray has left behind hold a pipe open, and the wait for its end has no timeout.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        try:
+            done = subprocess.run(
+                command, stdout=out, stderr=errors, timeout=seconds, env={**os.environ, **environment}, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        out.seek(0)
+        errors.seek(0)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} has failed:\n{(out.read() + errors.read())[-3000:]}")
+        return out.read()
 
 
 if __name__ == "__main__":
