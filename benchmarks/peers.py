@@ -47,6 +47,8 @@ class Cell:
     longest: int
     """Tokens at which a response is truncated."""
     has_end: bool
+    token_budget: int
+    """Tokens of a micro-batch, at most."""
     processes: int
     num_steps: int
     """Steps of a run, with those that are not counted."""
@@ -117,13 +119,13 @@ def make_cell(args: argparse.Namespace, directory: Path, lengths: str, prompts: 
         "chats = [[{'role': 'user', 'content': q.text}] for q in w.questions()];"
         "ids = [t(c, add_special_tokens=False)['input_ids'] for c in"
         " t.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)];"
-        "(d / 'prompts.json').write_text(json.dumps([ids, l.longest, l.end_probability]))"
+        "(d / 'prompts.json').write_text(json.dumps([ids, l.longest, l.end_probability > 0, w.TOKEN_BUDGET]))"
     )
     num_steps = WARM_UP + args.steps
     arguments = [str(directory), args.size, lengths, str(prompts), str(num_steps)]
     run([sys.executable, "-c", code, *arguments], args.seconds, PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
-    prompt_ids, longest, end_probability = json.loads((directory / "prompts.json").read_text())
-    return Cell(directory, prompt_ids, prompts, longest, end_probability > 0, processes, num_steps, args.seconds)
+    prompt_ids, longest, has_end, token_budget = json.loads((directory / "prompts.json").read_text())
+    return Cell(directory, prompt_ids, prompts, longest, has_end, token_budget, processes, num_steps, args.seconds)
 
 
 def own(*overrides: str) -> Program:

@@ -34,7 +34,6 @@ def main() -> None:
     # No "long-tailed": verl draws no token that the tokenizer lacks, so that the end token's probability is another.
     parser = peers.parser(__doc__, lengths=["equal"])
     parser.add_argument("--verl-python", type=Path, required=True, help="Python of the environment with verl")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="of verl; rlhf_mc has 4096")
     parser.add_argument("--override", nargs="*", default=[], help="more settings of verl, key=value")
     args = parser.parse_args()
     programs = {
@@ -59,7 +58,7 @@ def verl_steps(args: Namespace, use_v1: bool, cell: Cell, output: Path) -> Steps
 def command(args: Namespace, use_v1: bool, cell: Cell, output: Path) -> list[str]:
     """Return the command of a run of verl."""
     settings = {
-        **settings_of_models(cell, args.micro_batch_tokens),
+        **settings_of_models(cell),
         **settings_of_rollout(cell),
         **settings_of_run(cell, output),
         "trainer.use_v1": use_v1,
@@ -88,20 +87,20 @@ def environment(output: Path) -> dict[str, str]:
     }
 
 
-def settings_of_models(cell: Cell, micro_batch_tokens: int) -> dict[str, object]:
+def settings_of_models(cell: Cell) -> dict[str, object]:
     """Return the settings of actor, reference and critic."""
     actor = "actor_rollout_ref.actor"
     critic = "critic"
     settings: dict[str, object] = {
         f"{actor}.ppo_mini_batch_size": 64,
         f"{actor}.use_dynamic_bsz": True,  # the critic's micro-batches are so in any case
-        f"+{critic}.ppo_infer_max_token_len_per_gpu": micro_batch_tokens,
+        f"+{critic}.ppo_infer_max_token_len_per_gpu": cell.token_budget,
         "algorithm.use_kl_in_reward": True,
         "algorithm.kl_ctrl.kl_coef": 0.001,
     }
     for role in (actor, critic):
         settings[f"{role}.strategy"] = "fsdp2"
-        settings[f"{role}.ppo_max_token_len_per_gpu"] = micro_batch_tokens
+        settings[f"{role}.ppo_max_token_len_per_gpu"] = cell.token_budget
         settings[f"{role}.optim.lr"] = 1e-6
     for engine in (f"{actor}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", f"{critic}.fsdp"):
         settings[f"+{engine}.mixed_precision"] = FLOAT32  # FSDP computes in bfloat16 by default

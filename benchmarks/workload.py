@@ -59,6 +59,8 @@ class Lengths:
 
 EQUAL = Lengths(64, 0.0)
 LONG_TAILED = Lengths(512, 1 / 64)
+TOKEN_BUDGET = 4096
+"""Tokens of a micro-batch, at most."""
 
 
 def questions() -> list[Question]:
@@ -113,7 +115,6 @@ def make_workload(directory: Path, size: Size, lengths: Lengths, num_prompts: in
     make_model(directory / "model", size, lengths.end_probability)
     write_prompts(directory / "train.parquet", parquet_rows(questions(), "train"))
     (directory / "reward.py").write_text(REWARD)
-    budget = 4096
     tree: dict[str, Any] = {
         "data": {
             "train_files": str(directory / "train.parquet"),
@@ -125,17 +126,17 @@ def make_workload(directory: Path, size: Size, lengths: Lengths, num_prompts: in
         "model": {"path": str(directory / "model")},
         "actor": {
             "ppo_mini_batch_size": 64,
-            "ppo_max_token_len_per_gpu": budget,
+            "ppo_max_token_len_per_gpu": TOKEN_BUDGET,
             "optim": {"lr": 1e-6},
             "megatron": {"dtype": "float32"},
         },
         "critic": {
-            "ppo_max_token_len_per_gpu": budget,
-            "forward_max_token_len_per_gpu": budget,
+            "ppo_max_token_len_per_gpu": TOKEN_BUDGET,
+            "forward_max_token_len_per_gpu": TOKEN_BUDGET,
             "optim": {"lr": 1e-6},
         },
-        "rollout": {"cpu_kvcache_space_gb": 1, "log_prob_max_token_len_per_gpu": budget, "max_num_seqs": 256},
-        "ref": {"log_prob_max_token_len_per_gpu": budget},
+        "rollout": {"cpu_kvcache_space_gb": 1, "log_prob_max_token_len_per_gpu": TOKEN_BUDGET, "max_num_seqs": 256},
+        "ref": {"log_prob_max_token_len_per_gpu": TOKEN_BUDGET},
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "fixed", "kl_coef": 0.001}},
         "custom_reward_function": {"path": str(directory / "reward.py")},
         "trainer": {

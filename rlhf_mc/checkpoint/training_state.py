@@ -24,7 +24,7 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
 from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import parse_yaml
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.topology.consensus import all_ranks, gather_objects, on_every_rank, on_rank_0
 
 STATE = "state.json"
 CONFIG = "config.yaml"
@@ -68,7 +68,7 @@ class Save:
 
     def is_written(self) -> bool:
         """Return whether all ranks have written their tensors."""
-        return all(gather_objects(self._writing.is_done()))
+        return all_ranks(self._writing.is_done())
 
     def commit(self) -> None:
         """Wait for the write and commit the checkpoint. Raise UserError on every rank if a file cannot be written;

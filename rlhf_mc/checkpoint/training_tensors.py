@@ -27,7 +27,7 @@ from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.models.host_memory import HostArena
 from rlhf_mc.models.megatron_patches import PlannedSave, megatron_calls, write_bucket
 from rlhf_mc.runtime.work import working
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.topology.consensus import all_ranks, gather_objects, on_every_rank, on_rank_0
 
 METADATA = ".metadata"
 """File of dist_checkpointing with the place of each block."""
@@ -89,7 +89,7 @@ class TensorWriter:
     def wait(self) -> None:
         """Wait for all ranks, in collectives that are short even if a disk is slow. Every rank must call it."""
         with working(total=self._num_bytes / 2**20, unit="MiB") as work:
-            while not all(gather_objects(self.is_done(_ASK_SECONDS))):
+            while not all_ranks(self.is_done(_ASK_SECONDS)):
                 written = [Path(file) for file, *_ in self._writer.write_buckets]
                 work.done = sum(file.stat().st_size for file in written if file.exists()) / 2**20
 

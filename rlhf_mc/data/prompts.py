@@ -23,7 +23,7 @@ from rlhf_mc.data.source import EXTRA, REFERENCE, ColumnError, Rows, digest, ope
 from rlhf_mc.data.tokenise import RowTokenizer, TooLongError
 from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.runtime.work import counted
-from rlhf_mc.topology.consensus import gather_objects, my_share, ranks_per_node
+from rlhf_mc.topology.consensus import all_ranks, gather_objects, my_share, ranks_per_node
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _cached(directory: str | None, entry: str) -> Tokens | None:
     if directory is None:
         return None
     tokens = cache.read(directory, entry)
-    return tokens if all(gather_objects(tokens is not None)) else None
+    return tokens if all_ranks(tokens is not None) else None
 
 
 @dataclass

@@ -123,14 +123,13 @@ class StopRequests:
     def check(self) -> None:
         """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's time is up before
         the first step is complete. Every rank must call it, while the weights are those of the last complete step."""
-        from rlhf_mc.topology.consensus import any_rank, gather_objects
+        from rlhf_mc.topology.consensus import first_of_ranks
 
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
-        reason = self._reason  # once: a signal may set it between the collectives
-        if not any_rank(bool(reason)):
+        reason = first_of_ranks(self._reason or None)
+        if reason is None:
             return
-        reason = next(other for other in gather_objects(reason) if other)
         if reason.startswith(_TIME_IS_UP) and self.steps_done == 0:
             # A requeued job would get no further than this one.
             raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")

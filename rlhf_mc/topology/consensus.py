@@ -28,15 +28,23 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return out
 
 
-def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return True if the flag is True on any rank of the group: one sum of an integer, where `gather_objects` takes
-    two collectives and pickles. Without a process group this process is the only rank. Every rank of the group must
-    call it."""
+def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Return True if the flag is True on every rank of the group: one reduction of an integer, where `gather_objects`
+    takes two collectives and pickles. Without a process group this process is the only rank. Every rank of the group
+    must call it."""
     if not dist.is_initialized():
         return flag
-    count = torch.tensor([flag], dtype=torch.int32)  # on the CPU, whatever the device is
-    dist.all_reduce(count, group=group)
-    return bool(count)
+    everywhere = torch.tensor([flag], dtype=torch.int32)  # on the CPU, whatever the device is
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
+    return bool(everywhere)
+
+
+def first_of_ranks(value: T | None, group: dist.ProcessGroup | None = None) -> T | None:
+    """Return, on every rank of the group, the value of the first rank that has one; None, at the cost of `all_ranks`,
+    if none has. Every rank of the group must call it."""
+    if all_ranks(value is None, group):
+        return None
+    return next(other for other in gather_objects(value, group) if other is not None)
 
 
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
@@ -54,8 +62,8 @@ def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.Proces
 
     subject: begins the message of the UserError that is raised in place of an OSError."""
     result, error = _attempt(action, subject)
-    if any_rank(error is not None, group):
-        raise next(other for other in gather_objects(error, group) if other is not None)
+    if (first := first_of_ranks(error, group)) is not None:
+        raise first
     return cast(T, result)
 
 

@@ -221,14 +221,14 @@ def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytes
         time.sleep(0.5)
         write_bucket(*args, **kwargs)
 
-    def counted(value: Any) -> list[Any]:
-        polls.append(value)
-        return [value]
+    def counted(flag: bool) -> bool:
+        polls.append(flag)
+        return flag
 
     monkeypatch.setattr(training_tensors, "write_bucket", slowly)
     monkeypatch.setattr(training_tensors, "_ASK_SECONDS", 0.05)
     writing = training_tensors.TensorWriter(blocks_over(torch.ones(2, 6)), tmp_path, training_tensors.HostBuffers())
-    monkeypatch.setattr(training_tensors, "gather_objects", counted)
+    monkeypatch.setattr(training_tensors, "all_ranks", counted)
     writing.wait()
     assert polls.count(False) >= 3 and polls[-1] is True and writing.is_done()
 

@@ -18,8 +18,9 @@ def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> 
         consensus.on_every_rank(fail, "not in the message of a UserError")
     with pytest.raises(UserError, match="mine"):
         consensus.on_rank_0(fail)
-    assert not consensus.any_rank(False)
-    monkeypatch.setattr(consensus, "any_rank", lambda flag, group=None: True)
+    assert consensus.first_of_ranks(None) is None
+    assert consensus.all_ranks(True) and not consensus.all_ranks(False)
+    monkeypatch.setattr(consensus, "all_ranks", lambda flag, group=None: False)
     monkeypatch.setattr(consensus, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])
     with pytest.raises(UserError, match="of rank 1"):
         consensus.on_every_rank(lambda: 7)
