@@ -4,6 +4,7 @@ The caller passes the head or the loss.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from rlhf_mc.models.pipeline import PlannedShapes
 from rlhf_mc.models.ranges import schedule_ranges
 from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
 from rlhf_mc.models.schedule import learning_rate_schedule, set_learning_rates
-from rlhf_mc.models.statistics import StatisticSums
+from rlhf_mc.models.statistics import Exchange, StatisticSums
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.runtime.work import working
@@ -58,6 +59,24 @@ class Held:
     """The groups (models/offload.py) that are on the device in some phases only."""
 
 
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The result of ModelEngine.train_step."""
+
+    grad_norm: float
+    """The norm of the gradient before clipping, the same on every rank."""
+    lr: float
+    """The learning rate of the step."""
+    sums: StatisticSums
+    """This rank's sums of the loss's statistics."""
+
+    @property
+    def skipped(self) -> bool:
+        """True where loss, statistics or gradient were not finite on any rank: weights and optimizer state have not
+        changed."""
+        return not math.isfinite(self.grad_norm)
+
+
 class ModelEngine:
     """One role's model. Without optimizer settings it is frozen."""
 
@@ -73,7 +92,7 @@ class ModelEngine:
         self._scheduler: Any = None
         self._ddp: list[Any] = []
         self._memory_recovery: MemoryRecovery | None = None
-        self._statistics = StatisticSums()
+        self._exchange = Exchange()
         self.offload = model_offload(name, megatron, self.named_parameters)
         """The groups of this model's tensors that can be offloaded."""
 
@@ -237,22 +256,29 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
         packing: PackingCache | None = None,
-    ) -> dict[str, float]:
-        """Compute the gradient of a mini-batch by `backward` and take one optimizer step.
-
-        Return the sums of the statistics, grad_norm (before clipping), lr and "skipped": 0. Where loss, statistics or
-        gradient are not finite on any rank, no rank steps: weights and optimizer state do not change, and the result is
-        {"skipped": 1}. Every rank must call it."""
-        self._compute_gradient(batch, micro_batches, loss, packing)
+    ) -> OptimizerStep:
+        """Compute the gradient of a mini-batch as `backward` does and take one optimizer step. Where loss, statistics
+        or gradient are not finite on any rank, no rank steps. Every rank must call it."""
+        sums = self._compute_gradient(batch, micro_batches, loss, packing)
         with megatron_calls(), platform.named_range("grad_norm"):
             self._optimizer.prepare_grads()
-            grad_norm = float(self._optimizer.get_grad_norm())
-        stats, finite = self._statistics.over_ranks(self._has_loss, grad_norm)
-        if not finite:
-            return {"skipped": 1.0}
-        with megatron_calls(), platform.named_range("optimizer_step"):
-            self._step(grad_norm)
-        return {**stats, "grad_norm": grad_norm, "lr": self.lr, "skipped": 0.0}
+            result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
+        if not result.skipped:
+            with megatron_calls(), platform.named_range("optimizer_step"):
+                self._step(result.grad_norm)
+        return result
+
+    def statistics(self, steps: Sequence[OptimizerStep]) -> list[dict[str, float]]:
+        """Return for each step its statistics over all ranks, grad_norm, lr and "skipped": 0; for a skipped one
+        {"skipped": 1}. Every rank must call it, with the same steps."""
+        taken = [step for step in steps if not step.skipped]
+        sums = iter(self._exchange.over_ranks([step.sums for step in taken], self._has_loss))
+        return [
+            {"skipped": 1.0}
+            if step.skipped
+            else {**next(sums), "grad_norm": step.grad_norm, "lr": step.lr, "skipped": 0.0}
+            for step in steps
+        ]
 
     def _step(self, grad_norm: float) -> None:
         """Clip the gradient and update the parameters, as Megatron-Core's optimizer.step does after it has computed
@@ -273,15 +299,16 @@ class ModelEngine:
         """Write into each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
         micro-batches of all replicas (with the distributed optimizer, into the part that this rank updates).
         Return the sums of the statistics. Every rank must call it."""
-        self._compute_gradient(batch, micro_batches, loss, packing)
-        return self._statistics.over_ranks(self._has_loss, 0.0)[0]
+        sums = self._compute_gradient(batch, micro_batches, loss, packing)
+        return self._exchange.over_ranks([sums], self._has_loss)[0]
 
     def _compute_gradient(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss, packing: PackingCache | None
-    ) -> None:
-        """Do as `backward`, and leave this rank's sums of the statistics on the device."""
+    ) -> StatisticSums:
+        """Do as `backward`, but return this rank's sums of the statistics. Where one is not finite, the gradient is
+        not either, so that its norm tells every rank."""
         self.offload.require(GRADS)
-        self._statistics.clear()
+        sums = StatisticSums()
         micro_batches = self._with_dummies(micro_batches)
         for ddp in self._ddp:
             ddp.zero_grad_buffer()
@@ -293,14 +320,15 @@ class ModelEngine:
             if micro.is_dummy:
                 return loss_of_dummy(model, hidden)
             value, stats = loss(model, hidden, micro)
-            self._statistics.add(stats)
-            return value * scale
+            sums.add(stats)
+            return value * (scale + sums.zero_if_finite())
 
         passes = lambda: self._run(batch, micro_batches, share, False, packing)  # noqa: E731
         if self._memory_recovery is None:
             passes()
         else:
             self._memory_recovery.run(passes)
+        return sums
 
     @property
     def _has_loss(self) -> bool:

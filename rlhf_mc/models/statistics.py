@@ -1,11 +1,10 @@
-"""Sums of a loss's statistics over micro-batches, on the device, and over ranks: one copy to the host for each
-mini-batch.
+"""Sums of a loss's statistics over micro-batches, on the device, and over ranks: one exchange for the mini-batches of an
+update.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,59 +13,61 @@ from rlhf_mc.topology.consensus import gather_objects, gather_vectors
 
 
 class StatisticSums:
-    """The sums of one mini-batch after another. They are float64, and each is added in the order of the micro-batches
-    and then of the ranks."""
+    """One rank's sums over the micro-batches of a mini-batch, in their order."""
 
     def __init__(self) -> None:
-        self._agreed: tuple[str, ...] = ()
-        """The names of the statistics, the same on every rank: ranks without the output layer see no loss."""
-        self._names: tuple[str, ...] = ()
-        """The names that the losses of this mini-batch have returned on this rank."""
-        self._sums: torch.Tensor | None = None
+        self.names: tuple[str, ...] = ()
+        """The names that the losses have returned; none on a rank without the output layer."""
+        self.sums: torch.Tensor | None = None
         """[names] float64, on the device."""
-
-    def clear(self) -> None:
-        """Begin a mini-batch."""
-        self._names = ()
-        self._sums = None
 
     def add(self, stats: Mapping[str, torch.Tensor]) -> None:
         """Add one micro-batch's scalars. The host does not wait for them."""
         if not stats:
             return
         values = torch.stack(list(stats.values())).detach().double()
-        if self._sums is None:
-            self._names = tuple(stats)
-            self._sums = values
+        if self.sums is None:
+            self.names = tuple(stats)
+            self.sums = values
         else:
-            assert tuple(stats) == self._names, f"statistics {tuple(stats)} after {self._names}"
-            self._sums += values
+            assert tuple(stats) == self.names, f"statistics {tuple(stats)} after {self.names}"
+            self.sums += values
 
-    def over_ranks(self, contributes: bool, number: float) -> tuple[dict[str, float], bool]:
-        """Return the sums over the ranks that contribute, and True where these sums' parts and the `number` of each
-        rank are finite. Both are the same on all ranks. Every rank must call it."""
-        names = self._names if contributes else ()
-        rows = gather_vectors(self._row(names, number)).tolist()
+    def zero_if_finite(self) -> torch.Tensor | float:
+        """Return 0 where all sums are finite, else NaN: a scalar float32 on the device."""
+        return 0.0 if self.sums is None else (self.sums * 0.0).sum().float()
+
+
+class Exchange:
+    """The exchange of sums between ranks, of one engine."""
+
+    def __init__(self) -> None:
+        self._agreed: tuple[str, ...] = ()
+        """The names of the statistics, the same on every rank: ranks without the output layer see no loss."""
+
+    def over_ranks(self, mini_batches: Sequence[StatisticSums], contributes: bool) -> list[dict[str, float]]:
+        """Return for each mini-batch the sums over the ranks that contribute, added in the order of the ranks. Every
+        rank must call it, with the same number of mini-batches."""
+        if not mini_batches:
+            return []
+        found = {sums.names for sums in mini_batches if sums.names and contributes}
+        rows = gather_vectors(self._rows(mini_batches, found)).tolist()
         if not all(row[0] for row in rows):
-            # A rank has statistics whose names the others do not know: in the first mini-batch, and with another loss.
-            found = {names for names in gather_objects(names) if names}
-            assert len(found) == 1, f"ranks have different statistics: {found}"
-            self._agreed = found.pop()
-            rows = gather_vectors(self._row(names, number)).tolist()
-        finite = all(math.isfinite(value) for row in rows for value in row)
-        sums = dict.fromkeys(self._agreed, 0.0)
-        for row in rows:
-            for name, value in zip(self._agreed, row[2:], strict=True):
-                sums[name] += value
-        return sums, finite
+            # A rank has statistics whose names the others do not know: in the first update, and with another loss.
+            names = set().union(*gather_objects(found))
+            assert len(names) == 1, f"ranks or mini-batches have different statistics: {names}"
+            self._agreed = names.pop()
+            rows = gather_vectors(self._rows(mini_batches, found)).tolist()
+        totals = iter([sum(column) for column in zip(*rows, strict=True)][1:])
+        return [{name: next(totals) for name in self._agreed} for _ in mini_batches]
 
-    def _row(self, names: tuple[str, ...], number: float) -> torch.Tensor:
-        """Return [2 + agreed names] float64: 1 where this rank's names are those agreed, `number`, and the sums, which
-        are 0 on a rank that contributes none."""
-        known = names in ((), self._agreed)
+    def _rows(self, mini_batches: Sequence[StatisticSums], found: set[tuple[str, ...]]) -> torch.Tensor:
+        """Return [1 + mini-batches x agreed names] float64: 1 where this rank's names are those agreed, and the sums,
+        which are 0 where this rank contributes none."""
+        known = found <= {self._agreed}
         device = platform.device()
         # Filled by kernels: a tensor of Python numbers is a copy that the host waits for.
-        head = [torch.full((1,), value, dtype=torch.float64, device=device) for value in (float(known), number)]
-        if names and known and self._sums is not None:
-            return torch.cat([*head, self._sums])
-        return torch.cat([*head, torch.zeros(len(self._agreed), dtype=torch.float64, device=device)])
+        head = torch.full((1,), float(known), dtype=torch.float64, device=device)
+        none = torch.zeros(len(self._agreed), dtype=torch.float64, device=device)
+        rows = [sums.sums if known and found and sums.sums is not None else none for sums in mini_batches]
+        return torch.cat([head, *rows])

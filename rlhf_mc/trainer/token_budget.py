@@ -9,7 +9,7 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.memory_recovery import OutOfMemory
 from rlhf_mc.runtime.console import say
@@ -65,7 +65,7 @@ class TokenBudget:
 
 def train_step(
     engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int, packing: PackingCache
-) -> dict[str, float]:
+) -> OptimizerStep:
     """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out of memory in it,
     repeat it with half the token budget if the engine recovers memory; else add to that rank's error what to lower.
     number: of the update in its step, from 0."""

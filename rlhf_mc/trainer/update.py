@@ -22,7 +22,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
 from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import MeanMetrics
@@ -247,11 +247,14 @@ def update(
     metrics = MeanMetrics()
     packing = packing or PackingCache()
     minis = list(mini_batch_indices)
+    steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         with platform.named_range("mini_batch"):
             mini = batch.select(indices)
-            stats = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
+            step = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
+        steps.append(step)
+        skipped.count(engine.name, budget.step, mini, step.skipped, engine.params)
+    for stats in engine.statistics(steps):
         metrics.add(stats)
-        skipped.count(engine.name, budget.step, mini, stats["skipped"] > 0, engine.params)
     engine.end_of_ppo_step()
     return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}

@@ -61,7 +61,7 @@ def train_step_with_frozen_tensors(
         engine.make_trainable(OptimConfig(lr=1e-2, weight_decay=0.1), total_steps=1, frozen=frozen)
         mini = batch.select(sequences)
         micro_batches = _my_micro_batches(engine, mini, 32)
-        metrics = engine.train_step(mini, micro_batches, _objective(engine, mini, "token-mean"))
+        step = engine.train_step(mini, micro_batches, _objective(engine, mini, "token-mean"))
         after = logical_tensors(engine, engine.params)
         engine.backward(mini, micro_batches, _objective(engine, mini, "token-mean"))
         local = {
@@ -72,7 +72,7 @@ def train_step_with_frozen_tensors(
             "tensors": tensors,
             "before": before,
             "after": after,
-            "metrics": metrics,
+            "step": (step.lr, step.skipped),
             "trains_here": sum(param.requires_grad for param in engine.named_parameters().values()),
             "gradients_after": logical_tensors(engine, local),
         }

@@ -184,7 +184,7 @@ def weights_after_steps(
         engine.make_trainable(optim, total_steps=1)
         for _ in range(steps):
             micro_batches = _my_micro_batches(engine, batch, 48)
-            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean"))["grad_norm"])
+            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean")).grad_norm)
         return norms[0], logical_tensors(engine, engine.params)
 
 

@@ -110,7 +110,7 @@ def steps_with_offload(
             offloaded.append(engine.offload.offloaded_bytes)
             engine.offload.onload(("params", "grads", "optimizer"))
             micro_batches = _my_micro_batches(engine, batch, 48)
-            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean"))["grad_norm"])
+            norms.append(engine.train_step(batch, micro_batches, _objective(engine, batch, "token-mean")).grad_norm)
         engine.offload.offload_all_but(())
         offloaded.append(engine.offload.offloaded_bytes)
         engine.offload.onload(("params", "optimizer"))

@@ -17,7 +17,9 @@ from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine as engine_module
+from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.forward import MicroBatch
 
 BUCKET = 20_000
 """Parameters of a bucket: a small part of the tests' models."""
@@ -57,7 +59,7 @@ def train(
 ) -> Training:
     """Take one optimizer step per mini-batch. frozen: part of the names of parameters that are not trained."""
     small = functools.partial(DistributedDataParallelConfig, bucket_size=BUCKET)
-    metrics = []
+    steps = []
     with (
         mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups,
         mock.patch.object(engine_module, "DistributedDataParallelConfig", small),
@@ -72,11 +74,42 @@ def train(
             mini = batch.select(indices)
             micro_batches = my_micro_batches(engine, mini, budget)
             with _events() as events:
-                metrics.append(engine.train_step(mini, micro_batches, objective(engine, mini, "token-mean")))
+                steps.append(engine.train_step(mini, micro_batches, objective(engine, mini, "token-mean")))
         last = max((i for i, event in enumerate(events) if event == "gradient"), default=0)
         return Training(
-            metrics, logical_tensors(engine, engine.params), _num_groups(engine), events[:last].count("reduction")
+            engine.statistics(steps),
+            logical_tensors(engine, engine.params),
+            _num_groups(engine),
+            events[:last].count("reduction"),
         )
+
+
+def steps_with_faults(
+    checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, budget: Limit, faults: Sequence[str], **megatron: Any
+) -> list[tuple[dict[str, float], bool]]:
+    """Take one step per item of `faults`: on the last rank "loss" makes the loss of one micro-batch NaN, and
+    "statistic" one of its statistics infinite. Return the statistics of each step, and whether a weight changed."""
+    steps = []
+    changed = []
+    with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
+        engine = make_engine(checkpoint, "actor", groups, **megatron)
+        engine.make_trainable(OptimConfig(lr=1e-2, eps=1e-3), 1)
+        plain = objective(engine, batch, "token-mean")
+        pending: list[str] = []
+
+        def loss(model: PackedGPT, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Any]:
+            value, stats = plain(model, states, micro)
+            fault = pending.pop() if pending and groups.rank == groups.mesh.world - 1 else ""
+            if fault == "statistic":
+                stats["entropy"] = stats["entropy"] + torch.inf
+            return value * torch.nan if fault == "loss" else value, stats
+
+        for fault in faults:
+            before = {name: param.clone() for name, param in engine.params.items()}
+            pending[:] = [fault]
+            steps.append(engine.train_step(batch, my_micro_batches(engine, batch, budget), loss))
+            changed.append(any(not torch.equal(param, before[name]) for name, param in engine.params.items()))
+        return list(zip(engine.statistics(steps), changed, strict=True))
 
 
 def _num_groups(engine: ModelEngine) -> int:

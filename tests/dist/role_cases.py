@@ -114,7 +114,7 @@ def _step(placements: Mapping[str, RolePlacement], groups: Mapping[str, Groups],
     out["steps"] = {
         role: engine.train_step(
             batch, _my_micro_batches(engine, batch, BUDGET), _objective(engine, batch, "token-mean")
-        )
+        ).grad_norm
         for role, engine in trained.items()
     }
     out["after"] = {role: _scores(role, engine, batch) for role, engine in engines.items()}

@@ -92,6 +92,46 @@ def test_steps_are_the_same(
             torch.testing.assert_close(during.weights[name], weight, rtol=tolerance, atol=tolerance / 100)
 
 
+@pytest.mark.parametrize(
+    ("world", "mesh", "family", "settings"),
+    [
+        (2, {}, "tied", {"use_distributed_optimizer": False}),
+        (2, {"tp": 2}, "tied", {"use_distributed_optimizer": False}),
+        (2, {"ep": 2}, "experts", {"use_distributed_optimizer": False}),
+        (4, {"ep": 2}, "experts", {"use_distributed_optimizer": True}),
+        (4, {"tp": 2, "pp": 2}, "untied", {"use_distributed_optimizer": False}),
+        (4, {"pp": 2, "vpp": 2}, "untied", {"use_distributed_optimizer": True, "dtype": "bfloat16"}),
+    ],
+)
+def test_one_ranks_fault_is_seen_by_all(
+    pool: Callable[[int], Workers],
+    checkpoints: dict[str, str],
+    batch: RaggedBatch,
+    world: int,
+    mesh: dict[str, int],
+    family: str,
+    settings: dict[str, Any],
+) -> None:
+    """The gradient's norm alone tells the other ranks, so it must be the same kind of number everywhere."""
+    faults = ("", "loss", "statistic", "", "statistic")
+    ranks = pool(world).run(
+        reduction_cases.steps_with_faults,
+        checkpoint=checkpoints[family],
+        mesh=mesh,
+        batch=batch,
+        budget=Sequences(2),
+        faults=faults,
+        **settings,
+    )
+    for results in ranks:
+        for fault, (stats, changed), (of_rank_0, _) in zip(faults, results, ranks[0], strict=True):
+            assert stats == of_rank_0
+            assert changed == (fault == "")
+            assert (stats == {"skipped": 1.0}) == (fault != "")
+        assert results[0][0]["pg_loss"] != results[3][0]["pg_loss"]
+        assert results[0][0]["entropy"] > 1.0
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_reduction_overlaps_on_gpus_with_several_replicas(cuda: bool) -> None:
     assert overlaps_reduction(MegatronConfig(), 2, cuda) == cuda

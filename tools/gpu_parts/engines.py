@@ -19,7 +19,7 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import Limit, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import hf_layout
 from rlhf_mc.reshard.placement import chunk_prefix
@@ -139,8 +139,8 @@ def with_targets(engine: ModelEngine, batch: RaggedBatch) -> RaggedBatch:
     )
 
 
-def train_once(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> dict[str, float]:
-    """Take one optimizer step on the batch. Return the statistics."""
+def train_once(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> OptimizerStep:
+    """Take one optimizer step on the batch."""
     micro_batches = my_micro_batches(engine, batch, budget)
     return engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
 
