@@ -1,5 +1,5 @@
-"""Sums of a loss's statistics over micro-batches, on the device, and over ranks: one exchange for the mini-batches of an
-update.
+"""Sums of a loss's statistics: over micro-batches, on the device, and over ranks, by one exchange for all mini-batches
+of an update.
 """
 
 from __future__ import annotations

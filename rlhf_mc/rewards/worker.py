@@ -5,8 +5,11 @@ needs.
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -21,12 +24,19 @@ from rlhf_mc.rewards.results import Failure, Row, Score
 from rlhf_mc.rewards.scoring import Scorer, name_of
 from rlhf_mc.runtime.parent_death import exit_with_parent
 
-_READY = -1
-"""Message that the user's function is loaded, in place of a row's index."""
-_ERROR = -2
-"""Message of a UserError, in place of a row's index."""
-_PROGRESS = -3
-"""Message that the remote endpoint has answered, in place of a row's index."""
+_READY = 1
+"""Message that the user's function is loaded."""
+_ERROR = 2
+"""Message of a UserError."""
+_PROGRESS = 3
+"""Message that the remote endpoint has answered."""
+_SCORES = 4
+"""Message with scores and failures of rows, by their place among those sent."""
+_PLACE = struct.Struct("q")
+"""The place of the row that the worker scores, in memory that it shares with the rank."""
+BUNDLE_SECONDS = 0.01
+"""Least time between two messages with scores: each wakes a thread of the rank, which at that time launches the kernels
+of a forward pass."""
 IMPORT_SECONDS = 60.0
 """Least time that a worker has to import the user's file: the limit of a response may be shorter."""
 _EXTRA_SECONDS = 1.0
@@ -46,14 +56,18 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
+        number = os.memfd_create("rlhf_mc_reward_row")
+        os.truncate(number, _PLACE.size)
+        self._current_row = mmap.mmap(number, _PLACE.size)
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from rlhf_mc.rewards.worker import main\nmain({theirs.fileno()}, {os.getpid()})"
+            f"from rlhf_mc.rewards.worker import main\nmain({theirs.fileno()}, {number}, {os.getpid()})"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno(), number], stdin=subprocess.DEVNULL
         )
         theirs.close()
+        os.close(number)
         self._loading = True
         self._scores_together = False
         self._connection.send((self._custom, self._reward))
@@ -76,16 +90,15 @@ class Worker:
         """Return each row's score; that of a row without one is failed(row, reason). The worker cannot be used any more
         after an exception, of `failed` or another.
 
-        Where a row does not return in time, or ends the process, another process scores the rows after it. Rows that
-        are scored together with it and have no score yet fail with it."""
+        Where a row does not return in time, or ends the process, another process scores the remaining ones, those again
+        whose scores it had not sent yet. Rows that are scored together with it and have no score yet fail with it."""
         scores: dict[int, Score] = {}
         self.num_scored = 0
         while left := [i for i in range(len(rows)) if i not in scores]:
             self.load()
             failure = self._receive_scores(rows, left, scores, failed)
             if failure is not None:
-                left = [i for i in left if i not in scores]
-                for i in left if self._scores_together else left[:1]:
+                for i in self._rows_at_fault(left, scores):
                     scores[i] = failed(rows[i], failure)
                 self.close()
                 self._start()
@@ -101,27 +114,38 @@ class Worker:
         keeps_limit = self._scores_together or self._reward.remote.url is not None
         patience = limit + _EXTRA_SECONDS + 0.1 * limit if keeps_limit else limit
         try:
+            _PLACE.pack_into(self._current_row, 0, 0)
             self._connection.send([rows[i] for i in left])
             missing = len(left)
             while missing > 0:
                 if not self._wait_for_message(patience):
                     return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds)")
-                place, outcome = self._receive()
-                if place == _PROGRESS:
+                kind, outcomes = self._receive()
+                if kind == _PROGRESS:
                     continue
-                missing -= 1
-                i = left[place]
-                scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
+                missing -= len(outcomes)
+                for place, outcome in outcomes:
+                    i = left[place]
+                    scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
                 self.num_scored = len(scores)
         except (EOFError, OSError):
             return Failure("exited", f"its worker process ended, {self._describe_end()}")
         return None
+
+    def _rows_at_fault(self, sent: list[int], scores: dict[int, Score]) -> list[int]:
+        """Return which of the rows `sent` fail with the process: the one that it was scoring, or, where rows are scored
+        together, all without a score."""
+        if self._scores_together:
+            return [i for i in sent if i not in scores]
+        (place,) = _PLACE.unpack(self._current_row)
+        return [sent[min(place, len(sent) - 1)]]
 
     def close(self) -> None:
         """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
+        self._current_row.close()
 
     def _wait_for_message(self, seconds: float) -> bool:
         """Return whether a message arrives within that time. Raise EOFError if the process has ended.
@@ -137,8 +161,8 @@ class Worker:
         return self._connection.poll()
 
     def _receive(self) -> tuple[int, Any]:
-        """Return a row's index with its Score or Failure, _PROGRESS, or _READY with Scorer.scores_together. Raise
-        UserError if the worker has sent one."""
+        """Return _SCORES with the outcomes of rows, _PROGRESS, or _READY with Scorer.scores_together. Raise UserError
+        if the worker has sent one."""
         kind, content = self._connection.recv()
         if kind == _ERROR:
             raise UserError(content)
@@ -153,10 +177,37 @@ class Worker:
         return f"by {signal.Signals(-code).name}{why}"
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Score the rows that the rank sends, until it ends. This is the worker process's program."""
+class _Bundles:
+    """Collects the scores and failures of rows into messages."""
+
+    def __init__(self, current_row: mmap.mmap, send: Callable[[list[tuple[int, Score | Failure]]], None]) -> None:
+        self._current_row = current_row
+        self._send = send
+        self._outcomes: list[tuple[int, Score | Failure]] = []
+        self._sent = time.monotonic()
+
+    def add(self, place: int, outcome: Score | Failure) -> None:
+        """Add a row's outcome. Where rows are scored one after the other, the row after it is the current one."""
+        _PLACE.pack_into(self._current_row, 0, place + 1)
+        self._outcomes.append((place, outcome))
+        if time.monotonic() - self._sent >= BUNDLE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is collected."""
+        if self._outcomes:
+            self._send(self._outcomes)
+        self._outcomes = []
+        self._sent = time.monotonic()
+
+
+def main(descriptor: int, row_descriptor: int, parent: int) -> None:
+    """Score the rows that the rank sends, until it ends. This is the worker process's program. row_descriptor: of the
+    shared memory with the place of the current row."""
     exit_with_parent(parent)
     connection = Connection(descriptor)
+    current_row = mmap.mmap(row_descriptor, _PLACE.size)
+    os.close(row_descriptor)
     # Schedulers and shells signal whole process groups; the rank alone acts on a signal.
     for number in _SIGNALS:
         signal.signal(number, lambda number, frame: None)
@@ -178,7 +229,10 @@ def main(descriptor: int, parent: int) -> None:
         scorer = Scorer(custom, reward)
         send(_READY, scorer.scores_together)
         while True:
-            scorer.score(connection.recv(), send, lambda: send(_PROGRESS, None))
+            rows = connection.recv()
+            bundles = _Bundles(current_row, functools.partial(send, _SCORES))
+            scorer.score(rows, bundles.add, lambda: send(_PROGRESS, None))
+            bundles.flush()
     except EOFError:  # the rank has ended
         return
     except UserError as error:
