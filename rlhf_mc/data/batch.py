@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -153,11 +154,11 @@ def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
 
 def ragged_indices(lens: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
     """Return the positions of the segments `which` [K], in that order, in a vector of segments of `lens` [S]."""
-    starts = torch.cumsum(lens, 0) - lens
-    picked = lens[which]
-    out_starts = torch.cumsum(picked, 0) - picked
-    total = int(picked.sum())
-    return torch.arange(total) + torch.repeat_interleave(starts[which] - out_starts, picked)
+    # By numpy: on so few numbers torch takes twice as long.
+    counts = lens.numpy()
+    picked = counts[which.numpy()]
+    shifts = (counts.cumsum() - counts)[which.numpy()] - (picked.cumsum() - picked)
+    return torch.from_numpy(np.arange(picked.sum()) + np.repeat(shifts, picked))
 
 
 def build_batch(prompts: Sequence[Prompt], generations: Sequence[Generation]) -> RaggedBatch:

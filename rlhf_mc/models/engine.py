@@ -25,7 +25,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
 from rlhf_mc.models.fp8 import token_multiple
-from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls
+from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
 from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
 from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps, state_bytes
@@ -362,8 +362,9 @@ class ModelEngine:
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 last = self.chunks[-1]
-                states = states_at(last, hidden, micro.last if at_last_token else micro.logit_positions)
-                value = on_last_stage(last, states, micro)
+                with own_operations():
+                    states = states_at(last, hidden, micro.last if at_last_token else micro.logit_positions)
+                    value = on_last_stage(last, states, micro)
                 return value if non_loss_data else (value, {})
 
             output = run_stage(model, micro)
@@ -383,7 +384,7 @@ class ModelEngine:
 
         def micros() -> Iterator[MicroBatch]:
             for indices in micro_batches:
-                with platform.named_range("pack"):
+                with platform.named_range("pack"), own_operations():
                     micro = cache.micro_batch(batch, list(indices), multiple_of)
                 yield micro
 

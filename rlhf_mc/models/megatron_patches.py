@@ -146,7 +146,12 @@ def megatron_operations(config: TransformerConfig) -> AbstractContextManager[Non
 
     The mode is a Python call for each operation and each attribute of a tensor, 4 to 8 % of the passes of a small
     model, and dense layers name no device. The router of experts does."""
-    if platform.use_cuda() or config.num_moe_experts is not None:
+    return own_operations() if config.num_moe_experts is None else contextlib.nullcontext()
+
+
+def own_operations() -> AbstractContextManager[None]:
+    """Return the context of operations within `megatron_calls` that name no device "cuda": without CudaMeansCpu."""
+    if platform.use_cuda():
         return contextlib.nullcontext()
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context

@@ -78,7 +78,6 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     times = state.timer.result()
     seconds = times["timing_s/step"]
     tokens = int(batch.seq_lens.sum())
-    machine_memory, available_memory = memory()
     state.metrics.update(
         {
             "training/global_step": state.step,
@@ -86,10 +85,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
-            "perf/peak_memory_gb": platform.peak_memory_gb(),
-            "perf/memory_used_ratio": memory_used_ratio(),
-            "perf/cpu_memory_used_gb": (machine_memory - available_memory) / 2**30,
-            **{f"perf/{name}": size for name, size in platform.device_peaks_gb().items()},
+            **memory_metrics(),
             **per_token_metrics(batch, times),
             **utilization_metrics(run.actor, run.critic, run.config, batch, times),
             **run.weight_sync.metrics,
@@ -162,11 +158,18 @@ def _machine_memory() -> int:
     return memory()[0]
 
 
-def memory_used_ratio() -> float:
-    """Return the used share of this rank's device memory at the peak of torch's tensors so far; on a CPU of the
-    machine's memory, now."""
-    total, free = platform.free_device_memory() if platform.use_cuda() else (_machine_memory(), available_memory())
-    return min(max(1.0 - free / total, 0.0), 1.0)
+def memory_metrics() -> dict[str, float]:
+    """Return the memory in use: on this rank's device at the peak of torch's tensors so far, and on its machine now.
+    The used share is the device's; on a CPU the machine's."""
+    machine = _machine_memory()
+    available = available_memory()
+    total, free = platform.free_device_memory() if platform.use_cuda() else (machine, available)
+    return {
+        "perf/peak_memory_gb": platform.peak_memory_gb(),
+        "perf/memory_used_ratio": min(max(1.0 - free / total, 0.0), 1.0),
+        "perf/cpu_memory_used_gb": (machine - available) / 2**30,
+        **{f"perf/{name}": size for name, size in platform.device_peaks_gb().items()},
+    }
 
 
 def log(sinks: Sink, state: StepState) -> None:

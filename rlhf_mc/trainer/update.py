@@ -174,9 +174,10 @@ class SkippedUpdates:
     consecutive: dict[str, int] = field(default_factory=dict)
     """Consecutive skipped updates by the model's name."""
 
-    def count(self, name: str, step: int, mini: RaggedBatch, skipped: bool, params: Mapping[str, torch.Tensor]) -> None:
-        """Count one update of the model with these parameters. Write the samples of a skipped update. Raise UserError
+    def count(self, engine: ModelEngine, step: int, mini: RaggedBatch, skipped: bool) -> None:
+        """Count one update of the model. Write the samples of a skipped update. Raise UserError
         after `limit` consecutive skipped updates. Every rank must call it."""
+        name = engine.name
         self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
@@ -186,7 +187,7 @@ class SkippedUpdates:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} consecutive updates "
                 f"(trainer.max_consecutive_skipped_updates), the last in step {step}; their samples are in {path}; "
-                f"{_find_not_finite(name, mini, params)}"
+                f"{_find_not_finite(engine, mini)}"
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
@@ -197,10 +198,10 @@ class SkippedUpdates:
                 path.unlink()
 
 
-def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
+def _find_not_finite(engine: ModelEngine, mini: RaggedBatch) -> str:
     """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
     call it."""
-    mine = next((local for local, param in params.items() if num_not_finite(param)), None)
+    mine = next((local for local, param in engine.params.items() if num_not_finite(param)), None)
     for rank, found in enumerate(gather_objects(mine)):
         if found is not None:
             return f"the model's weights are not finite ({found} on rank {rank}): resume from an earlier checkpoint"
@@ -209,7 +210,7 @@ def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Te
     bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]
     if bad:
         return f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
-    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {name}.optim.lr"
+    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {engine.name}.optim.lr"
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
@@ -253,7 +254,7 @@ def update(
             mini = batch.select(indices)
             step = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
         steps.append(step)
-        skipped.count(engine.name, budget.step, mini, step.skipped, engine.params)
+        skipped.count(engine, budget.step, mini, step.skipped)
     for stats in engine.statistics(steps):
         metrics.add(stats)
     engine.end_of_ppo_step()

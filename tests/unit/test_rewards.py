@@ -290,7 +290,7 @@ def test_scores_arrive_in_few_messages(
     slow = in_workers("import time\ndef compute_score(**row): time.sleep(0.02); return 0.5\n")
     messages.clear()
     score(slow, [make_prompt(i) for i in range(10)], [""] * 10)
-    assert len(messages) >= 11, "one says that the function is loaded"
+    assert len(messages) == 10
 
 
 def test_reward_function_can_terminate_its_children(in_workers: Callable[..., RewardManager]) -> None:
