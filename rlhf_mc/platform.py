@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt, from malloc.h."""
 
 
 def use_cuda() -> bool:
@@ -66,6 +70,20 @@ def free_cached_memory() -> None:
     gc.collect()
     if use_cuda():
         torch.cuda.empty_cache()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep the memory of freed tensors for the next ones, on a CPU. Do nothing where the user sets
+    malloc's thresholds in the environment, or with another C library.
+
+    By default it returns blocks of some MB to the kernel, and each tensor of that size begins with a page fault for
+    every 4 KiB: 57,000 in a step of 256 sequences of 72 tokens on each of two ranks, 7 to 10 % of its time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    chosen = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+    if mallopt is None or chosen or use_cuda():
+        return
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_M_MMAP_THRESHOLD, 2**30)
 
 
 def free_device_memory() -> tuple[int, int]:

@@ -50,12 +50,14 @@ def _joined(
     forbid_tf32([megatron.dtype for megatron in layouts(cfg).values()])
 
     with working("importing torch"):
+        from rlhf_mc import platform
         from rlhf_mc.observability.metrics import PhaseTimer
         from rlhf_mc.runtime.determinism import use_deterministic_algorithms
         from rlhf_mc.runtime.heartbeat import heartbeats
         from rlhf_mc.topology.rendezvous import init_process_group
 
     trainer = cfg.trainer
+    platform.keep_freed_memory()
     if trainer.deterministic:
         use_deterministic_algorithms()
     timer = PhaseTimer(status=status)  # used for the names of the phases, which an error carries as notes

@@ -1,7 +1,10 @@
-"""Copies to the device, with host memory in the place of a GPU's and of page-locked memory."""
+"""Copies to the device, with host memory in the place of a GPU's and of page-locked memory; freed memory on a CPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -41,3 +44,31 @@ def test_tensors_of_all_types_and_shapes_arrive_in_one_aligned_buffer(gpu_path: 
 
 def test_a_cpu_copies_nothing() -> None:
     assert all(a is b for a, b in zip(TENSORS, platform.to_device(TENSORS), strict=True))
+
+
+FAULTS = """
+import resource, sys, torch
+from rlhf_mc import platform
+if sys.argv[1] == "kept":
+    platform.keep_freed_memory()
+def fill():
+    torch.empty(40 << 20, dtype=torch.uint8).fill_(1)  # malloc never keeps more than 32 MiB by default
+for _ in range(20):
+    fill()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    fill()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_freed_memory_is_kept_unless_the_user_chooses() -> None:
+    def faults(mode: str, **chosen: str) -> int:
+        environment = {**os.environ, "RLHF_MC_DEVICE": "cpu", **chosen}
+        command = [sys.executable, "-W", "ignore", "-c", FAULTS, mode]
+        return int(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+
+    # A kernel that uses huge pages everywhere has 200 faults where one of 4 KiB pages has 102,400.
+    assert faults("kept") < 100
+    assert faults("returned") > 150
+    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > 150
