@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt, from malloc.h."""
+_M_TRIM_THRESHOLD = -1
+"""A parameter of glibc's mallopt, from malloc.h."""
+_M_MMAP_THRESHOLD = -3
+"""Another one."""
 
 
 def use_cuda() -> bool:

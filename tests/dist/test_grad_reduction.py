@@ -112,7 +112,7 @@ def test_one_ranks_fault_is_seen_by_all(
     family: str,
     settings: dict[str, Any],
 ) -> None:
-    """The gradient's norm alone tells the other ranks, so it must be the same kind of number everywhere."""
+    """Compare all ranks: the norm of the gradient alone tells the others, so it must not be finite on any."""
     faults = ("", "loss", "statistic", "", "statistic")
     ranks = pool(world).run(
         reduction_cases.steps_with_faults,

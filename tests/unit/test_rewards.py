@@ -275,7 +275,7 @@ def test_workers_apply_the_rules_without_torch(in_workers: Callable[..., RewardM
 def test_scores_arrive_in_few_messages(
     in_workers: Callable[..., RewardManager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each message wakes a thread of the rank. A slow function's scores still arrive one by one."""
+    """Count them: each wakes a thread of the rank. A slow function's scores still arrive one by one."""
     messages = []
     receive = worker.Worker._receive
 
