@@ -187,7 +187,7 @@ class SkippedUpdates:
             raise UserError(
                 f"{name}: loss or gradient not finite in {self.limit} consecutive updates "
                 f"(trainer.max_consecutive_skipped_updates), the last in step {step}; their samples are in {path}; "
-                f"{_find_not_finite(engine, mini)}"
+                f"{_find_not_finite(name, mini, engine.params)}"
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
@@ -198,10 +198,10 @@ class SkippedUpdates:
                 path.unlink()
 
 
-def _find_not_finite(engine: ModelEngine, mini: RaggedBatch) -> str:
+def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
     """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
     call it."""
-    mine = next((local for local, param in engine.params.items() if num_not_finite(param)), None)
+    mine = next((local for local, param in params.items() if num_not_finite(param)), None)
     for rank, found in enumerate(gather_objects(mine)):
         if found is not None:
             return f"the model's weights are not finite ({found} on rank {rank}): resume from an earlier checkpoint"
@@ -210,7 +210,7 @@ def _find_not_finite(engine: ModelEngine, mini: RaggedBatch) -> str:
     bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]
     if bad:
         return f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
-    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {engine.name}.optim.lr"
+    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {name}.optim.lr"
 
 
 def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
