@@ -211,7 +211,7 @@ def _built_run(sizes: Sizes, name: str, sections: dict[str, dict[str, Any]]) -> 
         for section, values in sections.items():
             tree.setdefault(section, {}).update(values)
         path = directory / "config.yaml"
-        path.write_text(yaml.safe_dump(tree))
+        on_rank_0(lambda: path.write_text(yaml.safe_dump(tree)))
         run = build_run(load_config(str(path), []))
         try:
             yield run
