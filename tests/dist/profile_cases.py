@@ -73,12 +73,10 @@ def _batch_of_messages() -> None:
 def slow_reward(directory: str) -> str:
     """Write a reward function that is slow on rank 1. Return its path."""
     path = Path(directory) / "slow_reward.py"
-    mine = path.with_suffix(f".{dist.get_rank()}")
-    mine.write_text(
+    path.write_text(
         "import os\nimport time\n\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         f"    time.sleep({DELAY} if os.environ['RANK'] == '1' else 0)\n"
         "    return float(len(solution_str))\n"
     )
-    mine.replace(path)  # another rank may be reading it
     return str(path)
