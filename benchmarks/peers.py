@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PHASES = {
     "generation": ("gen", "update_weights"),
-    "passes": ("old_log_prob", "ref", "values"),
+    "passes": ("old_log_prob", "ref", "values", "sum_log_probs"),
     "updates": ("update_critic", "update_actor"),
 }
 """verl's names of timers, which are rlhf_mc's too."""

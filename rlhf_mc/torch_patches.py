@@ -46,6 +46,36 @@ CUDA_CALLS = (
 """The CUDA calls of Megatron-Core, with their meaning on a CPU."""
 
 
+_make_gloo_group = dist.ProcessGroupGloo.__init__
+
+
+def make_gloo_group(self: Any, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+    """Make a group of gloo, as new_group does, on the device of the world's group, if that is gloo's too."""
+    world = dist.group.WORLD
+    if world is not None and not args and kwargs.keys() == {"timeout"}:
+        backend = world._get_backend(torch.device("cpu"))
+        if isinstance(backend, dist.ProcessGroupGloo):
+            like: Any = backend.options
+            options = type(like)()
+            options._devices = like._devices
+            options._threads = like._threads
+            options._timeout = kwargs.pop("timeout")
+            args = (options,)
+    _make_gloo_group(self, store, rank, size, *args, **kwargs)
+
+
+GLOO_GROUPS = (
+    Patch(
+        dist.ProcessGroupGloo,
+        "__init__",
+        make_gloo_group,
+        "each group has a thread that wakes up 100 times a second, those of one rank too, of which vLLM makes a dozen: "
+        "together they cost 2 % of a processor core, and interrupt the computing threads",
+    ),
+)
+"""The groups of gloo, whose devices, one for each network interface, have the threads."""
+
+
 class CudaMeansCpu(TorchFunctionMode):
     """Creates CPU tensors where "cuda" is asked for, and reports their types as CUDA types.
 

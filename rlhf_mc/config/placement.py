@@ -21,6 +21,7 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
     "ref":             ("",                       "",                       "params",  "",                   ""),
     "reward_model":    ("",                       "",                       "",        "",                 "params"),
     "values":          ("",                       "params",                 "",        "",                   ""),
+    "sum_log_probs":   UNCHANGED,
     "adv":             UNCHANGED,
     "update_critic":   ("",                       "params grads optimizer", "",        "",                   ""),
     "update_actor":    ("params grads optimizer", "",                       "",        "",                   ""),

@@ -236,6 +236,19 @@ class ModelEngine:
         [R] float32, on every rank. With per_sequence: for each sequence, from the state of its last token: [S].
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
+        return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence, packing))
+
+    @torch.no_grad()
+    def my_scores(
+        self,
+        batch: RaggedBatch,
+        micro_batches: Sequence[Sequence[int]],
+        head: Head,
+        per_sequence: bool = False,
+        packing: PackingCache | None = None,
+    ) -> torch.Tensor:
+        """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over all ranks is
+        exact. Every rank must call it."""
         size = batch.num_sequences if per_sequence else len(batch.rollout_log_probs)
         result = torch.zeros(size, device=platform.device())
 
@@ -248,7 +261,7 @@ class ModelEngine:
 
         self._run(batch, self._with_dummies(micro_batches), keep, True, packing, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
-        return sum_over_ranks(result)
+        return result
 
     def train_step(
         self,

@@ -67,6 +67,16 @@ def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.Proces
     return cast(T, result)
 
 
+def gather_results(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run the action on every rank of the group and return all results, which are pickled, in rank order. If it fails
+    with a UserError or an OSError on any rank, raise the error of the first such rank on all of them. Every rank of the
+    group must call it. subject: as in `on_every_rank`."""
+    outcomes = gather_objects(_attempt(action, subject), group)
+    if (first := next((error for _, error in outcomes if error is not None), None)) is not None:
+        raise first
+    return [cast(T, result) for result, _ in outcomes]
+
+
 def on_rank_0(action: Callable[[], T], subject: str = "", group: dist.ProcessGroup | None = None) -> T:
     """Run the action on rank 0 of the group and return its result, which is pickled, on every rank. If it fails with a
     UserError or an OSError, raise the error on all ranks, as `on_every_rank` does. Every rank of the group must call

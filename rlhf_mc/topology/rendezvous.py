@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import JoinError
+from rlhf_mc.patching import apply
 from rlhf_mc.topology.open_files import raise_limit
+from rlhf_mc.torch_patches import GLOO_GROUPS
 
 JOIN_SECONDS = 300.0
 """Timeout of the rendezvous, unless that of collectives is shorter. A rank joins after its import of torch, which is
@@ -40,6 +42,8 @@ def init_process_group(timeout_seconds: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world, timeout=timeout)
+    if not platform.use_cuda():
+        apply(GLOO_GROUPS)
 
 
 def _check_device() -> None:

@@ -18,6 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import needs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch, build_batch
 from rlhf_mc.data.order import indices_of_batch
+from rlhf_mc.models.engine import Head, ModelEngine
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.run_files import TRAIN_GENERATIONS
@@ -27,6 +28,7 @@ from rlhf_mc.rewards.metrics import reward_metrics
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rewards.shaping import penalize_overlong
 from rlhf_mc.rollout.base import WEIGHTS, Sampling
+from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer import advantages, evaluate, reward_models, sampling, scoring
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.reward_models import RewardModel
@@ -100,23 +102,26 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     values (critic)."""
     log_probs = scoring.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
     bypass = run.config.algorithm.rollout_correction.bypass_mode
-    if bypass and not run.log_prob_check.is_first:
-        batch = batch.with_fields(old_log_probs=batch.rollout_log_probs)
-    else:
-        with run.offload_schedule.phase(state.timer, "old_log_prob"):
-            found = scoring.score_tokens(run.actor, batch, log_probs, run.limits["old_log_prob"], state.packing)
-        run.log_prob_check.check(batch.with_fields(old_log_probs=found), state.step)
-        # In the first step too, so that a resumed run computes the same.
-        batch = batch.with_fields(old_log_probs=batch.rollout_log_probs if bypass else found)
+    passes: dict[str, tuple[str, ModelEngine, Head]] = {}
+    if not bypass or run.log_prob_check.is_first:
+        passes["old_log_probs"] = ("old_log_prob", run.actor, log_probs)
     if run.reference is not None:
-        with run.offload_schedule.phase(state.timer, "ref"):
-            found = scoring.score_tokens(run.reference, batch, log_probs, run.limits["ref"], state.packing)
-            batch = batch.with_fields(ref_log_probs=found)
+        passes["ref_log_probs"] = ("ref", run.reference, log_probs)
     if run.critic is not None:
-        with run.offload_schedule.phase(state.timer, "values"):
-            found = scoring.score_tokens(run.critic, batch, scoring.value_head, run.limits["values"], state.packing)
-            batch = batch.with_fields(values=found)
-    return batch
+        passes["values"] = ("values", run.critic, scoring.value_head)
+    mine: dict[str, torch.Tensor] = {}
+    for name, (phase, engine, head) in passes.items():
+        with run.offload_schedule.phase(state.timer, phase):
+            mine[name] = scoring.my_token_scores(engine, batch, head, run.limits[phase], state.packing)
+    if mine:
+        # Once for all passes: a rank that is the slower one in the first may be the faster one in the next.
+        with run.offload_schedule.phase(state.timer, "sum_log_probs"):
+            found = sum_over_ranks(torch.stack(list(mine.values())))
+        batch = batch.with_fields(**dict(zip(mine, found, strict=True)))
+    if "old_log_probs" in mine:
+        run.log_prob_check.check(batch, state.step)
+    # With bypass_mode in the first step too, so that a resumed run computes the same.
+    return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
 
 
 def collect_rewards(

@@ -16,7 +16,7 @@ from rlhf_mc.models.heads import log_probs, values
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.topology.consensus import gather_results, sum_over_ranks
 from rlhf_mc.trainer.micro_batching import my_micro_batches
 
 
@@ -43,10 +43,9 @@ def submit_responses(
 def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
     """Return the scores of all num_rows responses on every rank. Raise UserError on all ranks if a response on any
     cannot be scored. Every rank must call it."""
-    mine = on_every_rank(pending.result)
     world = dist.get_world_size()
     out = [Score(0.0)] * num_rows
-    for r, part in enumerate(gather_objects(mine)):
+    for r, part in enumerate(gather_results(pending.result)):
         out[r::world] = part
     return out
 
@@ -69,7 +68,14 @@ def score_tokens(
     engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit, packing: PackingCache | None = None
 ) -> torch.Tensor:
     """Return the head's number for every response token of the batch: [R] float32, on every rank."""
-    return engine.score(batch, my_micro_batches(engine, batch, limit, packing), head, packing=packing)
+    return sum_over_ranks(my_token_scores(engine, batch, head, limit, packing))
+
+
+def my_token_scores(
+    engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit, packing: PackingCache | None = None
+) -> torch.Tensor:
+    """Return what this rank has of `score_tokens`, on the device: [R] float32, 0 for the tokens of other ranks."""
+    return engine.my_scores(batch, my_micro_batches(engine, batch, limit, packing), head, packing=packing)
 
 
 def score_sequences(

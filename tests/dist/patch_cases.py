@@ -4,7 +4,9 @@ on every rank with the same arguments."""
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,9 +28,9 @@ from rlhf_mc.models import build, engine, megatron_patches
 from rlhf_mc.models.fusions import fusions
 from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
-from rlhf_mc.torch_patches import CUDA_CALLS, CudaMeansCpu
+from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
 
-PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *ON_CPU)}
+PATCHES = {patch.target: patch for patch in (*CUDA_CALLS, *GLOO_GROUPS, *EVERYWHERE, *WITH_TRANSFORMER_ENGINE, *ON_CPU)}
 
 
 def small_batch() -> RaggedBatch:
@@ -125,6 +127,28 @@ def unmarked_parameters(checkpoint: str) -> list[str]:
         if not torch.equal(*copies) and not getattr(param, "tensor_model_parallel", False):
             unmarked.append(name)
     return unmarked
+
+
+def groups_of_gloo(patched: bool) -> tuple[int, float, float]:
+    """Make two groups of one rank and one of all. Return the threads that this has started, the groups' timeout in
+    seconds, and the sum of ones over the last group."""
+    patch = PATCHES["torch.distributed.distributed_c10d.ProcessGroupGloo.__init__"]
+    timeout = datetime.timedelta(seconds=90)
+    before = _gloo_threads()
+    with replaced(patch.owner, patch.name, patch.replacement if patched else patch.original):
+        alone = [dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True) for _ in range(2)]
+        everyone = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
+    started = _gloo_threads() - before
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=everyone)
+    (seconds,) = {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (*alone, everyone)
+    }
+    return started, seconds, float(ones)
+
+
+def _gloo_threads() -> int:
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def batched_products(checkpoint: str) -> int:

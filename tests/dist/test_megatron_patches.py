@@ -37,6 +37,7 @@ STEPS = {
 }
 TESTED_ALONE = {
     "torch.cuda.synchronize",
+    "torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",
     f"{RANDOM}._set_cuda_rng_state",
     f"{MAPPINGS}._gather_along_first_dim",
     "megatron.core.tensor_parallel.layers._grad_accum_fusion_available",
@@ -88,6 +89,13 @@ def test_a_checkpoint_synchronises_the_gpu(pool: Any, models: dict[str, str], tm
 def test_gloo_does_not_gather_parts_of_different_sizes(pool: Any, world: int) -> None:
     outcomes = pool(world).outcomes(patch_cases.gather_different_sizes)
     assert all_fail(outcomes, "size"), outcomes
+
+
+@WORLD
+def test_each_group_of_gloo_has_a_thread(pool: Any, world: int) -> None:
+    without, patched = (pool(world).run(patch_cases.groups_of_gloo, patched=patched) for patched in (False, True))
+    assert without == [(3, 90.0, float(world))] * world
+    assert patched == [(0, 90.0, float(world))] * world
 
 
 @WORLD

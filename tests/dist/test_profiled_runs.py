@@ -18,7 +18,18 @@ from rlhf_mc.observability.phase_work import WHOLE
 
 pytestmark = pytest.mark.dist
 
-PHASES = ("update_weights", "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+PHASES = (
+    "update_weights",
+    "gen",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "sum_log_probs",
+    "adv",
+    "update_critic",
+    "update_actor",
+)
 OTHERS = ("step", "testing", "save_checkpoint", "write_profile")
 
 
@@ -83,6 +94,8 @@ def test_table_has_the_times_of_all_ranks(runs: Any) -> None:
         assert phase["seconds"][0] == pytest.approx(row[f"timing_s/{name}"], abs=1e-5)
         assert all(0 <= waits <= takes for waits, takes in zip(phase["waiting"], phase["seconds"], strict=True))
     assert all(sum(table["phases"][name]["tokens"]) > 0 for name in ("gen", "old_log_prob", "update_actor"))
+    assert all(table["phases"][name]["waiting"] == [0, 0] for name in ("old_log_prob", "ref", "values"))
+    assert all(waits > 0 for waits in table["phases"]["sum_log_probs"]["waiting"])
     assert table["phases"]["reward"]["responses"] == [8, 8]
     rest = table["phases"]["between_phases"]
     assert rest["file_seconds"][1] == 0 < rest["file_seconds"][0] < rest["seconds"][0]

@@ -27,6 +27,12 @@ TIME = Section(
         ),
         Metric("timing_s/reward_model timing_s/reward_models.<name>", "each reward model's pass", "s", _SUM),
         Metric("timing_s/{old_log_prob,ref,values}", "forward passes of actor, reference and critic", "s", _SUM),
+        Metric(
+            "timing_s/sum_log_probs",
+            "sum of these passes' log-probs and values over the ranks, with the wait for the slowest rank's passes",
+            "s",
+            _SUM,
+        ),
         Metric("timing_s/adv", "rewards to advantages", "s", _SUM),
         Metric("timing_s/{update_critic,update_actor}", "the updates", "s", _SUM),
         Metric("timing_s/testing", "validation", "s", _SUM),
