@@ -65,7 +65,7 @@ class PackingCache:
         self._tokens: torch.Tensor | None = None
         self._plans: dict[PlanKey, Plan] = {}
         self._micro_batches: dict[tuple[tuple[int, ...], int], MicroBatch] = {}
-        self._mini_batches: dict[tuple[int, ...], _MiniBatch] = {}
+        self._mini_batches: dict[tuple[int, ...], PackingCache] = {}
 
     def plan(self, key: PlanKey, make: Callable[[], Plan]) -> Plan:
         """Return the plan of the key. `make` computes it the first time."""
@@ -91,23 +91,9 @@ class PackingCache:
         self._micro_batches.clear()
         self._mini_batches.clear()
 
-    def mini_batch(self, batch: RaggedBatch, indices: Sequence[int]) -> tuple[RaggedBatch, PackingCache]:
-        """Return `batch.select(indices)`, computed the first time for this object, and the cache of that mini-batch."""
-        found = self._mini_batches.get(tuple(indices))
-        if found is None or found.of is not batch:
-            cache = PackingCache() if found is None else found.cache
-            found = self._mini_batches[tuple(indices)] = _MiniBatch(batch, batch.select(indices), cache)
-        return found.batch, found.cache
-
-
-@dataclass(frozen=True)
-class _MiniBatch:
-    """A mini-batch that critic and actor are both updated with."""
-
-    of: RaggedBatch
-    """The batch that it is a part of."""
-    batch: RaggedBatch
-    cache: PackingCache
+    def of_mini_batch(self, indices: Sequence[int]) -> PackingCache:
+        """Return the cache of the mini-batch of these sequences, in this order."""
+        return self._mini_batches.setdefault(tuple(indices), PackingCache())
 
 
 def packed_lengths(batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int = 1) -> list[int]:

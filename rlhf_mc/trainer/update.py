@@ -251,8 +251,8 @@ def update(
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         with platform.named_range("mini_batch"):
-            mini, cache = packing.mini_batch(batch, indices)
-            step = train_step(engine, mini, objective(mini), budget, number, cache)
+            mini = batch.select(indices)
+            step = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
         steps.append(step)
         skipped.count(engine, budget.step, mini, step.skipped)
     for stats in engine.statistics(steps):

@@ -58,31 +58,18 @@ def test_passes_with_the_same_split_share_packed_micro_batches() -> None:
         assert packs.call_count == 2
         for minis in [split] * 4:
             for mini in minis:
-                part, cache_of_part = cache.mini_batch(batch, mini)
-                cache_of_part.micro_batch(part, [0, 1])
+                cache.of_mini_batch(mini).micro_batch(batch.select(mini), [0, 1])
         assert packs.call_count == 4
         cache.micro_batch(batch, [0, 2])  # another budget
         cache.micro_batch(batch, [0, 1], 4)  # padded for sequence parallelism
         cache.micro_batch(batch, [])
-        part, cache_of_part = cache.mini_batch(batch, [1, 0])  # another order
-        cache_of_part.micro_batch(part, [0, 1])
+        cache.of_mini_batch([1, 0]).micro_batch(batch.select([1, 0]), [0, 1])  # another order
         assert packs.call_count == 8
         cache.clear()
         assert cache.micro_batch(batch, split[0]) is not first[0]
     fresh = pack_micro_batch(make_batch([3, 2, 5, 1], [4, 2, 1, 3]), [2, 3])
     for name in ("tokens", "logit_positions", "targets", "response_index"):
         assert torch.equal(getattr(fresh, name), getattr(first[1], name))
-
-
-def test_mini_batch_is_selected_once_for_each_object() -> None:
-    batch = make_batch([3, 2, 5, 1], [4, 2, 1, 3])
-    cache = PackingCache()
-    first, packing = cache.mini_batch(batch, [2, 0])
-    assert cache.mini_batch(batch, [2, 0])[0] is first
-    scored = batch.with_fields(values=torch.arange(10.0))
-    again, same_packing = cache.mini_batch(scored, [2, 0])
-    assert again.values is not None and again.values.tolist() == [6.0, 0.0, 1.0, 2.0, 3.0]
-    assert same_packing is packing
 
 
 def test_cache_of_another_batch_is_rejected() -> None:
