@@ -29,7 +29,7 @@ PHASES = {
     "passes": ("old_log_prob", "ref", "values", "sum_log_probs"),
     "updates": ("update_critic", "update_actor"),
 }
-"""verl's names of timers, which are rlhf_mc's too."""
+"""verl's names of timers, which are rlhf_mc's too; `sum_log_probs` is rlhf_mc's alone."""
 WARM_UP = 2
 """Steps of a round that are not counted."""
 Steps = list[dict[str, float]]

@@ -38,19 +38,16 @@ from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
 
-PHASES = {
-    "update_weights": "weight update",
-    "gen": "generation",
-    "reward": "reward, not hidden",
-    "old_log_prob": "old log-probs",
-    "ref": "reference log-probs",
-    "values": "values",
-    "sum_log_probs": "sum of log-probs, values",
-    "adv": "advantages",
-    "update_critic": "update of the critic",
-    "update_actor": "update of the actor",
+ROWS = {
+    "weight update": ("update_weights",),
+    "generation": ("gen",),
+    "reward, not hidden": ("reward",),
+    "log-probs and values": ("old_log_prob", "ref", "values", "sum_log_probs"),
+    "advantages": ("adv",),
+    "update of the critic": ("update_critic",),
+    "update of the actor": ("update_actor",),
 }
-"""Phases of a step, by the timer's names."""
+"""Phases of a step, by the timer's names. Those of a row end together on all ranks."""
 REST = "between the phases, metrics"
 
 
@@ -192,7 +189,7 @@ def timed(action: Callable[[], Any]) -> tuple[float, float]:
 
 def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
     """Alternate steps and the engines alone. Return of each round, by "step", "step/<phase>" and "alone/<phase>", the
-    seconds on this rank, by the clock and of processor time (of phases of a step: by the clock alone)."""
+    seconds on this rank, by the clock and of processor time (of phases of a step by the clock alone)."""
     from rlhf_mc.trainer import loop, step_report
 
     alone = EnginesAlone(run)
@@ -204,8 +201,7 @@ def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
         row = {"step": timed(lambda: batches.append(loop.one_step(run, state, stop)))}  # noqa: B023
         for key, seconds in state.timer.result().items():
             name = key.removeprefix("timing_s/")
-            if name in PHASES:
-                row[f"step/{name}"] = (seconds, 0.0)
+            row[f"step/{name}"] = (seconds, 0.0)
         alone.prepare(batches[0], state.prompts, step)
         for phase, action in alone.work().items():
             row[f"alone/{phase}"] = timed(action)
@@ -216,21 +212,22 @@ def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
     return found
 
 
-def slowest(rounds: list[list[dict[str, tuple[float, float]]]], key: str, which: int) -> list[float]:
-    """Return of each round the seconds of the rank that took longest. rounds: [rank][round]."""
+def slowest(rounds: list[list[dict[str, tuple[float, float]]]], *keys: str) -> list[float]:
+    """Return of each round the seconds, by the clock, of the rank that took longest for these together. rounds:
+    [rank][round]."""
     per_round = zip(*rounds, strict=True)
-    return [max(row.get(key, (0.0, 0.0))[which] for row in ranks) for ranks in per_round]
+    return [max(sum(row[key][0] for key in keys if key in row) for row in ranks) for ranks in per_round]
 
 
 def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
-    """Print the table by phase. rounds: [rank][round]."""
-    whole = statistics.median(slowest(rounds, "step", 0))
+    """Print the table. rounds: [rank][round]."""
+    whole = statistics.median(slowest(rounds, "step"))
     print(f"\n{'seconds, median':>28} {'step':>9} {'engines':>9} {'own':>9} {'of the step':>12} {'engines, min':>13}")
     in_phases = 0.0
     alone_rounds: list[list[float]] = []
-    for phase, title in PHASES.items():
-        step = statistics.median(slowest(rounds, f"step/{phase}", 0))
-        alone = slowest(rounds, f"alone/{phase}", 0)
+    for title, phases in ROWS.items():
+        step = statistics.median(slowest(rounds, *(f"step/{phase}" for phase in phases)))
+        alone = slowest(rounds, *(f"alone/{phase}" for phase in phases))
         seconds = statistics.median(alone)
         in_phases += step
         alone_rounds.append(alone)
@@ -240,7 +237,7 @@ def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
         )
     rest = whole - in_phases
     print(f"{REST:>28} {rest:>9.4f} {'':>9} {rest:>9.4f} {rest / whole:>12.1%}")
-    # Of a round's sum: the sum of the phases' medians is below the median of their sums where times are skewed.
+    # Of a round's sum: the sum of the rows' medians is below the median of their sums where times are skewed.
     alone_total = statistics.median(map(sum, zip(*alone_rounds, strict=True)))
     print(
         f"{'whole':>28} {whole:>9.4f} {alone_total:>9.4f} {whole - alone_total:>9.4f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,12 +48,17 @@ CUDA_CALLS = (
 
 
 _make_gloo_group = dist.ProcessGroupGloo.__init__
+_ONE_GROUP_A_DEVICE = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+"""Environment variables with which connections of a device are numbered by the ranks of its group, or with which the
+first group to end ends the device's thread."""
 
 
 def make_gloo_group(self: Any, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-    """Make a group of gloo, as new_group does, on the device of the world's group, if that is gloo's too."""
+    """Make a group of gloo, as new_group does, on the device of the world's group, if that is gloo's too and can be
+    shared."""
     world = dist.group.WORLD
-    if world is not None and not args and kwargs.keys() == {"timeout"}:
+    shared = not any(name in os.environ for name in _ONE_GROUP_A_DEVICE)
+    if world is not None and shared and not args and kwargs.keys() == {"timeout"}:
         backend = world._get_backend(torch.device("cpu"))
         if isinstance(backend, dist.ProcessGroupGloo):
             like: Any = backend.options

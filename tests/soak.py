@@ -240,8 +240,9 @@ def freeze_a_rank(campaign: Campaign) -> str:
 
 
 def fill_the_disk(campaign: Campaign) -> str:
-    """Limit the size of files, as on a full disk: the run ends with one line, or succeeds if no file is as large."""
-    size = int(2 ** campaign.rng.uniform(9, 22))
+    """Limit the size of files, as on a full disk: the run ends with one line, or succeeds if no file is as large. The
+    limit holds for the logs too, which have up to 2 kB when the run ends."""
+    size = int(2 ** campaign.rng.uniform(12, 22))
     attempt = Attempt(campaign, largest_file=size)
     codes = attempt.end()
     require(codes in ([EXIT_USER_ERROR] * WORLD, [0] * WORLD), f"exit codes {codes}: {attempt.tail()}")

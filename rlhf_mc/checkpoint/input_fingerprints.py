@@ -25,7 +25,7 @@ from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
 from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.runtime.work import counted
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.topology.consensus import gather_results, on_rank_0
 
 WHOLE_BYTES = 16 << 20
 """Files of weights up to this size are hashed completely."""
@@ -58,8 +58,8 @@ def read_inputs(cfg: Config) -> Inputs:
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
     mine = range(rank, len(files), world)
     hashed = counted(mine, len(mine), "files", "hashing inputs")
-    found = on_every_rank(lambda: {number: _hashed(files[number]) for number in hashed})
-    by_number = {number: entry for entries in gather_objects(found) for number, entry in entries.items()}
+    found = gather_results(lambda: {number: _hashed(files[number]) for number in hashed})
+    by_number = {number: entry for entries in found for number, entry in entries.items()}
     inputs: Inputs = {}
     for number, file in enumerate(files):
         inputs.setdefault(file.setting, {})[file.name] = by_number[number]

@@ -123,6 +123,13 @@ def ranks_per_node() -> int:
     return count if even else 1
 
 
+def max_over_ranks(value: float) -> float:
+    """Return the largest of all ranks' values, on every rank. Every rank must call it."""
+    largest = torch.tensor(value, dtype=torch.float64)  # on the CPU, whatever the device is
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Return the element-wise sum over all ranks, on the CPU of every rank. It is exact if each element is non-zero
     on one rank only. Every rank must call it."""

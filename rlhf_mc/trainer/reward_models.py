@@ -18,7 +18,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, batch_of
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import PackingCache
-from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+from rlhf_mc.topology.consensus import gather_results
 from rlhf_mc.trainer.scoring import score_sequences
 
 
@@ -112,7 +112,7 @@ def _conversations(
         return [conversations.tokens(prompt, text) for (prompt, _), text in zip(mine, texts, strict=True)]
 
     found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
-    for r, part in enumerate(gather_objects(on_every_rank(share))):
+    for r, part in enumerate(gather_results(share)):
         found[r::world] = part
     num_truncated = sum(len(tokens) > max_tokens for tokens in found)
     return batch_of([tokens[-max_tokens:] for tokens in found]), num_truncated

@@ -51,7 +51,7 @@ def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
 
 
 def log_prob_head(vocab_size: int, temperature: float) -> Head:
-    """Return the head of `score_tokens` that gives the log-prob of each response token."""
+    """Return the head of `my_token_scores` that gives the log-prob of each response token."""
 
     def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         return log_probs(model, states, micro.targets, vocab_size, temperature)
@@ -60,14 +60,15 @@ def log_prob_head(vocab_size: int, temperature: float) -> Head:
 
 
 def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """Return the value of each state: the head of `score_tokens` for a critic."""
+    """Return the value of each state: the head of `my_token_scores` for a critic."""
     return values(model, states)
 
 
 def score_tokens(
     engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit, packing: PackingCache | None = None
 ) -> torch.Tensor:
-    """Return the head's number for every response token of the batch: [R] float32, on every rank."""
+    """Return the head's number for every response token of the batch: [R] float32, on every rank. Every rank must call
+    it. A step, which makes several passes, sums the parts of all of them at once."""
     return sum_over_ranks(my_token_scores(engine, batch, head, limit, packing))
 
 

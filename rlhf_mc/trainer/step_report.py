@@ -23,7 +23,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.setup import Run
-from rlhf_mc.trainer.speed_metrics import per_token_metrics, utilization_metrics
+from rlhf_mc.trainer.speed_metrics import of_slowest_rank, per_token_metrics, utilization_metrics
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
@@ -56,7 +56,7 @@ def begin_step(step: int, status: RankStatus, num_batches: int | None = None) ->
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
-    """Add the metrics of the step as a whole: lengths, balance, throughput, memory."""
+    """Add the metrics of the step as a whole: lengths, balance, throughput, memory. Every rank must call it."""
     data = run.config.data
     state.metrics.update(length_metrics(batch, data.max_prompt_length, data.max_response_length))
     if not run.config.algorithm.rollout_correction.bypass_mode:
@@ -87,7 +87,7 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             **memory_metrics(),
             **per_token_metrics(batch, times),
-            **utilization_metrics(run.actor, run.critic, run.config, batch, times),
+            **utilization_metrics(run.actor, run.critic, run.config, batch, of_slowest_rank(times)),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
         }

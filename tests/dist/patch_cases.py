@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,16 +131,20 @@ def unmarked_parameters(checkpoint: str) -> list[str]:
     return unmarked
 
 
-def groups_of_gloo(patched: bool) -> tuple[int, float, float]:
-    """Make two groups of one rank and one of all. Return the threads that this has started, the groups' timeout in
-    seconds, and the sum of ones over the last group."""
+def groups_of_gloo(original: bool = False, variables: Sequence[str] = ()) -> tuple[int, float, float]:
+    """Make two groups of one rank and one of all, as this process makes them or by torch's original, with these
+    environment variables set. Return the threads that this has started, the groups' timeout in seconds, and the sum of
+    ones over the last group."""
     patch = PATCHES["torch.distributed.distributed_c10d.ProcessGroupGloo.__init__"]
     timeout = datetime.timedelta(seconds=90)
-    before = _gloo_threads()
-    with replaced(patch.owner, patch.name, patch.replacement if patched else patch.original):
+    before = len(_gloo_threads())
+    with (
+        reverted(patch) if original else contextlib.nullcontext(),
+        mock.patch.dict(os.environ, dict.fromkeys(variables, "1")),
+    ):
         alone = [dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True) for _ in range(2)]
         everyone = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
-    started = _gloo_threads() - before
+    started = len(_gloo_threads()) - before
     ones = torch.ones(1)
     dist.all_reduce(ones, group=everyone)
     (seconds,) = {
@@ -147,8 +153,15 @@ def groups_of_gloo(patched: bool) -> tuple[int, float, float]:
     return started, seconds, float(ones)
 
 
-def _gloo_threads() -> int:
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+def _gloo_threads() -> list[str]:
+    """Return gloo's threads. A new thread has its starter's name until it sets its own, which takes no time that
+    matters; one that has just ended has none."""
+    time.sleep(0.1)
+    threads = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            threads += [path.parent.name] * (path.read_text() == "gloo_tcp_loop\n")
+    return threads
 
 
 def batched_products(checkpoint: str) -> int:

@@ -93,9 +93,16 @@ def test_gloo_does_not_gather_parts_of_different_sizes(pool: Any, world: int) ->
 
 @WORLD
 def test_each_group_of_gloo_has_a_thread(pool: Any, world: int) -> None:
-    without, patched = (pool(world).run(patch_cases.groups_of_gloo, patched=patched) for patched in (False, True))
-    assert without == [(3, 90.0, float(world))] * world
-    assert patched == [(0, 90.0, float(world))] * world
+    assert pool(world).run(patch_cases.groups_of_gloo, original=True) == [(3, 90.0, float(world))] * world
+    assert pool(world).run(patch_cases.groups_of_gloo) == [(0, 90.0, float(world))] * world
+
+
+@WORLD
+@pytest.mark.parametrize("variable", ["TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"])
+def test_devices_of_gloo_that_cannot_be_shared(pool: Any, world: int, variable: str) -> None:
+    groups = pool(world).run(patch_cases.groups_of_gloo, variables=[variable])
+    assert groups == [(3, 90.0, float(world))] * world
+    assert pool(world).run(patch_cases.groups_of_gloo) == [(0, 90.0, float(world))] * world
 
 
 @WORLD

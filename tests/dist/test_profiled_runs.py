@@ -14,6 +14,7 @@ from profile_cases import DELAY
 from runs import VARIES
 from tiny import make_workspace, write_config
 
+from rlhf_mc.config.load import load_config
 from rlhf_mc.observability.phase_work import WHOLE
 
 pytestmark = pytest.mark.dist
@@ -97,6 +98,10 @@ def test_table_has_the_times_of_all_ranks(runs: Any) -> None:
     assert all(table["phases"][name]["waiting"] == [0, 0] for name in ("old_log_prob", "ref", "values"))
     assert all(waits > 0 for waits in table["phases"]["sum_log_probs"]["waiting"])
     assert table["phases"]["reward"]["responses"] == [8, 8]
+    epochs = load_config(root / "resolved_config.yaml", []).actor.ppo_epochs
+    of_pass = row["perf/mfu/actor_infer"] * max(table["phases"]["old_log_prob"]["seconds"])
+    of_update = row["perf/mfu/actor"] * row["timing_s/update_actor"]
+    assert 3 * epochs * of_pass == pytest.approx(of_update, rel=0.01)  # backward passes take twice the forward's
     rest = table["phases"]["between_phases"]
     assert rest["file_seconds"][1] == 0 < rest["file_seconds"][0] < rest["seconds"][0]
     assert "profile of step 2" in first["out"] and "profile of step" not in second["out"]
@@ -120,6 +125,12 @@ def test_table_names_the_slow_rank_and_its_reason(pool: Any, config: Path, tmp_p
     for file in ("phases.json", "rank_0.json.gz"):
         assert f"warning: file/step_1/{file} cannot be written" in first["err"]
     assert (tmp_path / "success.json").exists()
+
+
+def test_old_log_probs_are_timed_by_the_slowest_rank(pool: Any) -> None:
+    first, second = pool(2).run(profile_cases.times_of_the_slowest_rank)
+    assert first == {"timing_s/old_log_prob": 2.0, "timing_s/update_actor": 2.0}
+    assert second == {"timing_s/old_log_prob": 2.0, "timing_s/update_actor": 1.0}
 
 
 def test_waiting_is_the_time_in_collectives(pool: Any) -> None:

@@ -55,8 +55,7 @@ def _write_to_starter() -> None:
 
 
 def _destroy_groups() -> None:
-    """Destroy the groups that the function has made. Each has a thread of gloo that wakes 100 times a second: those of
-    some hundred groups would take most of the machine."""
+    """Destroy the groups that the function has made, which have connections to the other ranks."""
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
@@ -68,7 +67,7 @@ def _destroy_groups() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     del group
-    gc.collect()  # its threads end with the last reference to a group
+    gc.collect()  # its connections end with the last reference to a group
 
 
 class Workers:

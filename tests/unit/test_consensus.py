@@ -18,6 +18,9 @@ def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> 
         consensus.on_every_rank(fail, "not in the message of a UserError")
     with pytest.raises(UserError, match="mine"):
         consensus.on_rank_0(fail)
+    assert consensus.gather_results(lambda: 7) == [7]
+    with pytest.raises(UserError, match="mine"):
+        consensus.gather_results(fail)
     assert consensus.first_of_ranks(None) is None
     assert consensus.all_ranks(True) and not consensus.all_ranks(False)
     monkeypatch.setattr(consensus, "all_ranks", lambda flag, group=None: False)
@@ -31,8 +34,8 @@ def test_disk_error_becomes_a_user_error() -> None:
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
     message = r"^trainer\.default_local_dir: No space left on device; .* \(metrics\.jsonl\)$"
-    for run in (consensus.on_every_rank, consensus.on_rank_0):
-        assert run(lambda: 7) == 7
+    for run in (consensus.on_every_rank, consensus.on_rank_0, consensus.gather_results):
+        assert run(lambda: 7) in (7, [7])
         with pytest.raises(UserError, match=message):
             run(fail, "trainer.default_local_dir")
 

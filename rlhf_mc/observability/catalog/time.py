@@ -26,7 +26,13 @@ TIME = Section(
             _SUM,
         ),
         Metric("timing_s/reward_model timing_s/reward_models.<name>", "each reward model's pass", "s", _SUM),
-        Metric("timing_s/{old_log_prob,ref,values}", "forward passes of actor, reference and critic", "s", _SUM),
+        Metric(
+            "timing_s/{old_log_prob,ref,values}",
+            "forward passes of actor, reference and critic, without waiting for other data-parallel replicas or for "
+            "later pipeline stages",
+            "s",
+            _SUM,
+        ),
         Metric(
             "timing_s/sum_log_probs",
             "sum of these passes' log-probs and values over the ranks, with the wait for the slowest rank's passes",
@@ -94,7 +100,7 @@ SPEED = Section(
         ),
         Metric(
             "perf/mfu/actor_infer",
-            "the same of the forward pass that computes the old log-probs",
+            "the same of the forward pass that computes the old log-probs, by the time of the slowest rank",
             "share",
             "mean over ranks",
         ),
