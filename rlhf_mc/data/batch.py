@@ -118,8 +118,8 @@ class RaggedBatch:
     def select(self, indices: Sequence[int] | torch.Tensor) -> RaggedBatch:
         """Return the batch of these sequences, in this order."""
         idx = torch.as_tensor(indices, dtype=torch.int64)
-        token_idx = ragged_indices(self.seq_lens, idx)
-        response_idx = ragged_indices(self.response_lens, idx)
+        token_idx = torch.from_numpy(ragged_indices(self.seq_lens.numpy(), idx.numpy()))
+        response_idx = torch.from_numpy(ragged_indices(self.response_lens.numpy(), idx.numpy()))
         per_token = (
             "rollout_log_probs",
             "old_log_probs",
@@ -133,9 +133,9 @@ class RaggedBatch:
         out: dict[str, torch.Tensor | None] = {}
         for name in per_token:
             value = getattr(self, name)
-            out[name] = None if value is None else value[response_idx]
+            out[name] = None if value is None else value.index_select(0, response_idx)
         return RaggedBatch(
-            tokens=self.tokens[token_idx],
+            tokens=self.tokens.index_select(0, token_idx),
             prompt_lens=self.prompt_lens[idx],
             response_lens=self.response_lens[idx],
             finished=self.finished[idx],
@@ -152,13 +152,12 @@ def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
     return RaggedBatch(**found)  # type: ignore[arg-type]
 
 
-def ragged_indices(lens: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+def ragged_indices(lens: np.ndarray, which: np.ndarray) -> np.ndarray:
     """Return the positions of the segments `which` [K], in that order, in a vector of segments of `lens` [S]."""
     # By numpy: on so few numbers torch takes twice as long.
-    counts = lens.numpy()
-    picked = counts[which.numpy()]
-    shifts = (counts.cumsum() - counts)[which.numpy()] - (picked.cumsum() - picked)
-    return torch.from_numpy(np.arange(picked.sum()) + np.repeat(shifts, picked))
+    picked = lens[which]
+    shifts = (lens.cumsum() - lens)[which] - (picked.cumsum() - picked)
+    return np.arange(picked.sum()) + np.repeat(shifts, picked)
 
 
 def build_batch(prompts: Sequence[Prompt], generations: Sequence[Generation]) -> RaggedBatch:

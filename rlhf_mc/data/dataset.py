@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -15,6 +15,8 @@ from rlhf_mc.data.tokenise import messages_of
 
 NO_SOURCE = "unknown"
 """The data source of rows that have none, in metrics. Only a function of the user's own scores them."""
+_READ_TOGETHER = 1024
+"""Rows that an iteration over all prompts reads at once."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,31 @@ class Prompts(Sequence[Prompt]):
 
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
-            return [self._prompt(i) for i in range(len(self))[index]]
-        return self._prompt(range(len(self))[index])
+            return self.at(range(len(self))[index])
+        return self.at([range(len(self))[index]])[0]
 
-    def _prompt(self, index: int) -> Prompt:
-        number = bisect_right(self._firsts, index) - 1
+    def __iter__(self) -> Iterator[Prompt]:
+        for start in range(0, len(self), _READ_TOGETHER):
+            yield from self.at(range(len(self))[start : start + _READ_TOGETHER])
+
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        """Return the prompts of these indices, each from 0. The rows of each file are read together."""
+        of_file: dict[int, list[int]] = {}
+        for index in indices:
+            of_file.setdefault(bisect_right(self._firsts, index) - 1, []).append(index)
+        found: dict[int, Prompt] = {}
+        for number, mine in of_file.items():
+            file = self._files[number]
+            rows = file.source.rows([int(file.rows[index - self._firsts[number]]) for index in mine])
+            found.update((index, self._prompt(number, index, row)) for index, row in zip(mine, rows, strict=True))
+        return [found[index] for index in indices]
+
+    def _prompt(self, number: int, index: int, row: Mapping[str, Any]) -> Prompt:
+        """Return the prompt of a row of file `number`."""
         file = self._files[number]
         place = index - self._firsts[number]
         start = self._starts[number][place]
         row_number = int(file.rows[place])
-        row = file.source.row(row_number)
         return Prompt(
             index=index,
             token_ids=file.tokens[start : start + file.lens[place]].tolist(),

@@ -62,13 +62,15 @@ def _encode(responses: Sequence[Generation]) -> torch.Tensor:
 
 def _decode(message: torch.Tensor, count: int) -> list[Generation]:
     """Return the `count` responses of a vector of _encode."""
-    lengths = message[:count].tolist()
-    total = sum(lengths)
-    tokens = message[2 * count : 2 * count + total].split(lengths)
-    log_probs = message[2 * count + total :].view(torch.float32).split(lengths)
+    lengths = message[:count].numpy()
+    ends = count * 2 + lengths.cumsum()
+    total = int(lengths.sum())
+    # Cut as lists: a tensor of each response takes ten times as long.
+    tokens = message.tolist()
+    log_probs = message[2 * count + total :].view(torch.float32).tolist()
     return [
-        Generation(t.tolist(), x.tolist(), finished)
-        for t, x, finished in zip(tokens, log_probs, message[count : 2 * count].bool().tolist(), strict=True)
+        Generation(tokens[start:end], log_probs[start - 2 * count : end - 2 * count], bool(finished))
+        for start, end, finished in zip((ends - lengths).tolist(), ends.tolist(), tokens[count : 2 * count], strict=True)
     ]
 
 

@@ -6,10 +6,12 @@ more tensor-parallel ranks than KV heads, for all layers.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -45,24 +47,18 @@ class PackedSequences(PackedSeqParams):
 def pack(seq_lens: Sequence[int]) -> PackedSequences:
     """Return the description of sequences of these lengths, packed one after another, with its tensors on the host.
     Sorted lengths give the fewest runs."""
-    lens = torch.tensor(seq_lens, dtype=torch.int64)
-    ends = torch.cumsum(lens, 0)
-    starts = torch.repeat_interleave(ends - lens, lens)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
-    runs: list[tuple[int, int]] = []
-    for length in seq_lens:
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
+    lens = np.array(seq_lens, dtype=np.int64)
+    ends = lens.cumsum()
+    starts = np.repeat(ends - lens, lens)
+    cu_seqlens = torch.from_numpy(np.append(np.int64(0), ends).astype(np.int32))
     longest = max(seq_lens)
     return PackedSequences(
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=torch.arange(int(ends[-1])) - starts,
-        runs=runs,
+        positions=torch.from_numpy(np.arange(ends[-1]) - starts),
+        runs=[(len(list(equal)), length) for length, equal in itertools.groupby(seq_lens)],
     )
 
 

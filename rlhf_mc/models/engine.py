@@ -87,6 +87,8 @@ class ModelEngine:
         self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
+        prefixed = ((chunk_prefix(i, len(self.chunks)), chunk) for i, chunk in enumerate(self.chunks))
+        self._parameters = {prefix + name: p for prefix, chunk in prefixed for name, p in chunk.named_parameters()}
         self._megatron = megatron
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -119,9 +121,8 @@ class ModelEngine:
         )
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's parameters, by the names of reshard's Megatron-Core layout."""
-        prefixed = ((chunk_prefix(i, len(self.chunks)), chunk) for i, chunk in enumerate(self.chunks))
-        return {prefix + name: param for prefix, chunk in prefixed for name, param in chunk.named_parameters()}
+        """Return this rank's parameters, by the names of reshard's Megatron-Core layout: the same ones at every call."""
+        return self._parameters
 
     @property
     def params(self) -> dict[str, torch.Tensor]:

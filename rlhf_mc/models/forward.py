@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -108,22 +109,21 @@ def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: in
 
     The number of tokens is padded to a multiple of `multiple_of` by one more sequence, of token 0, that has no logit
     position."""
-    lens = batch.seq_lens
-    which = torch.tensor(sorted(indices or [0]), dtype=torch.int64)
-    which = which[lens[which].argsort(stable=True)]
-    seq_lens = lens[which]
-    response_lens = batch.response_lens[which]
-    tokens = batch.tokens[ragged_indices(lens, which)]
-    first_response = torch.cumsum(seq_lens, 0) - seq_lens + batch.prompt_lens[which]
-    response_starts = torch.cumsum(response_lens, 0) - response_lens
-    position = torch.arange(int(response_lens.sum())) + torch.repeat_interleave(
-        first_response - response_starts, response_lens
-    )
-    ends = torch.cumsum(seq_lens, 0)
+    # By numpy: on so few numbers torch takes three times as long.
+    all_lens = batch.seq_lens.numpy()
+    which = np.array(sorted(indices or [0]))
+    which = which[all_lens[which].argsort(kind="stable")]
+    seq_lens = all_lens[which]
+    response_lens = batch.response_lens.numpy()[which]
+    tokens = batch.tokens.numpy()[ragged_indices(all_lens, which)]
+    ends = seq_lens.cumsum()
+    first_response = ends - response_lens
+    response_starts = response_lens.cumsum() - response_lens
+    position = np.arange(response_lens.sum()) + np.repeat(first_response - response_starts, response_lens)
     if missing := -len(tokens) % multiple_of:
-        tokens = torch.cat([tokens, tokens.new_zeros(missing)])
-        seq_lens = torch.cat([seq_lens, seq_lens.new_tensor([missing])])
-    response_index = ragged_indices(batch.response_lens, which)
+        tokens = np.append(tokens, np.zeros(missing, tokens.dtype))
+        seq_lens = np.append(seq_lens, missing)
+    response_index = ragged_indices(batch.response_lens.numpy(), which)
     packed = pack(seq_lens.tolist())
     on_host = {
         "tokens": tokens[None],
@@ -134,7 +134,7 @@ def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: in
         "sequence_index": which if indices else which[:0],
     }
     *fields, cu_seqlens, packed.positions = platform.to_device(
-        [*on_host.values(), packed.cu_seqlens_q, packed.positions]
+        [*map(torch.from_numpy, on_host.values()), packed.cu_seqlens_q, packed.positions]
     )
     packed.cu_seqlens_q = packed.cu_seqlens_kv = cu_seqlens
     return MicroBatch(packed=packed, **dict(zip(on_host, fields, strict=True)))

@@ -255,16 +255,22 @@ def memory() -> tuple[int, int]:
 def memory_limits(cgroup: str) -> list[int]:
     """Return the memory limits in bytes of the control groups in the text of /proc/self/cgroup, and of those around
     them. Slurm and container runtimes limit a job in this way."""
-    limits = []
+    limits = [file.read_text().strip() for file in _limit_files(cgroup, CGROUPS)]
+    return [int(limit) for limit in limits if limit.isdecimal()]
+
+
+@functools.lru_cache
+def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
+    """Return the files with these limits. A process stays in its control groups, and every step reads the limits."""
+    files: list[Path] = []
     for line in cgroup.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        folder = (CGROUPS / controllers / path.lstrip("/")).resolve()
+        folder = (root / controllers / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        files = [one / name for one in (folder, *folder.parents) if one.is_relative_to(CGROUPS)]
-        limits += [file.read_text().strip() for file in files if file.exists()]
-    return [int(limit) for limit in limits if limit.isdecimal()]
+        files += [one / name for one in (folder, *folder.parents) if one.is_relative_to(root)]
+    return tuple(file for file in files if file.exists())
 
 
 def available_memory() -> int:

@@ -67,7 +67,7 @@ def rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
     advantage estimator needs it. Return the prompt of each response, and the batch."""
     cfg = run.config
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
-    drawn = [run.train_prompts[i] for i in indices]
+    drawn = run.train_prompts.at(indices)
     # The reward model's pass, between two batches of a step, may let vLLM sleep, and its weights are then lost.
     if not state.drawn or WEIGHTS not in run.rollout.awake:
         sync_weights(run, state.timer)

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhf_mc.data.batch import Generation, Prompt
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
+from rlhf_mc.trainer.seed_sequences import first_states
 
 TRAINING = 0
 VALIDATION = 1
@@ -25,14 +26,17 @@ def sampling_seeds(
     seed, step and the indices of prompts are below 2^32. drawn: how often the step has drawn each prompt before, by its
     index. It is brought up to date; None: never."""
     drawn = Counter() if drawn is None else drawn
-    entropy = np.empty((len(prompts), n, 5), dtype=np.uint32)  # of Python's numbers it takes twice as long
-    entropy[..., :3] = (seed, stream, step)
-    for number, prompt in enumerate(prompts):
-        entropy[number, :, 3] = prompt.index
-        entropy[number, :, 4] = np.arange(n) + n * drawn[prompt.index]
+    earlier = []
+    for prompt in prompts:
+        earlier.append(drawn[prompt.index])
         drawn[prompt.index] += 1
-    states = [np.random.SeedSequence(row).generate_state(1, np.uint64)[0] for row in entropy.reshape(-1, 5)]
-    return [int(state) >> 1 for state in states]
+    entropy = np.empty((len(prompts), n, 5), dtype=np.uint32)
+    entropy[..., :3] = (seed, stream, step)
+    entropy[..., 3] = np.array([prompt.index for prompt in prompts])[:, None]
+    entropy[..., 4] = np.arange(n) + n * np.array(earlier)[:, None]
+    states = first_states(entropy.reshape(-1, 5))
+    seeds: list[int] = (states >> np.uint64(1)).tolist()
+    return seeds
 
 
 def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:

@@ -134,7 +134,8 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
     round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
     parts = assign_to_replicas(seq_lens, num_replicas, cost)
     balanced = [sum(seq_lens[i] for i in part) for part in parts]
-    costs = [sum(cost(seq_lens[i]) for i in part) for part in parts]
+    of_length = {n: cost(n) for n in set(seq_lens)}
+    costs = [sum(of_length[seq_lens[i]] for i in part) for part in parts]
     return {
         "global_seqlen/min": min(round_robin),
         "global_seqlen/max": max(round_robin),

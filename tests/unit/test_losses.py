@@ -4,6 +4,7 @@ the split into micro-batches."""
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -281,7 +282,7 @@ def summed_over_micro_batches(mode: str, split: list[list[int]]) -> tuple[torch.
     weights = aggregation_weights(LENS, mode, SCALE).double()
     totals: dict[str, float] = {}
     for micro_batch in split:
-        at = ragged_indices(LENS, torch.tensor(micro_batch, dtype=torch.int64))
+        at = torch.from_numpy(ragged_indices(LENS.numpy(), np.array(micro_batch, dtype=np.int64)))
         shift, entropy, values = (features[at] @ parameters).unbind(1)
         micro = {name: value[at] for name, value in t.items()}
         micro |= {"log_probs": micro["log_probs"] + shift, "entropy": entropy.square()}
