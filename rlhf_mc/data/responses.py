@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import fields
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.batch import Generation
+from rlhf_mc.data.batch import Responses
 
 
-def exchange_responses(
-    mine: Sequence[Generation], engines: Sequence[Sequence[int]], num_responses: int
-) -> list[Generation]:
+def exchange_responses(mine: Responses, engines: Sequence[Sequence[int]], num_responses: int) -> Responses:
     """Return all responses, on every rank. Every rank must call it.
 
     mine: the responses of this rank's engine; engine e has generated numbers e, e + number of engines, ...
@@ -35,12 +35,15 @@ def exchange_responses(
     padded = torch.zeros(len(engines[engine]), part, dtype=torch.int32)
     padded.view(-1)[: len(message)] = message
     parts = _all_gather(padded[engines[engine].index(rank)])
-    out: list[Generation | None] = [None] * num_responses
-    for e, ranks in enumerate(engines):
-        count = len(range(e, num_responses, len(engines)))
-        out[e :: len(engines)] = _decode(parts[list(ranks)].view(-1)[: sizes[e]], count)
-    assert all(response is not None for response in out)
-    return out  # type: ignore[return-value]
+    counts = [len(range(e, num_responses, len(engines))) for e in range(len(engines))]
+    found = [
+        _decode(parts[list(ranks)].view(-1)[:size], count)
+        for ranks, size, count in zip(engines, sizes, counts, strict=True)
+    ]
+    by_engine = Responses(*(np.concatenate([getattr(r, f.name) for r in found]) for f in fields(Responses)))
+    firsts = np.cumsum([0, *counts])[:-1]
+    turn, e = np.divmod(np.arange(num_responses), len(engines))
+    return by_engine.select(firsts[e] + turn)
 
 
 def _all_gather(value: torch.Tensor) -> torch.Tensor:
@@ -50,34 +53,25 @@ def _all_gather(value: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _encode(responses: Sequence[Generation]) -> torch.Tensor:
+def _encode(responses: Responses) -> torch.Tensor:
     """Return one int32 vector: lengths, whether each response is finished, tokens, and the bits of the log-probs, which
     are float32 numbers."""
-    lengths = torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int32)
-    finished = torch.tensor([r.finished for r in responses], dtype=torch.int32)
-    tokens = torch.tensor([t for r in responses for t in r.token_ids], dtype=torch.int32)
-    log_probs = torch.tensor([x for r in responses for x in r.log_probs], dtype=torch.float32)
-    return torch.cat([lengths, finished, tokens, log_probs.view(torch.int32)])
+    parts = (responses.lens, responses.finished, responses.tokens, responses.log_probs.view(np.int32))
+    return torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="same_kind"))
 
 
-def _decode(message: torch.Tensor, count: int) -> list[Generation]:
+def _decode(message: torch.Tensor, count: int) -> Responses:
     """Return the `count` responses of a vector of _encode."""
-    lengths = message[:count].numpy()
-    ends = count * 2 + lengths.cumsum()
-    total = int(lengths.sum())
-    # Cut as lists: a tensor of each response takes ten times as long.
-    tokens = message.tolist()
-    log_probs = message[2 * count + total :].view(torch.float32).tolist()
-    return [
-        Generation(tokens[start:end], log_probs[start - 2 * count : end - 2 * count], bool(finished))
-        for start, end, finished in zip((ends - lengths).tolist(), ends.tolist(), tokens[count : 2 * count], strict=True)
-    ]
+    vector = message.numpy()
+    lens = vector[:count].astype(np.int64)
+    tokens, log_probs = np.split(vector[2 * count :], [lens.sum()])
+    return Responses(lens, tokens, log_probs.view(np.float32), vector[count : 2 * count].astype(np.bool_))
 
 
-def _digest(responses: Sequence[Generation]) -> torch.Tensor:
+def _digest(responses: Responses) -> torch.Tensor:
     """Return a hash of all tokens, [4] int64."""
-    text = repr([r.token_ids for r in responses])
-    return torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64)
+    found = hashlib.sha256(responses.lens.tobytes() + responses.tokens.tobytes())
+    return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
 
 
 def _check_same_tokens(engines: Sequence[Sequence[int]], digests: torch.Tensor) -> None:

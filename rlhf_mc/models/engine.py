@@ -121,7 +121,7 @@ class ModelEngine:
         )
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's parameters, by the names of reshard's Megatron-Core layout: the same ones at every call."""
+        """Return this rank's parameters, by the names of reshard's Megatron-Core layout."""
         return self._parameters
 
     @property

@@ -53,7 +53,8 @@ class _Logits:
         out = self._buffer[: len(hidden)]
         _add_product(out, hidden, self._weight.t(), beta=0.0, alpha=1.0 / self._temperature)
         x = out.float()
-        x[:, self._num_tokens :] = _NO_TOKEN
+        if self._num_tokens < x.shape[1]:
+            x[:, self._num_tokens :] = _NO_TOKEN
         return x
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from rlhf_mc.data.batch import Generation
+from rlhf_mc.data.batch import Responses
 
 WEIGHTS = "weights"
 """The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it again."""
@@ -57,7 +57,7 @@ class RolloutEngine(Protocol):
     def weights_updated(self) -> None:
         """Discard what was computed with earlier weights. Call after each weight update."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Responses:
         """Return one response per prompt, for all prompts, on every rank. Every rank must call it with the same
         arguments. A response depends on its prompt, its seed and the weights alone."""
 

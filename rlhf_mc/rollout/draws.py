@@ -42,7 +42,8 @@ class Draws:
         """Store the log-probs [rows] float32 of tokens drawn at these positions."""
         self._log_probs[requests, positions - self._prompt_lens[requests]] = log_probs
 
-    def log_probs(self, request: int, num_tokens: int) -> list[float]:
-        """Return the log-probs of the first num_tokens tokens of a response."""
-        found: list[float] = self._log_probs[request, :num_tokens].tolist()
+    def log_probs(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Return the log-probs of the first num_tokens [requests] tokens of each response, end to end: float32."""
+        is_drawn = np.arange(self._log_probs.shape[1]) < num_tokens[:, None]
+        found: np.ndarray = self._log_probs[is_drawn]
         return found

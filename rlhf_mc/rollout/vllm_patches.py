@@ -50,8 +50,6 @@ from rlhf_mc.rollout.experts import fused_moe
 
 LOAD_FORMAT = "rlhf_mc"
 """vLLM's name of the weight loader that use_storage registers."""
-_NUMBER = "rlhf_mc_request"
-"""The key of a request's number in its extra_args."""
 
 
 def _do_nothing(*args: Any) -> None:
@@ -117,15 +115,10 @@ def patch() -> None:
         apply(on_cpu())
 
 
-def request_number(number: int) -> dict[str, int]:
-    """Return the extra_args of the SamplingParams of request `number` of `drawing`."""
-    return {_NUMBER: number}
-
-
 @contextlib.contextmanager
 def drawing(draws: Draws) -> Iterator[None]:
     """Let the engine draw tokens with the noise of `draws`, and record their log-probs there, while the body runs. CPU
-    only. All requests are of `draws`, with `request_number`, and without a seed, log-probs or penalties.
+    only. All requests are of `draws`, named by their numbers, and without a seed, log-probs or penalties.
 
     Target: CPUModelRunner._sample.
     Reason: vLLM's seeds are a generator for each request, and its log-probs a list of objects for each token: one
@@ -141,7 +134,8 @@ def drawing(draws: Draws) -> Iterator[None]:
 
     def sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: None) -> SamplerOutput:
         batch = runner.input_batch
-        requests = np.array([runner.requests[name].sampling_params.extra_args[_NUMBER] for name in batch.req_ids])
+        # vLLM appends random characters to the name of a request.
+        requests = np.array([int(name.partition("-")[0]) for name in batch.req_ids])
         positions = batch.num_tokens_no_spec[: len(requests)]
         logits = logits.float()
         if temperature == 0.0:

@@ -28,7 +28,7 @@ class Validation:
 
     prompts: list[Prompt]
     """Of each response."""
-    generations: list[Generation]
+    generations: Sequence[Generation]
     scores: list[Score]
 
     @property

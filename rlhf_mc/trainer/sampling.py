@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhf_mc.data.batch import Generation, Prompt
+from rlhf_mc.data.batch import Prompt, Responses
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
 from rlhf_mc.trainer.seed_sequences import first_states
 
@@ -44,8 +44,6 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
     return [prompt for prompt in prompts for _ in range(n)]
 
 
-def generate(
-    engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
-) -> list[Generation]:
+def generate(engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> Responses:
     """Return one response per prompt, on every rank."""
     return engine.generate([p.token_ids for p in prompts], seeds, sampling)

@@ -1,5 +1,5 @@
-"""numpy's SeedSequence for many seeds at once: the same numbers, at the cost of one. A step needs a seed for each of its
-responses, and numpy's own class takes 14 us for each."""
+"""numpy's SeedSequence for many seeds at once: the same numbers, at the cost of one. A step needs a seed for each of
+its responses, and numpy's own class takes 14 us for each."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def _hash(factor: int, growth: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _mixed(mine: np.ndarray, other: np.ndarray) -> np.ndarray:
-    out = mine * _MIX[0] - other * _MIX[1]
+    out: np.ndarray = mine * _MIX[0] - other * _MIX[1]
     out ^= out >> _HALF
     return out

@@ -76,7 +76,7 @@ def generate(
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(engine.generate(prompts, seeds, Sampling(temperature, 8, ())))
+            responses.append(list(engine.generate(prompts, seeds, Sampling(temperature, 8, ()))))
     return responses
 
 

@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch, concatenate, pad_responses, ragged_indices
+from rlhf_mc.data.batch import (
+    Generation,
+    Prompt,
+    RaggedBatch,
+    Responses,
+    build_batch,
+    concatenate,
+    pad_responses,
+    ragged_indices,
+)
 
 PROMPTS = [[11, 12, 13], [21], [31, 32]]
 RESPONSES = [[14], [22, 23, 24], [33, 34]]
@@ -19,7 +28,7 @@ def make_batch() -> RaggedBatch:
     prompts = [Prompt(i, ids, "", "source", None) for i, ids in enumerate(PROMPTS)]
     finished = [True, False, True]
     rows = zip(RESPONSES, LOG_PROBS, finished, strict=True)
-    return build_batch(prompts, [Generation(ids, log_probs, end) for ids, log_probs, end in rows])
+    return build_batch(prompts, Responses.of([Generation(ids, log_probs, end) for ids, log_probs, end in rows]))
 
 
 def test_build_batch() -> None:
@@ -36,7 +45,7 @@ def test_build_batch() -> None:
 
 def test_build_batch_needs_one_generation_per_prompt() -> None:
     with pytest.raises(AssertionError):
-        build_batch([Prompt(0, [1], "", "", None)], [])
+        build_batch([Prompt(0, [1], "", "", None)], Responses.of([]))
 
 
 def test_with_fields_checks_lengths_and_keeps_the_original() -> None:

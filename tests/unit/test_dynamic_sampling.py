@@ -15,7 +15,7 @@ import torch
 from config_files import load, validated
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch
+from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
@@ -51,7 +51,7 @@ def test_metrics(metric: Any, expected: list[float]) -> None:
 
 def batch_of(prompts: Sequence[Prompt], scores: Sequence[float]) -> RaggedBatch:
     responses = [Generation([10 + i] * (i % 2 + 1), [-1.0] * (i % 2 + 1), True) for i in range(len(prompts))]
-    return build_batch(prompts, responses).with_fields(scores=torch.tensor(scores))
+    return build_batch(prompts, Responses.of(responses)).with_fields(scores=torch.tensor(scores))
 
 
 def groups_of(first: int, scores: Sequence[float]) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
@@ -159,8 +159,8 @@ def stop_after(drawing: Drawing, count: int) -> None:
 class ThreePrompts:
     file_sizes = (3,)
 
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(index, [1], "", "", None)
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        return [Prompt(index, [1], "", "", None) for index in indices]
 
 
 def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
@@ -173,9 +173,9 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
     run.stop_token_ids = ()
     monkeypatch.setattr(phases, "sync_weights", lambda run, timer: calls.append("weights"))
 
-    def generate(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> list[Generation]:
+    def generate(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> Responses:
         calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
-        return [Generation([2], [-1.0], True)] * len(prompts)
+        return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
 
     monkeypatch.setattr(phases.sampling, "generate", generate)
     state = begin_step(3, RankStatus(), num_batches=7)
