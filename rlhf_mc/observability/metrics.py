@@ -32,15 +32,15 @@ class MeanMetrics:
 
 
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """Return `{prefix/mean, prefix/max, prefix/min}` of a tensor of any shape and type. The mean is taken in float64.
-    All are NaN if the tensor is empty."""
+    """Return `{prefix/mean, prefix/max, prefix/min}` of a tensor of any shape and type, on the host. The mean is taken
+    in float64. All are NaN if the tensor is empty."""
     if values.numel() == 0:
         return {f"{prefix}/{name}": float("nan") for name in ("mean", "max", "min")}
-    values = values.detach().double()
+    numbers = values.detach().double().numpy()  # on so few numbers torch takes three times as long
     return {
-        f"{prefix}/mean": values.mean().item(),
-        f"{prefix}/max": values.max().item(),
-        f"{prefix}/min": values.min().item(),
+        f"{prefix}/mean": float(numbers.mean()),
+        f"{prefix}/max": float(numbers.max()),
+        f"{prefix}/min": float(numbers.min()),
     }
 
 
