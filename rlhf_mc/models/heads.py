@@ -86,23 +86,27 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         columns = weight.shape[0]
         first = group.rank() * columns
         num_tokens = max(0, min(columns, vocab_size - first))
-        local = targets - first
-        is_local = (local >= 0) & (local < columns)
-        local = torch.where(is_local, local, 0)
+        is_sharded = group.size() > 1
+        local = targets
+        is_local = None  # on one rank all targets are
+        if is_sharded:
+            local = targets - first
+            is_local = (local >= 0) & (local < columns)
+            local = torch.where(is_local, local, 0)
         # Of this rank's columns, relative to their largest x: the target's x, sum exp(x), sum exp(x) x.
         peak, target_x, total, weighted = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         logits = _Logits(hidden, weight, num_tokens, temperature)
         for part in logits.parts:
             x = logits.scaled(part)
-            peak[part] = x.amax(-1)
+            torch.amax(x, -1, out=peak[part])
             x.sub_(peak[part, None])
-            target_x[part] = x.gather(1, local[part, None])[:, 0]
+            torch.gather(x, 1, local[part, None], out=target_x[part, None])
             exp = x.exp() if with_entropy else x.exp_()
-            total[part] = exp.sum(-1)
+            torch.sum(exp, -1, out=total[part])
             if with_entropy:
-                weighted[part] = exp.mul_(x).sum(-1)
-        target_x = torch.where(is_local, target_x + peak, 0.0)
-        if group.size() > 1:
+                torch.sum(exp.mul_(x), -1, out=weighted[part])
+        target_x = target_x + peak if is_local is None else torch.where(is_local, target_x + peak, 0.0)
+        if is_sharded:
             highest = peak.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             below = peak - highest
@@ -111,8 +115,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             target_x, total, weighted = sums
             peak = highest
-        log_z = peak + total.log()
-        entropy = total.log() - weighted / total
+        log_total = total.log()
+        log_z = peak + log_total
+        entropy = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, local, is_local, log_z, entropy)
         ctx.num_tokens = num_tokens
         ctx.temperature = temperature
@@ -131,9 +136,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         # Chunks are summed in float32 for all weight types. A frozen weight has no gradient.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         logits = _Logits(hidden, weight, ctx.num_tokens, ctx.temperature)
+        counted = torch.ones_like(log_z) if is_local is None else is_local.float()
         for part in logits.parts:
             log_p = logits.scaled(part).sub_(log_z[part, None])
-            at_target = (local[part, None], is_local[part, None].float())
+            at_target = (local[part, None], counted[part, None])
             if grad_entropy is None:
                 # One factor per row, applied outside the products with the weight and with the states.
                 factor = -grad_log_probs[part, None] / ctx.temperature
