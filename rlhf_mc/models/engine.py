@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from rlhf_mc import platform
@@ -299,8 +298,10 @@ class ModelEngine:
         the norm."""
         self.offload.require(OPTIMIZER)
         for part in self._optimizer.chained_optimizers:
-            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
-                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+            factor = part.config.clip_grad / (grad_norm + 1e-6)
+            grads = [param.grad for param in part.get_parameters() if param.grad is not None]
+            if 0.0 < factor < 1.0 and grads:
+                torch._foreach_mul_(grads, factor)
         self._optimizer.step_with_ready_grads()
 
     def backward(

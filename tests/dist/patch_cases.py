@@ -55,9 +55,9 @@ def reverted(patch: Patch) -> Iterator[None]:
         yield
 
 
-def _step(checkpoint: str, tp: int, pp: int) -> None:
+def _step(checkpoint: str, tp: int, pp: int, **megatron: Any) -> None:
     with mesh_groups(tp, pp) as groups:
-        model = make_engine(checkpoint, "actor", groups, sequence_parallel=tp > 1)
+        model = make_engine(checkpoint, "actor", groups, sequence_parallel=tp > 1, **megatron)
         model.make_trainable(OptimConfig(), total_steps=1)
         model.train_step(small_batch(), [[0], [1]], lambda model, states, micro: (states.float().square().mean(), {}))
 
@@ -88,9 +88,9 @@ class DeviceOnly(TorchFunctionMode):
 
 
 def step_in_mode(checkpoint: str, mode: str) -> None:
-    """Build a model and take one optimizer step in another mode than CudaMeansCpu."""
+    """Build a model and take one step of the distributed optimizer in another mode than CudaMeansCpu."""
     with replaced(megatron_patches, "CudaMeansCpu", {"none": contextlib.nullcontext, "device only": DeviceOnly}[mode]):
-        _step(checkpoint, 1, 2)
+        _step(checkpoint, 1, 2, use_distributed_optimizer=True)
 
 
 def step_without_random_states(checkpoint: str) -> None:

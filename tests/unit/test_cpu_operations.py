@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import attention
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from rlhf_mc.models import megatron_patches
 from rlhf_mc.models.cpu_operations import _GatedSilu, rms_norm, rotary_table, rotate
 from rlhf_mc.models.norms import RMSNorm
 
+NORM = next(patch for patch in megatron_patches.ON_CPU if patch.owner is clip_grads)
 ROTARY = next(patch for patch in megatron_patches.ON_CPU if patch.owner is attention)
 CONFIG = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
 
@@ -54,6 +56,20 @@ def test_rotation_is_megatrons(angles: torch.Tensor, heads: torch.Tensor, mscale
     upstream = torch.randn(wanted.shape)
     grads = [torch.autograd.grad(out, heads, upstream)[0] for out in (found, wanted)]
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+
+
+def test_norm_of_a_gradient_is_megatrons_in_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, generator=draws) for n in (1, 7, 300, 4096)]
+    calls = []
+    norm = torch.norm
+    monkeypatch.setattr(torch, "norm", lambda x: calls.append(x) or norm(x))
+    with megatron_patches.CudaMeansCpu():
+        (wanted, _), num_calls = NORM.original(65536, None, [tensors], False), len(calls)
+        (found, _), none = NORM.replacement(65536, None, [tensors], False), len(calls) - num_calls
+    assert found.shape == wanted.shape == (1,) and found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+    assert num_calls == 5 and none == 0, "if Megatron-Core no longer calls it for each tensor, drop the patch"
 
 
 def test_megatron_computes_cosines_for_each_tensor(angles: torch.Tensor, heads: torch.Tensor) -> None:
