@@ -8,9 +8,10 @@
 After each step the engines repeat its work without the trainer, in the same processes and on the same weights:
 
     generation   vLLM's LLM.generate on the same prompts, with exactly the lengths that the step has drawn, without
-                 seeds and log-probs
+                 seeds and log-probs; it renders each prompt, which the trainer's own loop leaves out
     passes       Megatron-Core's model on the same packed micro-batches, torch's log-softmax over full logits
-    updates      the same with a backward pass, the reduction of gradients and the optimizer's step
+    updates      the same with a backward pass, the reduction of gradients, clipping and the optimizer's step as the
+                 trainer calls them
 
 What is done beyond that in a step is the trainer's own: seeds, log-probs, exchange of responses, packing, entropy,
 statistics, advantages, the weight update, waiting for the reward. Rounds of both alternate, and medians are compared.
@@ -146,7 +147,8 @@ class EnginesAlone:
                 for micro in mini:
                     (1e-6 * self._head(engine, micro, phase == "update_actor").sum()).backward()
                 finalize_model_grads(engine._ddp, pg_collection=engine.groups.collection)
-                engine._optimizer.step()
+                engine._optimizer.prepare_grads()
+                engine._step(engine._optimizer.get_grad_norm())
 
     def work(self) -> dict[str, Callable[[], None]]:
         """Return the work of each phase that engines do."""

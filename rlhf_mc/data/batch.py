@@ -100,6 +100,12 @@ class Responses(Sequence[Generation]):
         part = slice(end - self.lens[index], end)
         return Generation(self.tokens[part].tolist(), self.log_probs[part].tolist(), bool(self.finished[index]))
 
+    def token_ids(self) -> list[list[int]]:
+        """Return the tokens of each response."""
+        ends = self._ends.tolist()
+        tokens = self.tokens.tolist()
+        return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
     def select(self, indices: np.ndarray) -> Responses:
         """Return these responses, in this order."""
         at = ragged_indices(self.lens, indices)

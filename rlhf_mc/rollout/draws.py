@@ -1,5 +1,5 @@
-"""The random draws of one call of a rollout engine on a CPU: keys of the noise, and log-probs of the drawn tokens. They
-are arrays over all requests, so that a step of the engine costs no Python operation for each.
+"""The random draws of one call of a rollout engine on a CPU: keys of the noise, and log-probs of the drawn tokens, as
+arrays over all requests.
 """
 
 from __future__ import annotations

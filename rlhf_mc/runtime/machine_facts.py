@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -255,13 +256,16 @@ def memory() -> tuple[int, int]:
 def memory_limits(cgroup: str) -> list[int]:
     """Return the memory limits in bytes of the control groups in the text of /proc/self/cgroup, and of those around
     them. Slurm and container runtimes limit a job in this way."""
-    limits = [file.read_text().strip() for file in _limit_files(cgroup, CGROUPS)]
+    limits = []
+    for file in _limit_files(cgroup, CGROUPS):
+        with suppress(OSError):  # the root has none
+            limits.append(file.read_text().strip())
     return [int(limit) for limit in limits if limit.isdecimal()]
 
 
 @functools.lru_cache
 def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
-    """Return the files with these limits. A process stays in its control groups, and every step reads the limits."""
+    """Return where these limits may be. A process stays in its control groups, and every step reads the limits."""
     files: list[Path] = []
     for line in cgroup.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -270,7 +274,7 @@ def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
         folder = (root / controllers / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
         files += [one / name for one in (folder, *folder.parents) if one.is_relative_to(root)]
-    return tuple(file for file in files if file.exists())
+    return tuple(files)
 
 
 def available_memory() -> int:

@@ -38,20 +38,21 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     heads = head.new_empty(world, len(head))  # on the CPU, whatever the device is
     dist.all_gather_into_tensor(heads.view(-1), head, group)
     sizes = heads[:, :8].contiguous().view(torch.int64)[:, 0].tolist()
-    messages = [heads[:, 8:]]
-    if (missing := max(sizes) - size) > 0:
+    missing = max(0, max(sizes) - size)
+    rests = head.new_empty(world, missing)
+    if missing > 0:
         rest = torch.zeros(missing, dtype=torch.uint8)
         rest[: max(len(pickled) - size, 0)] = pickled[size:]
-        rests = rest.new_empty(world, missing)
         dist.all_gather_into_tensor(rests.view(-1), rest, group)
-        messages.append(rests)
-    rows = torch.cat(messages, dim=1)
-    return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+    return [
+        pickle.loads(b"".join((first[8 : 8 + n].numpy(), more[: max(n - size, 0)].numpy())))
+        for first, more, n in zip(heads, rests, sizes, strict=True)
+    ]
 
 
 def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return True if the flag is True on every rank of the group: one reduction of an integer, where `gather_objects`
-    takes two collectives and pickles. Without a process group this process is the only rank. Every rank of the group
+    pickles and gathers. Without a process group this process is the only rank. Every rank of the group
     must call it."""
     if not dist.is_initialized():
         return flag

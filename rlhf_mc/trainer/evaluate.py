@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.schema import ValKwargsConfig
-from rlhf_mc.data.batch import Generation, Prompt
+from rlhf_mc.data.batch import Generation, Prompt, Responses
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
@@ -28,7 +28,7 @@ class Validation:
 
     prompts: list[Prompt]
     """Of each response."""
-    generations: Sequence[Generation]
+    generations: Responses
     scores: list[Score]
 
     @property
@@ -77,7 +77,7 @@ def evaluate(
     seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
     parameters = Sampling(cfg.temperature, max_tokens, stop_token_ids, cfg.top_p, cfg.top_k)
     generations = generate(engine, rows, seeds, parameters)
-    pending = submit_responses(rewards, tokenizer, rows, [g.token_ids for g in generations], training=False)
+    pending = submit_responses(rewards, tokenizer, rows, generations.token_ids(), training=False)
     return Validation(rows, generations, collect_scores(pending, len(rows)))
 
 

@@ -314,7 +314,7 @@ def validate(run: Run, state: StepState) -> float:
     if run.groups.rank == 0:
         texts = found.texts(run.tokenizer, cfg.trainer.log_val_generations)
         view("generations/", lambda: evaluate.write_generations(directory, state.step, texts))
-        responses = [generation.token_ids for generation in found.generations]
+        responses = found.generations.token_ids()
         keep_samples(run, cfg.trainer.validation_data_dir, state.step, found.prompts, responses, found.scores)
     return found.accuracy
 

@@ -11,7 +11,7 @@ _POOL = 4
 _ENTROPY = (0x43B0D7E5, 0x931E8875)
 _STATE = (0x8B51F9DD, 0x58F38DED)
 """First factor of a hash, and the factor by which it grows: of the words of the entropy, and of the state."""
-_MIX = (np.uint32(0xCA01F9DD), np.uint32(0x4973F715))
+_MIX_FACTORS = (np.uint32(0xCA01F9DD), np.uint32(0x4973F715))
 _HALF = np.uint32(16)
 
 
@@ -21,24 +21,24 @@ def first_states(entropy: np.ndarray) -> np.ndarray:
     entropy: [rows, words] uint32. Source: numpy/random/bit_generator.pyx, after M. E. O'Neill, "Developing a seed_seq
     alternative" (2015). Integers of 32 bits wrap around, as the functions demand."""
     words = [*entropy.T, *[np.zeros(len(entropy), np.uint32)] * (_POOL - entropy.shape[1])]
-    hashed = _hash(*_ENTROPY)
-    pool = [hashed(word) for word in words[:_POOL]]
+    hashmix = _hashmix(*_ENTROPY)
+    pool = [hashmix(word) for word in words[:_POOL]]
     for source in range(_POOL):
         for target in range(_POOL):
             if source != target:
-                pool[target] = _mixed(pool[target], hashed(pool[source]))
+                pool[target] = _mix(pool[target], hashmix(pool[source]))
     for word in words[_POOL:]:
-        pool = [_mixed(mine, hashed(word)) for mine in pool]
-    hashed = _hash(*_STATE)
-    low = hashed(pool[0]).astype(np.uint64)
-    high = hashed(pool[1]).astype(np.uint64)
+        pool = [_mix(target, hashmix(word)) for target in pool]
+    hashmix = _hashmix(*_STATE)
+    low = hashmix(pool[0]).astype(np.uint64)
+    high = hashmix(pool[1]).astype(np.uint64)
     return low | high << np.uint64(32)
 
 
-def _hash(factor: int, growth: int) -> Callable[[np.ndarray], np.ndarray]:
+def _hashmix(factor: int, growth: int) -> Callable[[np.ndarray], np.ndarray]:
     """Return a hash of words [rows] uint32, each call of which has another factor."""
 
-    def hashed(words: np.ndarray) -> np.ndarray:
+    def hashmix(words: np.ndarray) -> np.ndarray:
         nonlocal factor
         out = words ^ np.uint32(factor)
         factor = factor * growth & 0xFFFFFFFF
@@ -46,10 +46,10 @@ def _hash(factor: int, growth: int) -> Callable[[np.ndarray], np.ndarray]:
         out ^= out >> _HALF
         return out
 
-    return hashed
+    return hashmix
 
 
-def _mixed(mine: np.ndarray, other: np.ndarray) -> np.ndarray:
-    out: np.ndarray = mine * _MIX[0] - other * _MIX[1]
+def _mix(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    out: np.ndarray = x * _MIX_FACTORS[0] - y * _MIX_FACTORS[1]
     out ^= out >> _HALF
     return out

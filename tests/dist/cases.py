@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tiny import config_tree
 
 from rlhf_mc.checkpoint import hf_format
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
@@ -26,6 +27,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.topology.consensus import gather_objects, gather_results
 from rlhf_mc.trainer import loop, phases, start_table, step_report, weight_sync
 from rlhf_mc.trainer.scoring import collect_scores, submit_responses
 from rlhf_mc.trainer.setup import Run, build_run
@@ -225,3 +227,26 @@ def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> li
         return collect_scores(submit_responses(rewards, tokenizer, prompts, [[6, 7]] * num_prompts), num_prompts)
     finally:
         rewards.close()
+
+
+def gather_strings(sizes: Sequence[int], members: Sequence[int] | None = None) -> list[str] | None:
+    """Gather from each rank a string of this many letters, its number in the alphabet; None outside of `members`, the
+    ranks of the group. Every rank must call it with the same arguments."""
+    group = None if members is None else dist.new_group(list(members), backend="gloo")
+    rank = dist.get_rank()
+    if members is not None and rank not in members:
+        return None
+    found = gather_objects(chr(ord("a") + rank) * sizes[rank], group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return found
+
+
+def fail_on(rank: int) -> None:
+    """Raise a UserError with a long message on one rank, and on all of them by `gather_results`."""
+
+    def fail_there() -> None:
+        if dist.get_rank() == rank:
+            raise UserError("x" * 100_000)
+
+    gather_results(fail_there)

@@ -1,0 +1,38 @@
+"""gather_objects: one collective for small objects, a second one for what is larger on any rank."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import cases
+import pytest
+
+from rlhf_mc.topology.consensus import _FIRST_BYTES, _LEAST_FIRST_BYTES
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_objects_about_the_size_of_the_first_bytes(pool: Any, world: int, beyond: int) -> None:
+    first = max(_FIRST_BYTES // world, _LEAST_FIRST_BYTES)
+    length = first + beyond - (len(pickle.dumps("a" * first)) - first)
+    assert len(pickle.dumps("a" * length)) == first + beyond
+    wanted = ["abcd"[rank] * length for rank in range(world)]
+    assert pool(world).run(cases.gather_strings, sizes=[length] * world) == [wanted] * world
+
+
+@pytest.mark.parametrize("sizes", [(1_000_000, 0, 3, 0), (0, 1, 2, 1_000_000), (5, 70_000, 9_000, 1)])
+def test_one_rank_has_most(pool: Any, sizes: tuple[int, ...]) -> None:
+    wanted = ["abcd"[rank] * size for rank, size in enumerate(sizes)]
+    assert pool(4).run(cases.gather_strings, sizes=sizes) == [wanted] * 4
+
+
+def test_a_group_of_some_ranks(pool: Any) -> None:
+    sizes = (0, 50_000, 0, 7)
+    wanted = ["b" * 50_000, "d" * 7]
+    assert pool(4).run(cases.gather_strings, sizes=sizes, members=[1, 3]) == [None, wanted, None, wanted]
+
+
+def test_a_long_error_reaches_every_rank(pool: Any) -> None:
+    for is_ok, error in pool(4).outcomes(cases.fail_on, rank=2):
+        assert not is_ok and error[0] == "UserError" and error[1] == "x" * 100_000
