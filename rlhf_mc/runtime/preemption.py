@@ -123,13 +123,26 @@ class StopRequests:
     def check(self) -> None:
         """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's time is up before
         the first step is complete. Every rank must call it, while the weights are those of the last complete step."""
-        from rlhf_mc.topology.consensus import first_of_ranks
+        self.start_check()()
+
+    def start_check(self) -> Callable[[], None]:
+        """Start `check`, and return the function that ends it: what the ranks do in between hides the wait for their
+        answers. Every rank must call both."""
+        from rlhf_mc.topology.consensus import gather_objects, start_max_over_ranks
 
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
-        reason = first_of_ranks(self._reason or None)
-        if reason is None:
-            return
+        mine = self._reason
+        asked = start_max_over_ranks(float(bool(mine)))
+
+        def end() -> None:
+            if asked():
+                self._obey(next(reason for reason in gather_objects(mine) if reason))
+
+        return end
+
+    def _obey(self, reason: str) -> None:
+        """Raise StopRequested for this reason, or UserError, as `check` does."""
         if reason.startswith(_TIME_IS_UP) and self.steps_done == 0:
             # A requeued job would get no further than this one.
             raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")

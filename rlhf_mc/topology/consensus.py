@@ -145,11 +145,19 @@ def ranks_per_node() -> int:
     return count if even else 1
 
 
-def max_over_ranks(value: float) -> float:
-    """Return the largest of all ranks' values, on every rank. Every rank must call it."""
+def start_max_over_ranks(value: float) -> Callable[[], float]:
+    """Start to compute the largest of all ranks' values, and return the function that waits for it. Without a process
+    group this process is the only rank. Every rank must call both."""
+    if not dist.is_initialized():
+        return lambda: value
     largest = torch.tensor(value, dtype=torch.float64)  # on the CPU, whatever the device is
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
+    work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
+
+    def result() -> float:
+        work.wait()
+        return float(largest)
+
+    return result
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

@@ -198,14 +198,16 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
             # Which responses the next phases see depends on the scores, so that scoring cannot overlap with them.
             prompts, batch = filtered_rollout(run, state, stop)
             batch = score(run, state, batch)
+            stop.check()
         else:
             prompts, batch = rollout(run, state)
             stop.check()
             pending = submit_rewards(run, state, prompts, batch)
             batch = score(run, state, batch)
+            end_check = stop.start_check()
             batch = collect_rewards(run, state, prompts, batch, pending)
+            end_check()
         state.prompts = prompts
-        stop.check()
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)
         update_actor(run, state, batch)

@@ -35,7 +35,7 @@ from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.rollout_correction import corrected
 from rlhf_mc.trainer.samples import some_of_each_prompt, write_samples
 from rlhf_mc.trainer.setup import Run, layouts_of
-from rlhf_mc.trainer.step_report import StepState
+from rlhf_mc.trainer.step_report import StepState, start_slowest_rank
 from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import (
     ActorTerms,
@@ -113,6 +113,8 @@ def score(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     for name, (phase, engine, head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
             mine[name] = scoring.my_token_scores(engine, batch, head, run.limits[phase], state.packing)
+    if "old_log_probs" in mine:
+        start_slowest_rank(state, "old_log_prob")
     if mine:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in the next.
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):

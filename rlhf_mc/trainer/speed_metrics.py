@@ -17,7 +17,6 @@ from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.planner.gpus import device_bfloat16
 from rlhf_mc.runtime.console import say
-from rlhf_mc.topology.consensus import max_over_ranks
 
 _PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases that work on prompts and responses. Generation makes the responses."""
@@ -32,13 +31,6 @@ def per_token_metrics(batch: RaggedBatch, seconds: Mapping[str, float]) -> dict[
         for phase, count in num_tokens.items()
         if f"timing_s/{phase}" in seconds
     }
-
-
-def of_slowest_rank(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return `timing_s/<phase>` of the step with the time of the slowest rank for the old log-probs, at whose end no
-    rank waits for the others; the updates end together. Every rank must call it."""
-    key = "timing_s/old_log_prob"
-    return {**seconds, key: max_over_ranks(seconds[key])} if key in seconds else dict(seconds)
 
 
 def utilization_metrics(

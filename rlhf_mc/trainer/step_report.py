@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_mc import platform
@@ -20,10 +20,10 @@ from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.machine_facts import available_memory, memory
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.topology.consensus import on_every_rank
+from rlhf_mc.topology.consensus import on_every_rank, start_max_over_ranks
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.setup import Run
-from rlhf_mc.trainer.speed_metrics import of_slowest_rank, per_token_metrics, utilization_metrics
+from rlhf_mc.trainer.speed_metrics import per_token_metrics, utilization_metrics
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
@@ -45,6 +45,8 @@ class StepState:
     """Packed inputs of this step's batch."""
     greedy: RaggedBatch | None = None
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
+    slowest: dict[str, Callable[[], float]] = field(default_factory=dict)
+    """By `timing_s/<phase>` the function that returns the seconds of the slowest rank."""
 
 
 def begin_step(step: int, status: RankStatus, num_batches: int | None = None) -> StepState:
@@ -87,11 +89,23 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             **memory_metrics(),
             **per_token_metrics(batch, times),
-            **utilization_metrics(run.actor, run.critic, run.config, batch, of_slowest_rank(times)),
+            **utilization_metrics(run.actor, run.critic, run.config, batch, {**times, **of_slowest_rank(state)}),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
         }
     )
+
+
+def start_slowest_rank(state: StepState, phase: str) -> None:
+    """Start to compute the time of a phase that has ended on its slowest rank. Only phases at whose end no rank waits
+    for the others need it. Every rank must call it."""
+    key = f"timing_s/{phase}"
+    state.slowest[key] = start_max_over_ranks(state.timer.result()[key])
+
+
+def of_slowest_rank(state: StepState) -> dict[str, float]:
+    """Return `timing_s/<phase>` of the slowest rank, of the phases of `start_slowest_rank`. Every rank must call it."""
+    return {key: seconds() for key, seconds in state.slowest.items()}
 
 
 def length_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "written": written,
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
-                    "responses": engine.generate(prompts, list(range(len(prompts))), Sampling(0.0, 8, ())),
+                    "responses": list(engine.generate(prompts, list(range(len(prompts))), Sampling(0.0, 8, ()))),
                 }
             )
     return out
