@@ -14,7 +14,8 @@ After each step the engines repeat its work without the trainer, in the same pro
                  trainer calls them
 
 What is done beyond that in a step is the trainer's own: seeds, log-probs, exchange of responses, packing, entropy,
-statistics, advantages, the weight update, waiting for the reward. Rounds of both alternate, and medians are compared.
+statistics, advantages, the weight update, waiting for the reward. Rounds of both alternate. Medians are compared, and
+sums over all rounds.
 """
 
 from __future__ import annotations

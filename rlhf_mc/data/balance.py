@@ -28,15 +28,19 @@ Limit = int | Sequences
 """The limit of a micro-batch: a number of tokens, or of sequences."""
 
 
+def costs_of(seq_lens: Sequence[int], cost: Cost) -> list[float]:
+    """Return the cost of each sequence, computed once for each length."""
+    of_length = {n: cost(n) for n in set(seq_lens)}
+    return [of_length[n] for n in seq_lens]
+
+
 def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = float) -> list[list[int]]:
     """Return the indices of each replica's sequences, ascending, such that the replicas' costs are nearly equal.
 
     Replicas may get different numbers of sequences. Each gets at least one if there are at least num_replicas
     sequences. Deterministic. The default cost is the number of tokens.
     """
-    of_length = {n: cost(n) for n in sorted(set(seq_lens))}
-    groups = _largest_differencing(tuple([of_length[n] for n in seq_lens]), num_replicas)
-    return [sorted(group) for group in groups]
+    return [sorted(group) for group in _largest_differencing(tuple(costs_of(seq_lens, cost)), num_replicas)]
 
 
 def num_micro_batches_needed(seq_lens: Sequence[int], budget: int) -> int:
@@ -105,7 +109,7 @@ def plan_micro_batches(
         [[replica[i] for i in group] for group in replica_groups]
         for replica, replica_groups in zip(replicas, groups, strict=True)
     ]
-    _fill_empty(plan, [cost(n) for n in seq_lens])
+    _fill_empty(plan, costs_of(seq_lens, cost))
     return plan
 
 

@@ -109,8 +109,6 @@ class VLLMEngine:
                 **options,
             )
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
-        self._parameters = {} if cfg.quantization else dict(self._model.named_parameters())
-        """The model's parameters; empty where they are others while they are written."""
         written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
         found = self._quantized.shapes(self._model)
         try:
@@ -159,8 +157,7 @@ class VLLMEngine:
         rollout.quantization those of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
-        named = self._parameters or dict(self._model.named_parameters())
-        return {name: param.data for name, param in named.items()}
+        return {name: param.data for name, param in self._model.named_parameters()}
 
     def weights_updated(self) -> None:
         """Quantize new weights (rollout.quantization), and discard the prefix cache, which earlier weights have filled.
@@ -258,7 +255,6 @@ class VLLMEngine:
         with vllm_patches.world_kept():
             self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-        self._parameters.clear()
         gc.collect()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_mc import platform
-from rlhf_mc.data.balance import Cost, assign_to_replicas
+from rlhf_mc.data.balance import Cost, assign_to_replicas, costs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
 from rlhf_mc.models.forward import PackingCache
@@ -148,8 +148,8 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
     round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
     parts = assign_to_replicas(seq_lens, num_replicas, cost)
     balanced = [sum(seq_lens[i] for i in part) for part in parts]
-    of_length = {n: cost(n) for n in set(seq_lens)}
-    costs = [sum(of_length[seq_lens[i]] for i in part) for part in parts]
+    of_sequence = costs_of(seq_lens, cost)
+    costs = [sum(of_sequence[i] for i in part) for part in parts]
     return {
         "global_seqlen/min": min(round_robin),
         "global_seqlen/max": max(round_robin),
