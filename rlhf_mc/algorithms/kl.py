@@ -30,15 +30,16 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLLo
     k1 = kl = -d (unbiased, high variance), abs = |d|, k2 = mse = d^2 / 2 (biased, low variance), k3 = e^d - d - 1
     (unbiased, never negative), low_var_kl = min(k3, 10), as in verl: a token beyond the bound has no gradient. Source:
     J. Schulman, "Approximating KL Divergence", 2020. Differentiable in both arguments. The expected gradient of k1 is
-    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient that of k2, whose
-    expectation is the gradient of the KL. docs/algorithms.md compares the estimators with those of verl, TRL and
-    OpenRLHF.
+    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient that of d^2 / 2 with
+    d as it is, not clamped: its expectation is the gradient of the KL. docs/algorithms.md compares the estimators with
+    those of verl, TRL and OpenRLHF.
     """
-    d = (ref_log_probs - log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    d = ref_log_probs - log_probs
+    value = _estimate(d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), kind.removesuffix("+"))
     if kind.endswith("+"):
         k2 = 0.5 * d.square()
-        return _estimate(d, kind.removesuffix("+")).detach() + k2 - k2.detach()
-    return _estimate(d, kind)
+        return value.detach() + (k2 - k2.detach())
+    return value
 
 
 def _estimate(d: torch.Tensor, kind: str) -> torch.Tensor:

@@ -20,6 +20,9 @@ from rlhf_mc.config.algorithm_schema import PolicyLossConfig
 
 Stats = dict[str, torch.Tensor]
 
+SEQUENCE_LOG_RATIO_BOUND = 10.0
+"""Largest log-ratio of a sequence in gspo; verl's constant."""
+
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
@@ -108,11 +111,13 @@ def gspo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
 
     L = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)) on each token, where the gradient of s is s * grad log_prob
     of the token itself: GSPO-token, equal to GSPO if a sequence's advantages are equal. Source: GSPO (arXiv
-    2507.18071), sections 4.1 and 4.3. For actor.loss_agg_mode seq-mean-token-mean. Statistic: pg_clipfrac.
+    2507.18071), sections 4.1 and 4.3. For actor.loss_agg_mode seq-mean-token-mean. The log-ratios are not clamped one
+    by one; a mean above 10 is 10, without a gradient. Statistic: pg_clipfrac.
     """
-    mean = inputs.sequence_means(inputs.log_ratio.detach())
-    ratio = (mean + inputs.log_probs - inputs.log_probs.detach()).exp()
-    unclipped, clipped = _surrogates(inputs, ratio)
+    log_probs = inputs.log_probs.detach()
+    mean = inputs.sequence_means(log_probs - inputs.old_log_probs)
+    log_ratio = mean + (inputs.log_probs - log_probs)  # the difference, which is 0, first: a sum would round the mean
+    unclipped, clipped = _surrogates(inputs, log_ratio.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp())
     return inputs.result(torch.maximum(unclipped, clipped), pg_clipfrac=clipped > unclipped)
 
 

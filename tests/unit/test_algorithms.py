@@ -130,6 +130,16 @@ def test_plus_has_the_value_of_the_estimator_and_the_gradient_of_k2(kind: str) -
     assert log_probs.grad.tolist() == pytest.approx((log_probs - ref).tolist())
 
 
+@pytest.mark.parametrize("kind", ["k1+", "k3+", "low_var_kl+", "kl+", "abs+"])
+def test_plus_pulls_a_token_back_from_beyond_the_clamp(kind: str) -> None:
+    ref = torch.tensor([-1.0, -3000.0])
+    log_probs = torch.tensor([-3000.0, -1.0], requires_grad=True)
+    found = kl_estimate(log_probs, ref, kind)
+    assert torch.equal(found, kl_estimate(log_probs, ref, kind.removesuffix("+")))  # not rounded by 2999^2 / 2
+    found.sum().backward()
+    assert log_probs.grad.tolist() == [-2999.0, 2999.0]
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl", "abs"])
 def test_kl_estimate_gradient(kind: str) -> None:
     g = torch.Generator().manual_seed(0)

@@ -160,6 +160,37 @@ def test_gradient_of_gspo_is_that_of_its_sequence_ratio() -> None:
     torch.testing.assert_close(found, log_probs.grad)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gspo_caps_the_log_ratio_of_a_sequence_at_10(advantage: float) -> None:
+    """A ratio beyond e^10 is e^10 without a gradient; the mean is that of the log-ratios as they are."""
+    old = torch.full((6,), -60.0, dtype=torch.float64)
+    log_probs = (old + torch.tensor([50.0, 50.0, 24.0, 0.0, 0.0, -1.0], dtype=torch.float64)).requires_grad_()
+    fields = {
+        "log_probs": log_probs,
+        "old_log_probs": old,
+        "advantages": torch.full((6,), advantage, dtype=torch.float64),
+        "weights": torch.ones(6, dtype=torch.float64),
+        "sequence": torch.tensor([0, 0, 1, 1, 1, 2]),
+    }
+    inputs = inputs_of(fields, num_tokens=6, num_sequences=3, clip_low=1.0, clip_high=1e9)
+    loss, _ = POLICY_LOSSES["gspo"].function(inputs)
+    loss.backward()
+    near, far = math.exp(8), math.exp(-1)
+    assert loss.item() == pytest.approx(-advantage * (2 * math.exp(10) + 3 * near + far))
+    assert log_probs.grad.tolist() == pytest.approx([0.0, 0.0, *[-advantage * near] * 3, -advantage * far])
+
+
+def test_gspo_is_exact_at_unlikely_tokens() -> None:
+    """Catch a ratio that is rounded to the log-prob's precision: clip ranges of GSPO are about 3e-4."""
+    old = torch.full((4,), -300.0)
+    log_probs = (old + 2**-12).requires_grad_()  # 2.4e-4; float32 numbers near 300 are 3e-5 apart
+    ones = {"advantages": torch.ones(4), "weights": torch.full((4,), 0.25), "sequence": torch.tensor([0, 0, 0, 1])}
+    mean = {"log_probs": log_probs, "old_log_probs": old - torch.tensor([0.0, 0.0, 2**-13, 0.0]), **ones}
+    loss, _ = POLICY_LOSSES["gspo"].function(inputs_of(mean, num_tokens=4, num_sequences=2))
+    ratios = [math.exp((2 * 2**-12 + 2**-12 + 2**-13) / 3)] * 3 + [math.exp(2**-12)]
+    assert -loss.item() - 1 == pytest.approx(sum(ratios) / 4 - 1, abs=2e-7)
+
+
 SPLITS = [[[0], [1], [2], [3], [4]], [[4, 1], [2, 0, 3]], [[2], [], [3, 4, 0, 1]]]
 
 
