@@ -83,16 +83,18 @@ def actor_loss(
     """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its statistics.
 
     All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: those of policy_loss,
-    loss (the sum), entropy (mean over tokens), kl_loss (aggregated as the loss, without its coefficient).
+    loss (the sum), entropy (mean over tokens), entropy_loss and kl_loss (aggregated as the loss, without coefficients).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"
     assert kl_loss_coef == 0.0 or inputs.ref_log_probs is not None, "a KL loss needs the reference's log-probs"
     loss, stats = policy_loss(inputs.policy)
     stats = dict(stats)
     if inputs.entropy is not None:
+        entropy = (inputs.weights * inputs.entropy).sum()
         if entropy_coeff != 0.0:  # with 0 no backward pass through the entropy
-            loss = loss - entropy_coeff * (inputs.weights * inputs.entropy).sum()
+            loss = loss - entropy_coeff * entropy
         stats["entropy"] = inputs.entropy.detach().sum() / inputs.policy.num_tokens
+        stats["entropy_loss"] = entropy.detach()
     if inputs.ref_log_probs is not None:
         kl = (inputs.weights * kl_estimate(inputs.policy.log_probs, inputs.ref_log_probs, kl_loss_type)).sum()
         loss = loss + kl_loss_coef * kl

@@ -85,6 +85,8 @@ class PolicyLoss:
 
     function: PolicyLossFunction
     selection: Selection | None = None
+    has_geometric_weights: bool = False
+    """An importance weight is the geometric mean over the tokens of the sequence, as the ratio is."""
 
 
 def vanilla(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
@@ -208,7 +210,7 @@ def select_highest(
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(vanilla),
     "gspo": PolicyLoss(gspo),
-    "geo_mean": PolicyLoss(geo_mean),
+    "geo_mean": PolicyLoss(geo_mean, has_geometric_weights=True),
     "cispo": PolicyLoss(cispo),
     "gpg": PolicyLoss(gpg),
     "clip_cov": PolicyLoss(clip_cov, select_in_band),

@@ -4,7 +4,7 @@ arithmetic is in algorithms/rollout_correction.py.
 
 from __future__ import annotations
 
-from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics, weight_metrics
+from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.data.batch import RaggedBatch
 
@@ -19,12 +19,11 @@ def corrected(batch: RaggedBatch, cfg: RolloutCorrectionConfig) -> tuple[RaggedB
     metrics = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, lens)
     log_ratio = batch.old_log_probs - batch.rollout_log_probs
     if cfg.rollout_is is not None:
-        weights = importance_weights(log_ratio, lens, cfg)
-        metrics |= weight_metrics(weights)
+        weights, found = importance_weights(log_ratio, lens, cfg)
+        metrics |= found
         batch = batch.with_fields(is_weights=weights)
     if cfg.rollout_rs or cfg.rollout_token_veto_threshold is not None:
-        kept = kept_tokens(log_ratio, lens, cfg)
-        metrics["rejected_tokens"] = float((~kept).double().mean())
-        metrics["rejected_sequences"] = sum(not part.any() for part in kept.split(lens.tolist())) / len(lens)
+        kept, found = kept_tokens(log_ratio, lens, cfg)
+        metrics |= found
         batch = batch.with_fields(kept=kept)
     return batch, {f"rollout_corr/{name}": value for name, value in metrics.items()}

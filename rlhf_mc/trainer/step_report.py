@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from rlhf_mc import platform
 from rlhf_mc.data.balance import Cost, assign_to_replicas, costs_of
 from rlhf_mc.data.batch import Prompt, RaggedBatch
@@ -128,14 +130,20 @@ def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit
 
 
 def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return the differences between vLLM's and the trainer's log-probs of the sampled tokens."""
+    """Return the differences between vLLM's and the trainer's log-probs of the sampled tokens. The correlation of their
+    probabilities is 1 where one of them is the same for all tokens."""
     assert batch.old_log_probs is not None
-    probs_diff = (batch.old_log_probs.exp() - batch.rollout_log_probs.exp()).abs().double()
+    probs = torch.stack([batch.old_log_probs, batch.rollout_log_probs]).double().exp()
+    probs_diff = (probs[0] - probs[1]).abs()
+    centred = probs - probs.mean(dim=1, keepdim=True)
+    is_constant = bool((probs == probs[:, :1]).all(dim=1).any())
+    correlation = 1.0 if is_constant else float((centred[0] @ centred[1]) / centred.norm(dim=1).prod())
     difference = Difference.of(batch)
     return {
         "training/rollout_probs_diff_max": float(probs_diff.max()),
         "training/rollout_probs_diff_mean": float(probs_diff.mean()),
         "training/rollout_probs_diff_std": float(probs_diff.std(correction=0)),
+        "training/rollout_actor_probs_pearson_corr": correlation,
         "training/rollout_logprobs_diff_mean": difference.mean,
         "training/rollout_logprobs_diff_p99": difference.p99,
         "training/rollout_logprobs_diff_max": difference.max,

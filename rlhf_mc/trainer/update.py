@@ -17,6 +17,7 @@ from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
+from rlhf_mc.algorithms.rollout_correction import geometric_means
 from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import adapts_kl_loss
@@ -102,7 +103,10 @@ def actor_objective(
     if selection is not None:
         per_token["selected"] = selection(mini.old_log_probs, mini.advantages, cfg.policy_loss, terms.draws)
     if mini.is_weights is not None:
-        per_token["is_weights"] = mini.is_weights
+        is_geometric = terms.policy_loss.has_geometric_weights
+        per_token["is_weights"] = (
+            geometric_means(mini.is_weights, mini.response_lens) if is_geometric else mini.is_weights
+        )
     if cfg.use_kl_loss and mini.ref_log_probs is not None:
         per_token["ref_log_probs"] = mini.ref_log_probs
     on_device = dict(zip(per_token, platform.to_device(list(per_token.values())), strict=True))

@@ -107,9 +107,12 @@ def test_rollout_correction_and_bypass(pool: Any, tmp_path: Path) -> None:
     ]
     corrected = cases.run_two_steps(pool(1), config, (1, 1, 1), tmp_path / "corrected", settings)[0]["steps"]
     for step in corrected:
-        assert 0 < step["rollout_corr/rejected_tokens"] < 1
+        assert 0 < step["rollout_corr/rollout_rs_token_k3_masked_fraction"] < 1
+        assert (
+            step["rollout_corr/rollout_rs_masked_fraction"] == step["rollout_corr/rollout_rs_token_k3_masked_fraction"]
+        )
         assert step["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
-        assert step["rollout_corr/pearson"] > 0.999 and step["actor/grad_norm"] > 0
+        assert step["training/rollout_actor_probs_pearson_corr"] > 0.999 and step["actor/grad_norm"] > 0
     plain, bypassed = (
         cases.run_two_steps(pool(1), config, (1, 1, 1), tmp_path / name, [f"{section}.bypass_mode={name}"])[0]
         for name in ("false", "true")

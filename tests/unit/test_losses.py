@@ -219,6 +219,8 @@ def test_actor_loss_is_the_sum_of_its_terms() -> None:
     assert stats["pg_loss"].item() == pytest.approx(policy.item())
     assert stats["kl_loss"].item() == pytest.approx(kl.item())
     assert stats["entropy"].item() == pytest.approx(t["entropy"].mean().item())  # over tokens, in every mode
+    assert stats["entropy_loss"].item() == pytest.approx((weights * t["entropy"]).sum().item())
+    assert not any(value.requires_grad for value in stats.values())
 
 
 def test_actor_loss_without_the_optional_terms_is_the_policy_loss() -> None:

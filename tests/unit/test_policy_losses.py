@@ -4,6 +4,7 @@ dependence on the split into micro-batches. PPO's clipped surrogate is in test_l
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from rlhf_mc.algorithms.losses import aggregation_weights
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs, covariances
 from rlhf_mc.config.algorithm_schema import LossMode, PolicyLossConfig
-from rlhf_mc.data.batch import ragged_indices
+from rlhf_mc.config.schema import ActorConfig
+from rlhf_mc.data.batch import RaggedBatch, ragged_indices
+from rlhf_mc.trainer import update
 
 LENS = torch.tensor([3, 1, 7, 2, 5])
 SETTINGS = PolicyLossConfig(clip_cov_ratio=0.2, clip_cov_lb=-0.5, clip_cov_ub=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.3)
@@ -144,6 +147,31 @@ def test_gspo_and_geo_mean_by_hand() -> None:
     # 0.4 is clipped to 0.3: the mean is 0.05. -0.5 is clipped to -0.2.
     assert loss.item() == pytest.approx(0.5 * -math.exp(0.05) + 0.5 * 2 * math.exp(-0.2))
     assert (float(stats["pg_clipfrac"]), float(stats["pg_clipfrac_lower"])) == pytest.approx((1 / 3, 1 / 3))
+
+
+@pytest.mark.parametrize("name", ["geo_mean", "vanilla"])
+def test_geo_mean_weighs_a_sequence_by_the_geometric_mean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the loss with ratios and weights of tokens: the product of both is the ratio to vLLM's policy."""
+    log_ratio = torch.tensor([0.1, 0.2, -0.1])
+    weights = torch.tensor([0.5, 2.0, 0.25])
+    mini = RaggedBatch(
+        tokens=torch.zeros(5, dtype=torch.int64),
+        prompt_lens=torch.tensor([1, 1]),
+        response_lens=torch.tensor([2, 1]),
+        rollout_log_probs=torch.zeros(3),
+        finished=torch.ones(2, dtype=torch.bool),
+    ).with_fields(old_log_probs=torch.full((3,), -1.0), advantages=torch.tensor([1.0, 1.0, -2.0]), is_weights=weights)
+    log_probs = -1.0 + log_ratio
+    monkeypatch.setattr(update, "log_probs_and_entropy", lambda *_: (log_probs, torch.ones(3)))
+    cfg = ActorConfig(loss_agg_mode="seq-mean-token-mean")
+    terms = update.ActorTerms(POLICY_LOSSES[name], 0.0, 0.0, 1, torch.Generator())
+    micro = SimpleNamespace(targets=torch.zeros(3, dtype=torch.int64), response_index=torch.arange(3))
+    loss, _ = update.actor_objective(mini, cfg, 8, 1.0, terms)(None, torch.zeros(3, 1, 1), micro)
+    if name == "geo_mean":
+        expected = [-math.exp(0.15) * math.sqrt(0.5 * 2.0), 2.0 * math.exp(-0.1) * 0.25]
+    else:
+        expected = [-(math.exp(0.1) * 0.5 + 1.2 * 2.0) / 2, 2.0 * math.exp(-0.1) * 0.25]  # e^0.2 is clipped to 1.2
+    assert loss.item() == pytest.approx(sum(expected) / 2)
 
 
 def test_gradient_of_gspo_is_that_of_its_sequence_ratio() -> None:

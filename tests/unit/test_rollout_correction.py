@@ -6,13 +6,19 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from config_files import validated
 
 from rlhf_mc.algorithms.losses import aggregation_weights
-from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics, weight_metrics
+from rlhf_mc.algorithms.rollout_correction import (
+    geometric_means,
+    importance_weights,
+    kept_tokens,
+    mismatch_metrics,
+)
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.errors import UserError
 
@@ -21,26 +27,92 @@ RHO = [2.0, 0.5, 3.0, 1.0, 0.5, 0.25]
 LOG_RATIO = torch.tensor(RHO).log()
 
 
+def weights_of(log_ratio: torch.Tensor, lens: torch.Tensor, level: str, **settings: Any) -> tuple[list[float], dict]:
+    cfg = RolloutCorrectionConfig(rollout_is=level, **{"rollout_is_threshold": 2.5, **settings})
+    weights, metrics = importance_weights(log_ratio, lens, cfg)
+    return weights.tolist(), {key.removeprefix("rollout_is_"): value for key, value in metrics.items()}
+
+
 def test_importance_weights_by_hand() -> None:
-    cfg = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.5)
-    assert importance_weights(LOG_RATIO, LENS, cfg).tolist() == pytest.approx([2.0, 0.5, 2.5, 1.0, 0.5, 0.25])
-    cfg = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=2.5)  # products: 1, 3, 1/8
-    assert importance_weights(LOG_RATIO, LENS, cfg).tolist() == pytest.approx([1.0, 1.0, 2.5, 0.125, 0.125, 0.125])
+    assert weights_of(LOG_RATIO, LENS, "token")[0] == pytest.approx([2.0, 0.5, 2.5, 1.0, 0.5, 0.25])
+    products = [1.0, 1.0, 2.5, 0.125, 0.125, 0.125]  # of 1, 3, 1/8
+    assert weights_of(LOG_RATIO, LENS, "sequence")[0] == pytest.approx(products)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_normalized_weights_have_a_mean_of_1(level: str) -> None:
-    cfg = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=2.5, rollout_is_batch_normalize=True)
-    weights = importance_weights(LOG_RATIO, LENS, cfg)
-    if level == "sequence":
-        weights = weights[LENS.cumsum(0) - 1]
-    assert weights.mean().item() == pytest.approx(1.0)
+    found, metrics = weights_of(LOG_RATIO, LENS, level, rollout_is_batch_normalize=True)
+    plain, plain_metrics = weights_of(LOG_RATIO, LENS, level)
+    rows = range(6) if level == "token" else [1, 2, 5]  # one of each sequence
+    assert statistics.mean(found[i] for i in rows) == pytest.approx(1.0)
+    factor = metrics.pop("batch_norm_factor")
+    assert found == pytest.approx([weight / factor for weight in plain])
+    assert metrics == plain_metrics  # of the weights before they are divided
+
+
+def test_weights_that_say_nothing_are_not_divided_by_their_mean() -> None:
+    """With every weight at the bound e^-20 a division would give 1 each, as if both policies agreed."""
+    found, metrics = weights_of(torch.full((6,), -40.0), LENS, "token", rollout_is_batch_normalize=True)
+    assert found == pytest.approx([math.exp(-20)] * 6)
+    assert metrics["batch_norm_factor"] == 1.0
 
 
 def test_weights_stay_finite_at_extreme_ratios() -> None:
-    cfg = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1e5)
-    weights = importance_weights(torch.tensor([500.0, 500.0, -500.0]), torch.tensor([2, 1]), cfg)
-    assert weights.tolist() == pytest.approx([1e5, 1e5, math.exp(-20)])
+    lens = torch.tensor([2, 1])
+    found, _ = weights_of(torch.tensor([500.0, 500.0, -500.0]), lens, "sequence", rollout_is_threshold=1e5)
+    assert found == pytest.approx([1e5, 1e5, math.exp(-20)])
+
+
+def test_metrics_of_weights_by_hand() -> None:
+    _, found = weights_of(LOG_RATIO, LENS, "token")  # 2, 1/2; 2.5 (of 3); 1, 1/2, 1/4
+    squares = 4 + 0.25 + 6.25 + 1 + 0.25 + 0.0625
+    means = [1.25, 2.5, 1.75 / 3]
+    assert found == pytest.approx(
+        {
+            "mean": 6.75 / 6,
+            "max": 2.5,
+            "min": 0.25,
+            "std": math.sqrt(squares / 6 - (6.75 / 6) ** 2),
+            "eff_sample_size": (6.75 / 6) ** 2 / (squares / 6),
+            "ratio_fraction_high": 1 / 6,
+            "ratio_fraction_low": 1 / 6,  # below 1 / 2.5
+            "seq_mean": statistics.mean(means),
+            "seq_std": statistics.stdev(means),
+            "seq_max": 2.5,
+            "seq_min": 1.75 / 3,
+            "seq_max_deviation": 1.5,
+            "seq_fraction_high": 1 / 3,  # a mean of 3 before the bound
+            "seq_fraction_low": 0.0,
+        }
+    )
+    _, found = weights_of(LOG_RATIO, LENS, "sequence")  # 1, 2.5 (of 3) and 1/8, of 2, 1 and 3 tokens
+    squares = 2 * 1 + 6.25 + 3 / 64
+    means = [1.0, 2.5, 0.125]
+    assert found == pytest.approx(
+        {
+            "mean": 4.875 / 6,
+            "max": 3.0,  # before the bound
+            "min": 0.125,
+            "std": math.sqrt(squares / 6 - (4.875 / 6) ** 2),
+            "eff_sample_size": (4.875 / 6) ** 2 / (squares / 6),
+            "ratio_fraction_high": 1 / 3,
+            "ratio_fraction_low": 1 / 3,
+            "seq_mean": statistics.mean(means),
+            "seq_std": statistics.stdev(means),
+            "seq_max": 2.5,
+            "seq_min": 0.125,
+            "seq_max_deviation": 1.5,
+            "seq_fraction_high": 1 / 3,
+            "seq_fraction_low": 1 / 3,
+        }
+    )
+    _, found = weights_of(LOG_RATIO[:2], torch.tensor([2]), "token")
+    assert found["seq_std"] == 0.0  # of one sequence
+
+
+def test_geometric_means_by_hand() -> None:
+    expected = [1.0, 1.0, 3.0, 0.5, 0.5, 0.5]
+    assert geometric_means(torch.tensor(RHO), LENS).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +133,7 @@ def test_weights_stay_finite_at_extreme_ratios() -> None:
 )
 def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=[name], rollout_rs_threshold=[threshold])
-    assert kept_tokens(LOG_RATIO.double(), LENS, cfg).int().tolist() == kept
+    assert kept_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == kept
 
 
 @pytest.mark.parametrize(
@@ -75,14 +147,39 @@ def test_rejection_by_hand(name: str, threshold: float, kept: list[int]) -> None
 )
 def test_bounds_of_a_ratio_may_differ(name: str, lower: float, upper: float, kept: list[int]) -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=[name], rollout_rs_threshold=[upper], rollout_rs_threshold_lower=lower)
-    assert kept_tokens(LOG_RATIO.double(), LENS, cfg).int().tolist() == kept
+    assert kept_tokens(LOG_RATIO.double(), LENS, cfg)[0].int().tolist() == kept
 
 
 def test_every_criterion_must_keep_a_token() -> None:
     cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_sum_k1"], rollout_rs_threshold=[3.5, 2.0])
-    assert kept_tokens(LOG_RATIO, LENS, cfg).int().tolist() == [1, 1, 0, 0, 0, 0]
+    assert kept_tokens(LOG_RATIO, LENS, cfg)[0].int().tolist() == [1, 1, 0, 0, 0, 0]
     veto = RolloutCorrectionConfig(rollout_token_veto_threshold=0.4)
-    assert kept_tokens(LOG_RATIO, LENS, veto).int().tolist() == [1, 1, 1, 0, 0, 0]
+    assert kept_tokens(LOG_RATIO, LENS, veto)[0].int().tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_metrics_of_rejection_by_hand() -> None:
+    cfg = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=[2.5, 0.3])
+    _, found = kept_tokens(LOG_RATIO, LENS, cfg)
+    # k1 is -log rho; of rho 3 and 1/4 it is outside. k3 is 0.31, 0.19; 0.90; 0, 0.19, 0.64.
+    k3 = [(1 - math.log(2) + math.log(2) - 0.5) / 2, 2 - math.log(3), (math.log(2) - 0.5 + math.log(4) - 0.75) / 3]
+    assert found == pytest.approx(
+        {
+            "rollout_rs_token_k1_mean": -math.log(2 * 0.5 * 3 * 0.5 * 0.25) / 6,
+            "rollout_rs_token_k1_max": math.log(4),
+            "rollout_rs_token_k1_min": -math.log(3),
+            "rollout_rs_token_k1_masked_fraction": 2 / 6,
+            "rollout_rs_token_k1_seq_masked_fraction": 2 / 3,
+            "rollout_rs_seq_mean_k3_mean": (2 * k3[0] + k3[1] + 3 * k3[2]) / 6,
+            "rollout_rs_seq_mean_k3_max": k3[1],
+            "rollout_rs_seq_mean_k3_min": k3[0],
+            "rollout_rs_seq_mean_k3_masked_fraction": 1 / 6,
+            "rollout_rs_seq_mean_k3_seq_masked_fraction": 1 / 3,
+            "rollout_rs_masked_fraction": 2 / 6,
+            "rollout_rs_seq_masked_fraction": 2 / 3,
+        }
+    )
+    _, found = kept_tokens(LOG_RATIO, LENS, RolloutCorrectionConfig(rollout_token_veto_threshold=0.4))
+    assert found == pytest.approx({"rollout_rs_masked_fraction": 0.5, "rollout_rs_seq_masked_fraction": 1 / 3})
 
 
 def test_mismatch_metrics_match_plain_python() -> None:
@@ -101,11 +198,15 @@ def test_mismatch_metrics_match_plain_python() -> None:
         "k3_kl": statistics.mean(math.exp(x) - 1 - x for x in ratio),
         "training_ppl": statistics.mean(map(math.exp, log_ppl[0])),
         "rollout_ppl": statistics.mean(map(math.exp, log_ppl[1])),
+        "training_log_ppl": statistics.mean(log_ppl[0]),
+        "rollout_log_ppl": statistics.mean(log_ppl[1]),
         "log_ppl_diff": statistics.mean(gaps),
         "log_ppl_abs_diff": statistics.mean(map(abs, gaps)),
+        "log_ppl_diff_max": max(gaps),
+        "log_ppl_diff_min": min(gaps),
+        "ppl_ratio": statistics.mean(map(math.exp, gaps)),
         "chi2_token": statistics.mean(math.exp(2 * x) for x in ratio) - 1,
         "chi2_seq": statistics.mean(math.exp(2 * sum(ratio[i:j])) for i, j in sequences) - 1,
-        "pearson": statistics.correlation([math.exp(x) for x in a], [math.exp(x) for x in b]),
     }
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -113,19 +214,9 @@ def test_mismatch_metrics_match_plain_python() -> None:
 def test_equal_log_probs_differ_in_nothing() -> None:
     same = torch.full((6,), -0.7)
     found = mismatch_metrics(same, same, LENS)
-    ppl = math.exp(0.7)
-    zeros = dict.fromkeys(("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "chi2_token", "chi2_seq"), 0.0)
-    assert found == pytest.approx({**zeros, "training_ppl": ppl, "rollout_ppl": ppl, "pearson": 1.0})
-
-
-def test_effective_sample_size_by_hand() -> None:
-    found = weight_metrics(torch.tensor([1.0, 3.0]))
-    assert found == {
-        "rollout_is_mean": 2.0,
-        "rollout_is_max": 3.0,
-        "rollout_is_min": 1.0,
-        "rollout_is_eff_sample_size": 0.8,  # 2^2 / 5
-    }
+    ones = {"training_ppl": math.exp(0.7), "rollout_ppl": math.exp(0.7), "ppl_ratio": 1.0}
+    logs = {"training_log_ppl": 0.7, "rollout_log_ppl": 0.7}
+    assert found == pytest.approx({**dict.fromkeys(found, 0.0), **ones, **logs})
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -1,7 +1,9 @@
-"""Metrics of a step's speed: milliseconds per token, model FLOPs utilization, lengths by data source."""
+"""Metrics of a step: milliseconds per token, FLOPs utilization, lengths by data source, differences of log-probs."""
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.catalog import undeclared
 from rlhf_mc.trainer import speed_metrics
-from rlhf_mc.trainer.step_report import response_lengths_by_source
+from rlhf_mc.trainer.step_report import difference_metrics, response_lengths_by_source
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -122,3 +124,23 @@ def test_lengths_by_data_source(batch: RaggedBatch) -> None:
     of_gsm8k = {name: found[f"response_length/openai/gsm8k/{name}"] for name in ("mean", "max", "min", "clip_ratio")}
     assert of_gsm8k == {"mean": 3.5, "max": 5.0, "min": 2.0, "clip_ratio": 0.5}
     assert len(found) == 8 and undeclared(found) == []
+
+
+def test_differences_of_probabilities_match_plain_python(batch: RaggedBatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(10, generator=g)
+    trainer = rollout + 0.3 * torch.randn(10, generator=g)
+    found = difference_metrics(replace(batch, rollout_log_probs=rollout).with_fields(old_log_probs=trainer))
+    a, b = trainer.double().exp().tolist(), rollout.double().exp().tolist()
+    gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    expected = {
+        "rollout_probs_diff_max": max(gaps),
+        "rollout_probs_diff_mean": statistics.mean(gaps),
+        "rollout_probs_diff_std": statistics.pstdev(gaps),
+        "rollout_actor_probs_pearson_corr": statistics.correlation(a, b),
+    }
+    assert {name: found[f"training/{name}"] for name in expected} == pytest.approx(expected)
+    constant = torch.full((10,), -0.7)  # the mean of the ten probabilities is not exactly one of them
+    same = difference_metrics(replace(batch, rollout_log_probs=constant).with_fields(old_log_probs=trainer))
+    assert same["training/rollout_actor_probs_pearson_corr"] == 1.0
+    assert undeclared(found) == []

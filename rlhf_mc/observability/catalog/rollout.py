@@ -74,6 +74,13 @@ AGREEMENT = Section(
             "`trainer.max_rollout_logprob_diff` bounds mean and p99",
         ),
         Metric(
+            "training/rollout_actor_probs_pearson_corr",
+            "correlation of the two probabilities",
+            "–",
+            "over tokens",
+            "below 0.99: look at the differences above",
+        ),
+        Metric(
             "rollout_corr/{kl,k3_kl}",
             "estimates of KL(vLLM's policy, trainer's), by k1 and k3",
             "nats",
@@ -81,18 +88,19 @@ AGREEMENT = Section(
             "float32: below 1e-6; a rise over the steps: the engines diverge",
         ),
         Metric(
-            "rollout_corr/{training,rollout}_ppl",
-            "perplexity of a sequence by the trainer and by vLLM",
-            "–",
+            "rollout_corr/{training,rollout}_{ppl,log_ppl}",
+            "perplexity of a sequence by the trainer and by vLLM, and its logarithm",
+            "–, nats",
             "mean over responses",
         ),
         Metric(
-            "rollout_corr/{log_ppl_diff,log_ppl_abs_diff}",
-            "difference of the logarithms, trainer less vLLM",
+            "rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}",
+            "difference of the logarithms, trainer less vLLM, and absolute",
             "nats",
-            "mean over responses",
+            "mean, largest, smallest of the responses",
             "away from 0: one engine is surer than the other",
         ),
+        Metric("rollout_corr/ppl_ratio", "ratio of the perplexities, trainer / vLLM", "–", "mean over responses"),
         Metric(
             "rollout_corr/{chi2_token,chi2_seq}",
             "χ² divergence: mean of ρ² − 1 over tokens, and of the product over a sequence; ρ = trainer's probability "
@@ -102,15 +110,9 @@ AGREEMENT = Section(
             "the variance that importance weights would have",
         ),
         Metric(
-            "rollout_corr/pearson",
-            "correlation of the two probabilities",
-            "–",
-            "over tokens",
-            "below 0.99: look at the differences above",
-        ),
-        Metric(
-            "rollout_corr/rollout_is_{mean,max,min}",
-            "importance weights, after the bound; with `rollout_is`",
+            "rollout_corr/rollout_is_{mean,std,max,min}",
+            "importance weights after the bound, before `rollout_is_batch_normalize`; with `rollout_is: sequence` max "
+            "and min are those before the bound. This row and the next six: with `rollout_is`",
             "–",
             "over tokens",
         ),
@@ -122,11 +124,56 @@ AGREEMENT = Section(
             "below 0.5: the weights waste half of the batch",
         ),
         Metric(
-            "rollout_corr/{rejected_tokens,rejected_sequences}",
-            "shares of tokens, and of whole sequences, that are left out of the actor's loss; with `rollout_rs` or a "
-            "veto",
+            "rollout_corr/rollout_is_ratio_fraction_{high,low}",
+            "share of ρ above `rollout_is_threshold`, and below its reciprocal",
+            "share",
+            "over tokens; with `sequence` over responses",
+            "high: the bound cuts so many",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_seq_{mean,std,max,min}",
+            "the mean weight of a response's tokens",
+            "–",
+            "over responses",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_seq_max_deviation",
+            "largest distance of such a mean from 1",
+            "–",
+            "largest of the responses",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_seq_fraction_{high,low}",
+            "share of responses whose mean ρ, before the bound, is above `rollout_is_threshold`, and below its "
+            "reciprocal",
+            "share",
+            "over responses",
+        ),
+        Metric(
+            "rollout_corr/rollout_is_batch_norm_factor",
+            "divisor of the weights with `rollout_is_batch_normalize`: their mean, or 1 where that is below 1e-8",
+            "–",
+            "over tokens; with `sequence` over responses",
+            "far from 1: the normalization changes the size of the loss",
+        ),
+        Metric(
+            "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
+            "share of tokens that are left out of the actor's loss, and of responses with such a token; with "
+            "`rollout_rs` or a veto",
             "share",
             "over tokens, over responses",
+        ),
+        Metric(
+            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{masked_fraction,seq_masked_fraction}",
+            "the same by one statistic of `rollout_rs` alone",
+            "share",
+            "over tokens, over responses",
+        ),
+        Metric(
+            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{mean,max,min}",
+            "the statistic; k1 is −log ρ",
+            "nats",
+            "over tokens",
         ),
         Metric(
             "reshard/received_bytes",

@@ -55,6 +55,7 @@ ACTOR = Section(
             _TOKENS,
             "near 0: no exploration is left",
         ),
+        Metric("actor/entropy_loss", "the same aggregated like the policy loss, as the bonus is", "nats", _LOSS),
         Metric(
             "actor/entropy_coeff",
             "coefficient of the entropy bonus in this step; with `entropy_coeff_end`",
