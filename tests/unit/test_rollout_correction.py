@@ -51,7 +51,7 @@ def test_normalized_weights_have_a_mean_of_1(level: str) -> None:
 
 
 def test_weights_that_say_nothing_are_not_divided_by_their_mean() -> None:
-    """With every weight at the bound e^-20 a division would give 1 each, as if both policies agreed."""
+    """Give every weight the bound e^-20: a division would make them 1, as if both policies agreed."""
     found, metrics = weights_of(torch.full((6,), -40.0), LENS, "token", rollout_is_batch_normalize=True)
     assert found == pytest.approx([math.exp(-20)] * 6)
     assert metrics["batch_norm_factor"] == 1.0

@@ -131,7 +131,7 @@ def test_differences_of_probabilities_match_plain_python(batch: RaggedBatch) -> 
     rollout = -torch.rand(10, generator=g)
     trainer = rollout + 0.3 * torch.randn(10, generator=g)
     found = difference_metrics(replace(batch, rollout_log_probs=rollout).with_fields(old_log_probs=trainer))
-    a, b = trainer.double().exp().tolist(), rollout.double().exp().tolist()
+    a, b = torch.stack([trainer, rollout]).double().exp().tolist()
     gaps = [abs(x - y) for x, y in zip(a, b, strict=True)]
     expected = {
         "rollout_probs_diff_max": max(gaps),

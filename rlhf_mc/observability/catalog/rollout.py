@@ -128,7 +128,7 @@ AGREEMENT = Section(
             "share of ρ above `rollout_is_threshold`, and below its reciprocal",
             "share",
             "over tokens; with `sequence` over responses",
-            "high: the bound cuts so many",
+            "high: many weights are at the bound",
         ),
         Metric(
             "rollout_corr/rollout_is_seq_{mean,std,max,min}",
