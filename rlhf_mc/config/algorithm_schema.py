@@ -145,7 +145,7 @@ class RolloutCorrectionConfig:
     rollout_is_threshold: float = 2.0
     """Upper bound of a weight (truncated importance sampling)."""
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the batch."""
+    """Divide the weights by their mean over the batch, unless it is below 1e-8."""
     rollout_rs: list[RejectionStatistic] = field(default_factory=list)
     """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a statistic of rho exceeds
     its threshold (docs/algorithms.md)."""

@@ -55,6 +55,7 @@ COMPARED = (
     "actor/pg_loss",
     "actor/grad_norm",
     "actor/entropy",
+    "actor/entropy_loss",
     "actor/reward_kl_penalty",
     "critic/vf_loss",
     "critic/grad_norm",
