@@ -327,8 +327,8 @@ def _check_rollout_correction(cfg: Config) -> None:
     given = [name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold") if getattr(found, name)]
     _require(
         not (found.bypass_mode and given),
-        f"{section}.bypass_mode is true and {section}.{' and '.join(given)} set; it needs the trainer's log-probs, whose"
-        " pass bypass_mode skips: set one or the other",
+        f"{section}.bypass_mode is true and {section}.{' and '.join(given)} set; it needs the trainer's log-probs, and"
+        " bypass_mode skips their pass: set one or the other",
     )
 
 
