@@ -112,7 +112,7 @@ AGREEMENT = Section(
         Metric(
             "rollout_corr/rollout_is_{mean,std,max,min}",
             "importance weights after the bound, before `rollout_is_batch_normalize`; with `rollout_is: sequence` max "
-            "and min are those before the bound. This row and the next six: with `rollout_is`",
+            "and min are those before the bound. This row and the next five: with `rollout_is`",
             "–",
             "over tokens",
         ),
@@ -131,16 +131,10 @@ AGREEMENT = Section(
             "high: many weights are at the bound",
         ),
         Metric(
-            "rollout_corr/rollout_is_seq_{mean,std,max,min}",
-            "the mean weight of a response's tokens",
+            "rollout_corr/rollout_is_seq_{mean,std,max,min,max_deviation}",
+            "the mean weight of a response's tokens, and the largest distance of one from 1",
             "–",
             "over responses",
-        ),
-        Metric(
-            "rollout_corr/rollout_is_seq_max_deviation",
-            "largest distance of such a mean from 1",
-            "–",
-            "largest of the responses",
         ),
         Metric(
             "rollout_corr/rollout_is_seq_fraction_{high,low}",
@@ -157,15 +151,10 @@ AGREEMENT = Section(
             "far from 1: the normalization changes the size of the loss",
         ),
         Metric(
-            "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
+            "rollout_corr/rollout_rs_{masked,seq_masked}_fraction "
+            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{masked,seq_masked}_fraction",
             "share of tokens that are left out of the actor's loss, and of responses with such a token; with "
-            "`rollout_rs` or a veto",
-            "share",
-            "over tokens, over responses",
-        ),
-        Metric(
-            "rollout_corr/rollout_rs_{token,seq_sum,seq_mean,seq_max}_{k1,k2,k3}_{masked_fraction,seq_masked_fraction}",
-            "the same by one statistic of `rollout_rs` alone",
+            "`rollout_rs` or a veto. With the name of a statistic: by that one alone",
             "share",
             "over tokens, over responses",
         ),
