@@ -22,6 +22,9 @@ LIMIT_SECONDS = 3.0
 LIMIT_BYTES = 4 << 30
 """Address space of the process: 9^{9^{9^9}} has more digits than fit into any memory."""
 
+_DECIMALS = 12
+"""Places to which a decimal is compared with a fraction or an irrational number."""
+
 
 class Undecided(Exception):
     """A comparison that was not completed, for the reason in the message."""
@@ -129,7 +132,7 @@ def _load():  # type: ignore[no-untyped-def]
         gold, given = (
             parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False) for text in (truth, answer)
         )
-        return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
+        return bool(verify(gold, given, _DECIMALS, allow_set_relation_comp=True, timeout_seconds=None))
 
     same(r"\frac{1}{2}", "0.5")  # the first use builds the parser's tables
     return same
