@@ -1,6 +1,6 @@
 r"""Forms of mathematical answers that math-verify misreads: what math.py rewrites or decides before it asks for
-computer algebra. Spelling (spaces, fonts, currency, repeating decimals, ...), bases, units, percent signs, labels of multiple
-choice, words, brackets and lists.
+computer algebra. Spelling (spaces, fonts, currency, repeating decimals, ...), bases, units, percent signs, labels of
+multiple choice, words, brackets and lists.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ _CHARACTERS = str.maketrans(
      **dict.fromkeys("€£¥₹", "")}
 )  # fmt: skip
 _SPELLINGS = [
-    (r"\\?[$]|\\(?:pounds|euro|displaystyle|large|Large|boldsymbol|bm|bf|left|right)(?![a-zA-Z])", ""),
+    (r"(?:^US)?\\?[$]|\\(?:pounds|euro|displaystyle|[lL]arge|boldsymbol|bm|bf|underline|left|right)(?![a-zA-Z])", ""),
     (r"\\(?:text)?color\s*\{\w+\}", ""),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mbox)(?![a-zA-Z])", r"\\text"),
     (r"\\(?:nice|s)frac(?![a-zA-Z])", r"\\frac"),
     (r"\\degree(?![a-zA-Z])", r"^\\circ"),
+    (r"(\^ ?\{?\\circ ?\}?) ?(?:\\(?:text|mathrm) ?\{ ?[CF] ?\}|[CF])$", r"\1"),
     (r"\\varnothing", r"\\emptyset"),
+    (r"\\overline ?\{([A-Z]{2})\}", r"\1"),
     (r"\\lbrace|\\rbrace", lambda found: "\\{" if found[0] == "\\lbrace" else "\\}"),
     (r"\\[lr]angle(?![a-zA-Z])", lambda found: "(" if found[0] == "\\langle" else ")"),
     (r"\\[lcd]?dots[bcim]?(?![a-zA-Z])", r"\\ldots"),
@@ -32,6 +34,9 @@ _SPELLINGS = [
     (r"(?<!\\)\{(\d{1,3}(?:,\d{3})+)\}", lambda found: found[0].replace(",", "")),
     # Other spaces; \\ begins a row of a matrix.
     (r"(\\\\)|\\[ ,;:!]|\\q?quad(?![a-zA-Z])|~|\s+", lambda found: found[1] or " "),
+    (";", ","),
+    (r"^\{([^{}]*,[^{}]*)\}$", r"\\{\1\\}"),
+    (r"^([^:]+):([^:]+):([^:]+)$", r"(\1,\2,\3)"),
     (r"^([-+]?\d+) (\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
     (r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(-?[\d.]+)\s*\^\s*\{?\s*\\circ\s*\}?[)}]?", r"\1(\2\\pi/180)"),
 ]  # fmt: skip
@@ -50,7 +55,7 @@ _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|mathit|mathsf|operatorname) ?\{([^{
 _LABEL = re.compile(r"(?:(?i:option|choice|answer):? )?(?:\(([A-J])\)(?: |(?=\d)|$)|([A-J])(?:[.):] |[.):]?$))(.*)")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z0-9' .,:-]*")
 _PERCENT = re.compile(r" ?(?:\\?%| percent|percent)$")
-_UNIT = re.compile(r"(?:\d|\}|\\pi) ?(?:\\(?:text|mathrm) ?\{ ?([a-z]+) ?\}|([a-z]{3,}))(?: ?\^ ?\{?\d\}?)?$")
+_UNIT = re.compile(r"(?:\d|\}|\\pi) ?(?:\\(?:text|mathrm) ?\{ ?([a-z]+) ?\}|([a-z]{2,}))(?: ?\^ ?\{?\d\}?)?$")
 _UNITS = {
     spelling: names.split()[0]
     for names in (
@@ -62,10 +67,27 @@ _UNITS = {
     for name in names.split()
     for spelling in (name, f"{name}s")
 }  # fmt: skip
-_LINK = re.compile(r"\s*(?:[,;]\s*)?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b)\s*|\s*;\s*")
+_LINK = re.compile(r"\s*(?:,\s*)?(?:\\text ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b)\s*")
 _DEFINITION = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z]\))? ?= ?([^=]+)")
 _ONE_SIDED = re.compile(r"([A-Za-z]) ?(<|>|\\[lg]eq?(?:slant)?(?![a-z])) ?([^<>=]+)")
 _OR = re.compile(r" ?\\text ?\{ ?or ?\} ?| or ")
+_QUANTITY = re.compile(r"(-?[\d.,/]+) ?([a-z]{3,}(?: [a-z]{3,})*)")
+_NO_UNITS = {
+    "and",
+    "dozen",
+    "hundred",
+    "less",
+    "million",
+    "billion",
+    "more",
+    "over",
+    "per",
+    "percent",
+    "sqrt",
+    "than",
+    "thousand",
+}
+_NO_NAME = re.compile(r"(?:-|-?[\d.]+) ?[A-Za-z]|[A-Za-z] ?\^ ?\d")
 PLUS_MINUS = "\\pm"
 
 
@@ -105,6 +127,17 @@ def number(text: str) -> Decimal | None:
 def without_percent(text: str) -> str:
     r"""Return the text without a percent sign at its end: 25\% is written as 25, too."""
     return _PERCENT.sub("", text)
+
+
+def without_unit(text: str) -> str:
+    """Return the number of `8 apples`, and another text as it is."""
+    found = _QUANTITY.fullmatch(plain(text))
+    return found[1] if found and _NO_UNITS.isdisjoint(found[2].split()) else text
+
+
+def is_equation(text: str) -> bool:
+    """Return whether the text is an equation such as 2x = 10, which names no value."""
+    return bool("=" in text and _NO_NAME.fullmatch(text.partition("=")[0].strip()))
 
 
 def without_name(text: str) -> str:

@@ -102,6 +102,7 @@ def _equivalent(answer: str, truth: str) -> bool:
     units = {forms.unit(answer), forms.unit(truth)} - {None}
     if len(units) == 2:
         return False
+    answer, truth = forms.without_unit(answer), forms.without_unit(truth)
     bare = forms.without_percent(answer), forms.without_percent(truth)
     if bare != (answer, truth) and _equivalent(*bare):
         return True
@@ -111,6 +112,8 @@ def _equivalent(answer: str, truth: str) -> bool:
 def _same_lists(answer: str, truth: str) -> bool:
     """Compare brackets and number of parts; ask math-verify for the rest."""
     if ("=" in answer) != ("=" in truth):
+        if forms.is_equation(answer) or forms.is_equation(truth):
+            return False
         answer, truth = forms.without_name(answer), forms.without_name(truth)
     texts = [forms.as_union(forms.with_both_signs(text)) for text in (answer, truth)]
     lists = [forms.parts(text) for text in texts]
