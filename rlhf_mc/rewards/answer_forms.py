@@ -166,7 +166,7 @@ def based(text: str) -> tuple[str, str] | None:
     if found is None:
         return None
     base = found[2] or found[3]
-    return found[1].upper().lstrip("0"), _BASES.get(base, base)
+    return found[1].upper().lstrip("0") or "0", _BASES.get(base, base)
 
 
 def words(text: str) -> str | None:

@@ -53,7 +53,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     r"""Return as "score" 1.0 if the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or
     bare), else 0.0. "undecided" is 1.0 if equivalence.LIMIT_SECONDS of processor time did not decide that: the score is
     0.0 then."""
-    answer = last_boxed(solution_str)
+    return score_of(last_boxed(solution_str), ground_truth)
+
+
+def score_of(answer: str | None, ground_truth: Any) -> dict[str, float]:
+    """Return compute_score's result for an answer that was found in a response."""
     if answer is None:
         return {"score": 0.0, "undecided": 0.0}
     truth = str(ground_truth)
@@ -68,9 +72,9 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 def equivalent(answer: str, truth: str) -> bool:
     """Return whether two answers, in LaTeX, are equivalent. Raise Undecided if the comparison was not completed."""
-    if not answer or not truth or max(len(answer), len(truth)) > MAX_ANSWER_CHARS:
-        return bool(answer) and answer == truth
-    return answer == truth or _equivalent(forms.spelled(answer), forms.spelled(truth))
+    if max(len(answer), len(truth)) > MAX_ANSWER_CHARS:
+        return answer == truth
+    return _equivalent(forms.spelled(answer), forms.spelled(truth))
 
 
 def _equivalent(answer: str, truth: str) -> bool:
