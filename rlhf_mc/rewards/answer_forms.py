@@ -110,8 +110,9 @@ def squeezed(text: str) -> str:
 
 def _fraction(found: re.Match[str]) -> str:
     r"""Return 0.1\overline{6} as a fraction, 16 - 1 over 90."""
-    whole, once, period = found[1] or "0", found[2], found[3] or found[4]
-    digits = whole + once
+    once = found[2]
+    period = found[3] or found[4]
+    digits = (found[1] or "0") + once
     return rf"\frac{{{int(digits + period) - int(digits)}}}{{{'9' * len(period) + '0' * len(once)}}}"
 
 

@@ -106,20 +106,21 @@ def _equivalent(answer: str, truth: str) -> bool:
     units = {forms.unit(answer), forms.unit(truth)} - {None}
     if len(units) == 2:
         return False
-    answer, truth = forms.without_unit(answer), forms.without_unit(truth)
-    bare = forms.without_percent(answer), forms.without_percent(truth)
-    if bare != (answer, truth) and _equivalent(*bare):
+    counts = forms.without_unit(answer), forms.without_unit(truth)
+    bare = forms.without_percent(counts[0]), forms.without_percent(counts[1])
+    if bare != counts and _equivalent(*bare):
         return True
-    return _same_lists(answer, truth)
+    return _same_lists(*counts)
 
 
 def _same_lists(answer: str, truth: str) -> bool:
     """Compare brackets and number of parts; ask math-verify for the rest."""
+    texts = [answer, truth]
     if ("=" in answer) != ("=" in truth):
         if forms.is_equation(answer) or forms.is_equation(truth):
             return False
-        answer, truth = forms.without_name(answer), forms.without_name(truth)
-    texts = [forms.as_union(forms.with_both_signs(text)) for text in (answer, truth)]
+        texts = [forms.without_name(text) for text in texts]
+    texts = [forms.as_union(forms.with_both_signs(text)) for text in texts]
     lists = [forms.parts(text) for text in texts]
     kinds = [forms.brackets(text, items) for text, items in zip(texts, lists, strict=True)]
     if set(kinds) in _NEVER_SAME:

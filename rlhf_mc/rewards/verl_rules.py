@@ -176,8 +176,8 @@ def numina_answer(text: str) -> str | None:
     boxed = math_rule.last_boxed(text)
     if boxed is not None:
         return boxed
-    *_, after = ("", *_MARK.split(text[-_TAIL_CHARS:])[1:])
-    return after.strip().partition("\n")[0].partition(". ")[0].strip() or None
+    _, *after = _MARK.split(text[-_TAIL_CHARS:])
+    return (after or [""])[-1].strip().partition("\n")[0].partition(". ")[0].strip() or None
 
 
 def numina(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
