@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from decimal import Decimal
 
 _CHARACTERS = str.maketrans(
@@ -15,7 +16,7 @@ _CHARACTERS = str.maketrans(
      "½": "\\frac12", "⅓": "\\frac13", "⅔": "\\frac23", "¼": "\\frac14", "¾": "\\frac34", "…": "\\ldots ",
      **dict.fromkeys("€£¥₹", "")}
 )  # fmt: skip
-_SPELLINGS = [
+_SPELLINGS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?:^US)?\\?[$]|\\(?:pounds|euro|displaystyle|[lL]arge|boldsymbol|bm|bf|underline|left|right)(?![a-zA-Z])", ""),
     (r"\\(?:text)?color\s*\{\w+\}", ""),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mbox)(?![a-zA-Z])", r"\\text"),

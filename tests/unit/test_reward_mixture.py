@@ -17,6 +17,7 @@ from rlhf_mc.rewards.metrics import reward_metrics
 from rlhf_mc.rewards.mixture import Mixture, check_sources
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rewards.shaping import overlong_penalty, penalize_overlong
+from rlhf_mc.trainer.scorable import check_mixture
 
 Build = Callable[..., RewardManager]
 
@@ -163,6 +164,14 @@ def test_source_of_the_mixture_that_no_row_has() -> None:
     assert Mixture(
         CustomRewardFunctionConfig(), RewardConfig(mixture={"a": {"math": 1}, "*": {"math": 1}})
     ).sources == {"a"}
+
+
+def test_sources_are_those_of_training_and_validation() -> None:
+    read: list[Any] = [prompts(3, "a"), prompts(2, "b")]
+    check_mixture({"a", "b"}, *read)
+    check_mixture(set(), *read)
+    with pytest.raises(UserError, match=r"no row of data\.train_files or data\.val_files has the data source 'ab'"):
+        check_mixture({"ab", "b"}, *read)
 
 
 def test_several_reward_models_are_weighed_in_the_mixture() -> None:
