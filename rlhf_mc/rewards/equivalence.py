@@ -22,6 +22,9 @@ LIMIT_SECONDS = 3.0
 LIMIT_BYTES = 4 << 30
 """Address space of the process: 9^{9^{9^9}} has more digits than fit into any memory."""
 
+_DECIMALS = 12
+"""Places to which a decimal is compared with a fraction or an irrational number."""
+
 
 class Undecided(Exception):
     """A comparison that was not completed, for the reason in the message."""
@@ -119,17 +122,23 @@ def _load():  # type: ignore[no-untyped-def]
     import logging
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy import Basic, I, Symbol
     from sympy.core import random
 
     logging.disable(logging.CRITICAL)
     kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
+    def parsed(text: str):  # type: ignore[no-untyped-def]
+        return parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False)
+
+    def number(found):  # type: ignore[no-untyped-def]
+        """Return the expression with the imaginary unit for i, which the parser leaves a symbol that is not real."""
+        return found.subs(Symbol("i", real=False), I) if isinstance(found, Basic) else found
+
     def same(answer: str, truth: str) -> bool:
         random.seed(0)  # SymPy evaluates expressions at random points; the result must not depend on earlier rows
-        gold, given = (
-            parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False) for text in (truth, answer)
-        )
-        return bool(verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
+        gold, given = ([number(found) for found in parsed(text)] for text in (truth, answer))
+        return bool(verify(gold, given, _DECIMALS, allow_set_relation_comp=True, timeout_seconds=None))
 
     same(r"\frac{1}{2}", "0.5")  # the first use builds the parser's tables
     return same

@@ -4,22 +4,17 @@ numpy is imported.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.rewards.results import Row
-from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES
+from rlhf_mc.rewards.results import CUSTOM, DEFAULT, FUNCTIONS, REMOTE, Row
+from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES, WITHOUT_RULE, of_source
 
-CUSTOM = "custom"
-"""The part that custom_reward_function computes."""
-REMOTE = "remote"
-"""The part that the endpoint of reward.remote computes."""
-FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE})
-"""The parts that reward functions compute. All others of a mixture are those of reward models."""
-RESERVED = ("overlong", "default_score", "num_failed", "num_truncated")
+RESERVED = ("overlong", DEFAULT, "num_failed", "num_truncated")
 """Names in the metrics of what is no part of a mixture."""
 OTHERS = "*"
 """Key of reward.mixture for the data sources that it does not list."""
@@ -38,6 +33,7 @@ class Mixture:
             if part in (*FUNCTIONS, *RESERVED):
                 raise UserError(f"{key}: {part!r} is the name of another part of the score (docs/rewards.md)")
         self._weights = {source: _weights_of(source, parts, self._models) for source, parts in reward.mixture.items()}
+        self._math_rule = reward.math_rule
         self._has_custom = custom.path is not None
         self._has_remote = reward.remote.url is not None
         available = {
@@ -70,6 +66,11 @@ class Mixture:
                     f"{key} is set and no data source of reward.mixture has the part {part!r}; it would never be used"
                 )
 
+    @property
+    def sources(self) -> frozenset[str]:
+        """The data sources that reward.mixture lists."""
+        return frozenset(self._weights) - {OTHERS}
+
     def training(self, data_source: str) -> Mapping[str, float]:
         """Return the weights of the parts of a training score; empty if nothing scores the data source."""
         listed = self._listed(data_source)
@@ -99,8 +100,8 @@ class Mixture:
             return {CUSTOM: 1.0}
         if self._has_remote:
             return {REMOTE: 1.0}
-        rule = RULE_OF_SOURCE.get(data_source)
-        return {} if rule is None else {rule: 1.0}
+        rule = of_source(RULE_OF_SOURCE, data_source)
+        return {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0}
 
 
 def _weights_of(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, float]:
@@ -116,9 +117,25 @@ def _weights_of(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, 
     return {part: float(weight) for part, weight in parts.items()}
 
 
+def check_sources(listed: Iterable[str], found: Collection[str]) -> None:
+    """Raise UserError for a data source that reward.mixture lists and no row has. found: those of the rows."""
+    for source in sorted(set(listed) - set(found)):
+        near = difflib.get_close_matches(source, found, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the rows have {', '.join(map(repr, sorted(found)[:8]))}"
+        raise UserError(
+            f"reward.mixture: no row of data.train_files or data.val_files has the data source {source!r}; {hint}"
+        )
+
+
 def problem_of(row: Row) -> str | None:
     """Return why the parts cannot score the row, whatever the response is, or None."""
     if not row.parts:
+        if module := of_source(WITHOUT_RULE, row.data_source):
+            return (
+                f"no reward rule for this data source; verl has one in verl/utils/reward_score/{module}: with verl"
+                " installed, point custom_reward_function.path to a file with the line `from verl.utils.reward_score"
+                " import default_compute_score` and set custom_reward_function.name to default_compute_score"
+            )
         return (
             f"no reward rule for this data source; known: {', '.join(RULE_OF_SOURCE)}; for others set"
             " custom_reward_function.path, reward.remote.url or reward.mixture"
@@ -129,6 +146,8 @@ def problem_of(row: Row) -> str | None:
             continue
         if row.ground_truth is None:
             return f"reward_model.ground_truth is null; the rule {part} needs an answer to compare with"
+        if not str(row.ground_truth).strip():
+            return f"reward_model.ground_truth is empty; the rule {part} needs an answer to compare with"
         if problem := rule.truth_problem(row.ground_truth):
             return f"{problem} for the rule {part}"
     return None

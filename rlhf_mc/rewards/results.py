@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rlhf_mc.rewards.rules import RULES
+
 FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
 """raised: the function raised. timeout: no score in time. exited: its process ended. invalid: it returned no finite
 number, or the wrong number of scores. endpoint: the remote endpoint gave no score. no_rule: nothing scores the row."""
+CUSTOM = "custom"
+"""The part that custom_reward_function computes."""
+REMOTE = "remote"
+"""The part that the endpoint of reward.remote computes."""
+DEFAULT = "default_score"
+"""The part of a row that could not be scored."""
+FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE})
+"""The parts that reward functions compute. All others of a mixture are those of reward models."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,14 @@ class Score:
         return self.score, self.parts, self.extra, self.pred, self.failure
 
     @property
+    def by_functions(self) -> float:
+        """The sum of the parts that reward functions gave, without those of reward models and `overlong`."""
+        return sum(value for part, value in self.parts.items() if part in FUNCTIONS or part == DEFAULT)
+
+    @property
     def accuracy(self) -> float:
-        """The accuracy: "acc" if a reward function returned one, else the score."""
-        return self.extra.get("acc", self.score)
+        """The accuracy: "acc" if a reward function returned one, else the functions' part of the score."""
+        return self.extra.get("acc", self.by_functions)
 
     def plus(self, part: str, contribution: float) -> Score:
         """Return the score with a further part. A row that could not be scored keeps its default score."""

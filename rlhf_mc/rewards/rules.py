@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
-from rlhf_mc.rewards import gsm8k, text_rules
+from rlhf_mc.rewards import gsm8k, text_rules, verl_rules
 from rlhf_mc.rewards import math as math_rule
 
 RewardFunction = Callable[..., Any]
@@ -19,7 +20,7 @@ class Rule:
 
     function: RewardFunction
     data_sources: tuple[str, ...] = ()
-    """Data sources that it scores where reward.mixture does not list them."""
+    """Data sources, or patterns of them, that it scores where reward.mixture does not list them."""
     needs_truth: bool = True
     """It compares with the ground truth, so its score is the accuracy of the response. False: a rule on the format."""
     truth_problem: Callable[[Any], str | None] = lambda truth: None
@@ -36,6 +37,11 @@ RULES = {
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
         answer=math_rule.last_boxed,
     ),
+    "math_string": Rule(verl_rules.math_string, answer=verl_rules.last_box),
+    "math_dapo": Rule(
+        verl_rules.math_dapo, ("math_dapo", "math", "math_dapo_reasoning", "aime*"), answer=verl_rules.dapo_answer
+    ),
+    "numina": Rule(verl_rules.numina, ("numina_*",), answer=verl_rules.numina_answer),
     "exact_match": Rule(text_rules.exact_match, ("arithmetic",), answer=str.strip),
     "multiple_choice": Rule(
         text_rules.multiple_choice,
@@ -51,3 +57,15 @@ RULES = {
 """Name of the rule, as in reward.mixture -> the rule."""
 
 RULE_OF_SOURCE = {source: name for name, rule in RULES.items() for source in rule.data_sources}
+"""Data source, or a pattern of some -> the rule that scores it by default."""
+WITHOUT_RULE = {
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "prime_code"),
+    "hiyouga/geometry3k": "geo3k",
+    "searchR1_*": "search_r1_like_qa_em",
+}
+"""Data sources, or patterns of them, that verl scores and no rule here -> verl's module in verl/utils/reward_score."""
+
+
+def of_source(table: Mapping[str, str], data_source: str) -> str | None:
+    """Return the entry of RULE_OF_SOURCE or WITHOUT_RULE for a data source, or None."""
+    return next((entry for pattern, entry in table.items() if fnmatchcase(data_source, pattern)), None)

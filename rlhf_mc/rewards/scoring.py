@@ -16,9 +16,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
-from rlhf_mc.rewards.mixture import CUSTOM, FUNCTIONS, REMOTE, problem_of
+from rlhf_mc.rewards.mixture import problem_of
 from rlhf_mc.rewards.remote import RemoteReward
-from rlhf_mc.rewards.results import Failure, Row, RowFailure, Score
+from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, Row, RowFailure, Score
 from rlhf_mc.rewards.rules import RULES
 
 MAX_FLOAT32 = 3.4028234663852886e38

@@ -15,8 +15,6 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
-from rlhf_mc.rewards.manager import DEFAULT
-from rlhf_mc.rewards.mixture import FUNCTIONS
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.phases import await_rewards, record_rewards, record_samples, rollout, submit_rewards
@@ -78,20 +76,10 @@ def metric_values(scores: Sequence[Score], metric: GroupMetric) -> torch.Tensor:
     """Return algorithm.filter_groups.metric of each response: [S] float32. A response that could not be scored has
     reward.default_score in all of them."""
     values = [
-        score.score if metric == "seq_reward" else by_functions(score) if metric == "score" else accuracy(score)
+        score.score if metric == "seq_reward" else score.by_functions if metric == "score" else score.accuracy
         for score in scores
     ]
     return torch.tensor(values, dtype=torch.float32)
-
-
-def by_functions(score: Score) -> float:
-    """Return the sum of the parts that reward functions gave."""
-    return sum(value for part, value in score.parts.items() if part in (*FUNCTIONS, DEFAULT))
-
-
-def accuracy(score: Score) -> float:
-    """Return the accuracy: "acc" if a reward function returned one, else the functions' part of the score."""
-    return score.extra.get("acc", by_functions(score))
 
 
 def differ(values: torch.Tensor) -> torch.Tensor:

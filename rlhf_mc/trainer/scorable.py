@@ -14,8 +14,12 @@ from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.prompts import NAMED
 from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rewards.mixture import check_sources
 from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.topology.consensus import gather_objects, my_share
+
+_READ_TOGETHER = 1000
+"""Prompts that check_mixture reads together."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,21 @@ def scorable(
         named = "; ".join(list(found.values())[:NAMED]) + ("; ..." if len(found) > NAMED else "")
         logger.warning("%d of %d prompts skipped (data.on_bad_row): %s", len(found), len(prompts), named)
     return prompts.without(found)
+
+
+def check_mixture(listed: Collection[str], *read: Prompts) -> None:
+    """Raise UserError if reward.mixture lists a data source that no prompt has. listed: those of reward.mixture. Each
+    rank reads its part until it has seen all of them: every rank must call it."""
+    if not listed:
+        return
+    found: set[str] = set()
+    for prompts in read:
+        mine = my_share(len(prompts))
+        for first in range(mine.start, mine.stop, _READ_TOGETHER):
+            if found.issuperset(listed):
+                break
+            found |= {prompt.data_source for prompt in prompts[first : min(first + _READ_TOGETHER, mine.stop)]}
+    check_sources(listed, set().union(*gather_objects(found)))
 
 
 def _problems(check: Callable[[list[Prompt]], None], prompts: Prompts, mine: range, only_first: bool) -> dict[int, str]:

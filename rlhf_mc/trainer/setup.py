@@ -60,7 +60,7 @@ from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.memory_check import check_memory
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
-from rlhf_mc.trainer.scorable import scorable
+from rlhf_mc.trainer.scorable import check_mixture, scorable
 from rlhf_mc.trainer.step_schedule import StepSchedule
 from rlhf_mc.trainer.update import SkippedUpdates
 from rlhf_mc.trainer.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
@@ -128,6 +128,7 @@ def build_run(cfg: Config) -> Run:
     policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
     scorers = {part_of(role): f"{role}.model_path" for role in reward_models(cfg)}
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
+    check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
     val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
     check_weights(cfg.data, train_prompts.file_sizes)

@@ -9,9 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
+
+from rlhf_mc.runtime.console import say
 
 CORE = "acc"
 """The number whose statistics are in val-core: a response's accuracy."""
@@ -42,8 +44,8 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     - best@k/mean, worst@k/mean: the expected maximum and minimum of k responses drawn with replacement; best@k/std,
       worst@k/std: the deviation over the draws;
     - maj@k/mean, maj@k/std: the same of the number of the most frequent vote (the first of equally frequent ones);
-    - pass@k, where the number is 0 or 1: the probability that one of k responses drawn without replacement is 1,
-      1 - C(n - c, k) / C(n, k) with c ones (arXiv 2107.03374, equation 1).
+    - pass@k, where the number is 0 or 1 for all responses of the data source: the probability that one of k responses
+      drawn without replacement is 1, 1 - C(n - c, k) / C(n, k) with c ones (arXiv 2107.03374, equation 1).
 
     val-core has mean@n, best@n and maj@n of CORE; the rest is val-aux.
     """
@@ -51,22 +53,35 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
     for answer in answers:
         prompts[answer.data_source, answer.prompt].append(answer)
     values: dict[str, list[float]] = defaultdict(list)
+    graded = {(one.data_source, name) for one in answers for name, value in one.numbers.items() if value not in (0, 1)}
     for (source, _), responses in prompts.items():
         # A response that could not be scored has fewer numbers.
         for name in set(responses[0].numbers).intersection(*(response.numbers for response in responses)):
-            for statistic, value in _statistics(responses, name).items():
+            for statistic, value in _statistics(responses, name, (source, name) not in graded).items():
                 is_core = name == CORE and statistic.partition("/")[0] in _core(len(responses))
                 section = "val-core" if is_core else "val-aux"
                 values[f"{section}/{source}/{name}/{statistic}"].append(value)
+        if len(responses) > 1 and (source, CORE) in graded:
+            _say_no_pass(source)
     return {key: float(np.mean(found)) for key, found in sorted(values.items())}
+
+
+@cache
+def _say_no_pass(source: str) -> None:
+    """Say, once for each data source, that it has no pass@k."""
+    say(
+        f"val-aux/{source}/{CORE}/pass@k is left out: the accuracy of some responses is neither 0 nor 1; best@k is the"
+        " expected best of k",
+        rank_0_only=True,
+    )
 
 
 def _core(n: int) -> tuple[str, ...]:
     return (f"mean@{n}", f"best@{n}", f"maj@{n}")
 
 
-def _statistics(responses: Sequence[Answer], name: str) -> dict[str, float]:
-    """Return the statistics of one number over the responses to one prompt."""
+def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict[str, float]:
+    """Return the statistics of one number over the responses to one prompt. is_binary: it is 0 or 1 for all prompts."""
     numbers = np.array([response.numbers[name] for response in responses], dtype=np.float64)
     n = len(numbers)
     found = {f"mean@{n}": float(np.mean(numbers))}
@@ -74,7 +89,6 @@ def _statistics(responses: Sequence[Answer], name: str) -> dict[str, float]:
         return found
     found[f"std@{n}"] = float(np.std(numbers))
     votes = [response.vote for response in responses]
-    is_binary = bool(np.isin(numbers, (0.0, 1.0)).all())
     for k in _sizes(n):
         draws = _draws(n, k)
         drawn = numbers[draws]

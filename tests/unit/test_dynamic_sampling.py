@@ -47,6 +47,8 @@ def test_metrics(metric: Any, expected: list[float]) -> None:
         Score(0.0).plus("reward_model", -1.0),
     ]
     assert metric_values(scores, metric).tolist() == pytest.approx(expected)
+    if metric == "acc":
+        assert [score.accuracy for score in scores] == expected, "one accuracy, here and in validation"
 
 
 def batch_of(prompts: Sequence[Prompt], scores: Sequence[float]) -> RaggedBatch:

@@ -14,9 +14,10 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, OverlongBuf
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.metrics import reward_metrics
-from rlhf_mc.rewards.mixture import Mixture
+from rlhf_mc.rewards.mixture import Mixture, check_sources
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rewards.shaping import overlong_penalty, penalize_overlong
+from rlhf_mc.trainer.scorable import check_mixture
 
 Build = Callable[..., RewardManager]
 
@@ -98,6 +99,79 @@ def test_reward_model_scores_training_and_functions_score_validation() -> None:
     both = Mixture(custom, RewardConfig(mixture=mixture), MODEL)
     assert both.training("a") == {"math": 2.0, "reward_model": 3.0} and both.validation("a") == {"math": 2.0}
     assert both.training("b") == {"reward_model": 1.0} and both.validation("b") == {"custom": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("math_dapo", "math_dapo"),
+        ("math", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
+        ("aime", "math_dapo"),
+        ("aime_2025", "math_dapo"),
+        ("numina_cn_k12", "numina"),
+        ("lighteval/MATH", "math"),
+        ("openai/gsm8k", "gsm8k_strict"),
+    ],
+)
+def test_rule_of_a_data_source(source: str, rule: str) -> None:
+    assert Mixture(CustomRewardFunctionConfig(), RewardConfig()).training(source) == {rule: 1.0}
+    strings = Mixture(CustomRewardFunctionConfig(), RewardConfig(math_rule="math_string"))
+    assert strings.validation(source) == {"math_string" if rule == "math" else rule: 1.0}
+
+
+def test_rules_of_verl_score_rows(build: Build) -> None:
+    manager = build(math_rule="math_string")
+    rows = [
+        *prompts(1, "aime2024"),
+        *prompts(1, "aime2024"),
+        *prompts(1, "numina_olympiads"),
+        *prompts(1, "lighteval/MATH"),
+    ]
+    manager.check(rows)
+    scores = manager.submit(rows, ["Answer: 4", "4", "The answer is 8/2.", r"\boxed{8/2}"]).result()
+    assert [row.score for row in scores] == [1.0, -1.0, 1.0, 0.0]
+    assert [row.accuracy for row in scores] == [1.0, 0.0, 1.0, 0.0]
+    assert [row.pred for row in scores] == ["4", "[INVALID]", "8/2.", "8/2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [("codecontests", "prime_code"), ("hiyouga/geometry3k", "geo3k"), ("searchR1_nq", "search_r1_like_qa_em")],
+)
+def test_source_with_a_rule_in_verl_alone_names_the_function(build: Build, source: str, module: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build().check(prompts(1, source))
+    for word in ("row 10", f"verl/utils/reward_score/{module}", "custom_reward_function.path", "default_compute_score"):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["math", "gsm8k_strict", "math_dapo", "exact_match"])
+def test_empty_ground_truth_is_found_before_training(build: Build, rule: str) -> None:
+    with pytest.raises(UserError, match=rf"row 10 .*ground_truth is empty; the rule {rule} needs an answer"):
+        build(mixture={"mine": {rule: 1}}).check(prompts(1, truth=" "))
+
+
+def test_source_of_the_mixture_that_no_row_has() -> None:
+    check_sources(["a"], ["a", "b"])
+    with pytest.raises(
+        UserError, match=r"reward\.mixture: no row .* source 'openai/gsm8K'; did you mean 'openai/gsm8k'\?"
+    ):
+        check_sources(["a", "openai/gsm8K"], ["a", "openai/gsm8k"])
+    with pytest.raises(UserError, match=r"source 'xyz'; the rows have 'a', 'openai/gsm8k'"):
+        check_sources(["a", "xyz"], ["openai/gsm8k", "a"])
+    assert Mixture(
+        CustomRewardFunctionConfig(), RewardConfig(mixture={"a": {"math": 1}, "*": {"math": 1}})
+    ).sources == {"a"}
+
+
+def test_sources_are_those_of_training_and_validation() -> None:
+    read: list[Any] = [prompts(3, "a"), prompts(2, "b")]
+    check_mixture({"a", "b"}, *read)
+    check_mixture(set(), *read)
+    with pytest.raises(UserError, match=r"no row of data\.train_files or data\.val_files has the data source 'ab'"):
+        check_mixture({"ab", "b"}, *read)
 
 
 def test_several_reward_models_are_weighed_in_the_mixture() -> None:

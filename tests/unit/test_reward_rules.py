@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from math_answers import DIFFERENT, EQUAL, MISSED, TAKEN_AS_EQUAL
+from verl_answers import MATH_DAPO, MATH_STRING
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.rewards import equivalence, gsm8k, text_rules
+from rlhf_mc.rewards import equivalence, gsm8k, text_rules, verl_rules
 from rlhf_mc.rewards import math as math_rule
 
 
@@ -185,6 +186,39 @@ def test_math_answers() -> None:
     assert scored(TAKEN_AS_EQUAL, 1.0) == TAKEN_AS_EQUAL, "now told apart: move them to DIFFERENT"
 
 
+def test_rules_of_verl_give_its_verdicts() -> None:
+    strings = [
+        (response, truth, verl_rules.math_string("", response, truth) == 1.0) for response, truth, _ in MATH_STRING
+    ]
+    assert strings == MATH_STRING
+    scores = [(verl_rules.math_dapo("", response, truth), is_right) for response, truth, is_right in MATH_DAPO]
+    for found, is_right in scores:
+        assert found == {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
+    assert [found["acc"] == 1.0 for found, _ in scores] == [is_right for *_, is_right in MATH_DAPO]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}}. Answer: 3", r"\frac{1}{2}"),
+        ("Answer: 3\nAnswer: 0.5\n", "0.5"),
+        ("The answer is 0.5. It is positive.", "0.5"),
+        ("The answers are 1, 2", "1, 2"),
+        ("0.5", None),
+        ("The answer is", None),
+    ],
+)
+def test_numina_answer(response: str, answer: str | None) -> None:
+    assert verl_rules.numina_answer(response) == answer
+    assert verl_rules.numina("numina_olympiads", response, "1/2")["score"] == float(answer in ("0.5", r"\frac{1}{2}"))
+
+
+@pytest.mark.parametrize("answer", ["", " ", r"\ ", r"\text{}"])
+def test_empty_answer_is_never_right(answer: str) -> None:
+    for truth in (answer, "", " ", r"\boxed{}"):
+        assert math_rule.compute_score("lighteval/MATH", rf"\boxed{{{answer}}}", truth)["score"] == 0.0
+
+
 LONG_RESPONSES = {
     "boxes": lambda n: "\\boxed{" * n,
     "boxes, then one that is closed": lambda n: "\\boxed{" * n + "5}",
@@ -226,6 +260,9 @@ def test_long_response_is_scored_in_linear_time(kind: str) -> None:
             text_rules.f1("squad", text, "5")
             text_rules.multiple_choice("hellaswag", text, "2")
             text_rules.think_format("any", text, None)
+            verl_rules.math_string("lighteval/MATH", f"\\boxed{{{text}}}", "5")
+            verl_rules.math_dapo("math_dapo", f"Answer: {text}", "5")
+            verl_rules.numina("numina_olympiads", f"Answer: {text}", "5")
             best = min(best, time.process_time() - start)
         return best
 

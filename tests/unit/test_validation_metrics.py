@@ -69,6 +69,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     assert not any("pass@" in key for key in found if "/reward/" in key)  # 0 and 2: no share
 
 
+def test_no_pass_at_k_for_a_source_with_graded_accuracies(capfd: pytest.CaptureFixture[str]) -> None:
+    """Say so once; without the first prompt, pass@2 would be 0 over the second alone."""
+    rows = [*answers([[1.0, 0.1], [0.0, 0.0]], source="graded"), *answers([[1.0, 0.0]], source="binary")]
+    found = [validation_metrics(rows) for _ in range(2)][1]
+    assert [key for key in found if "pass@" in key] == ["val-aux/binary/acc/pass@2"]
+    [line] = capfd.readouterr().err.splitlines()
+    assert "val-aux/graded/acc/pass@k is left out" in line
+
+
 def test_sources_are_kept_apart_and_votes_are_optional() -> None:
     both = [*answers([[1.0, 1.0]], source="a/b"), *answers([[0.0, 1.0]], [["x", "y"]], source="c")]
     found = validation_metrics(both)

@@ -48,7 +48,7 @@ PROGRESS = Section(
         Metric(
             "val-aux/<data_source>/acc/pass@k",
             "probability that one of k responses is right, drawn without replacement (arXiv 2107.03374); k = 2, 4, "
-            "8, ..., N",
+            "8, ..., N; where the accuracy of all responses of the data source is 0 or 1",
             "share",
             "mean over prompts",
         ),
