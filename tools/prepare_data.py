@@ -17,7 +17,6 @@ ground_truth or data_source the output has no such column, and needs a reward fu
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from public_sets import SETS, MakeRow, PublicSet, Row, user_message
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.data.parquet import write_prompts
 
@@ -61,8 +61,8 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
 def parsed(line: bytes) -> Any:
     """Return the object of a line, or the UserError that names its mistake."""
     try:
-        example = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        example = json_files.parse(line)
+    except ValueError as error:
         return UserError(f"not valid JSON ({error})")
     return example if isinstance(example, dict) else UserError(f"expected an object, found {repr(example)[:60]}")
 

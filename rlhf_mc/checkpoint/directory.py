@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
 from rlhf_mc.runtime.work import working
 
@@ -217,7 +217,7 @@ def read_manifest(path: Path) -> Manifest:
             raise UserError(f"{path}: no such directory")
         if not retry_once((path / MANIFEST).is_file):
             raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_other_format(path)}")
-        content = json.loads(retry_once((path / MANIFEST).read_text))
+        content = retry_once(lambda: json_files.read(path / MANIFEST))
         version = content["format"]
         checksum = content.pop("sha256")
         if isinstance(version, int) and version > FORMAT:
@@ -232,7 +232,7 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest(int(content["step"]), content.get("run_id"), files)
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path / MANIFEST}: corrupt ({error})") from error
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from error
@@ -302,7 +302,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 def read_file(path: Path) -> bytes:
     """Return a file's content. Raise the error of `_unreadable` if it cannot be read."""
     try:
-        return retry_once(path.read_bytes)
+        return retry_once(lambda: json_files.read_bytes(path))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -311,8 +311,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a verified JSON file. Raise CorruptCheckpoint if it is no JSON object."""
     data = read_file(path)
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content = json_files.parse(data)
+    except ValueError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise CorruptCheckpoint(f"{path}: corrupt (no JSON object)")

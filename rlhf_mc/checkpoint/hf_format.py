@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlhf_mc import json_files
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
 from rlhf_mc.config.errors import UserError, first_line, reason_of
@@ -218,9 +218,9 @@ class HFReader:
         return self._open_files[file]
 
 
-def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return config.json of a directory, which need not have weights."""
-    return _read_json(Path(directory) / "config.json")
+def read_config(directory: str | os.PathLike[str], name: str = "config.json") -> dict[str, Any]:
+    """Return a JSON file of a directory, which need not have weights."""
+    return _read_json(Path(directory) / name)
 
 
 def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
@@ -241,7 +241,7 @@ def _shape(directory: Path, config: dict[str, Any], value_head: bool) -> ModelSh
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json_files.read(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
     except ValueError as error:

@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rlhf_mc import json_files
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.finite import check_finite
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
@@ -112,9 +113,9 @@ def _check_is_checkpoint(directory: str | Path) -> None:
                 f"{directory}: not a Megatron checkpoint ({name} is missing); tools/convert_hf_to_mcore.py writes one"
             )
     try:
-        about = json.loads((Path(directory) / "metadata.json").read_text())
+        about = json_files.read(Path(directory) / "metadata.json")
         backends = (about["sharded_backend"], about["common_backend"]) if isinstance(about, dict) else None
-    except (OSError, ValueError, KeyError, RecursionError):
+    except (OSError, ValueError, KeyError):
         backends = None
     if backends != ("torch_dist", "torch"):
         raise UserError(f"{directory}: not a Megatron checkpoint (metadata.json names no sharded_backend torch_dist)")
