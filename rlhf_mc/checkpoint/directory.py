@@ -82,6 +82,19 @@ def ignored(root: Path) -> list[str]:
     return [f"{path} {reason}; it is ignored" for path, reason in reasons if reason]
 
 
+def check_names(root: Path) -> None:
+    """Raise UserError if a directory of another name holds a later step than all that are named by theirs: a run would
+    repeat what is trained already, or begin anew."""
+    newest = max(steps_with_checkpoint(root), default=-1)
+    for path, step in sorted(_named(root)):
+        found = _step_of(path) if _why_ignored(path, step) else None
+        if found is not None and found > newest:
+            raise UserError(
+                f"{path} is a checkpoint of step {found}, and no later one is named by its step; rename it to"
+                f" {final_path(root, found).name}, or move it to another directory"
+            )
+
+
 def _named(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield each directory that is named like a checkpoint, with the step of its name."""
     found = ((path, _NAME.fullmatch(path.name)) for path in root.glob("global_step_*"))
@@ -91,14 +104,19 @@ def _named(root: Path) -> Iterator[tuple[Path, int]]:
 def _why_ignored(path: Path, step: int) -> str | None:
     if not (path / MANIFEST).is_file():
         return f"has no {MANIFEST}"
-    try:
-        step_of_manifest = read_manifest(path).step
-    except UserError:  # corrupt, or of a newer program: reported if it is chosen
-        step_of_manifest = step
-    if step_of_manifest != step:
-        return f"is a checkpoint of step {step_of_manifest}"
+    if (found := _step_of(path)) not in (None, step):
+        return f"is a checkpoint of step {found}"
     right = final_path(path.parent, step).name
     return None if path.name == right else f"is not named {right}"
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint's manifest; None if it is missing, corrupt or of a newer program, which is
+    reported if the checkpoint is chosen."""
+    try:
+        return read_manifest(path).step
+    except UserError:
+        return None
 
 
 # ---------------------------------------------------------------- writing
