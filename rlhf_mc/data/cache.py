@@ -106,8 +106,8 @@ def read(directory: str, key: str) -> Tokens | None:
     path = _path(directory, key)
     try:
         content = memoryview(json_files.read_bytes(path))
-        checksum, arrays = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-        if checksum != _checksum(key, arrays):
+        arrays = content[_CHECKSUM_BYTES:]
+        if content[:_CHECKSUM_BYTES] != _checksum(key, arrays):
             raise ValueError("its checksum is wrong")
     except FileNotFoundError:
         return None

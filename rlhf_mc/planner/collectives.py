@@ -7,7 +7,6 @@ not grow with the tokens or the model are left out: the norm of the gradient, st
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -85,9 +84,9 @@ class Passes:
         self._cuda = cuda
         self._stage = mesh.coordinate(rank).pp
         self._itemsize = ITEMSIZES[megatron.dtype]
-        self._tp = group_of(mesh, rank, "tp")
-        self._ep = group_of(mesh, rank, "ep")
-        self._pp = group_of(mesh, rank, "pp")
+        self._tp = mesh.group_of(rank, "tp")
+        self._ep = mesh.group_of(rank, "ep")
+        self._pp = mesh.group_of(rank, "pp")
         self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
@@ -198,7 +197,7 @@ class Passes:
         shares = self._shape.shares_embeddings
         for buffer in buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
-            group = group_of(self._mesh, self._rank, *axes)
+            group = self._mesh.group_of(self._rank, *axes)
             calls = len(buffer.buckets)
             if not self._megatron.use_distributed_optimizer:
                 yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)
@@ -238,16 +237,6 @@ class Passes:
 
     def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:
         return (found.times(count) for found in collectives)
-
-
-@functools.cache
-def _groups(mesh: Mesh, axes: tuple[Axis, ...]) -> dict[int, tuple[int, ...]]:
-    return {rank: tuple(ranks) for ranks in mesh.groups_along(*axes) for rank in ranks}
-
-
-def group_of(mesh: Mesh, rank: int, *axes: Axis) -> tuple[int, ...]:
-    """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
-    return _groups(mesh, axes)[rank]
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

@@ -357,7 +357,7 @@ class Checkpoints:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the same command would continue this run: a checkpoint is complete."""
+        """The same command would continue this run: a checkpoint is complete."""
         return self._saved is not None
 
     def save_now(self) -> None:
