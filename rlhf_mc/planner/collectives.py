@@ -7,6 +7,7 @@ not grow with the tokens or the model are left out: the norm of the gradient, st
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,9 +48,9 @@ class Collective:
         (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a node once. NCCL makes
         as many rings as a node has members, each with another member at its entrance: of k members on its node a rank
         receives 1 / k of its bytes from another node. An all-to-all brings 1 / n from each rank."""
-        here = [other // gpus_per_node == rank // gpus_per_node for other in self.group]
-        n = len(here)
-        k = sum(here)
+        first = rank // gpus_per_node * gpus_per_node
+        n = len(self.group)
+        k = bisect.bisect_left(self.group, first + gpus_per_node) - bisect.bisect_left(self.group, first)
         if self.kind == "receive":
             return (self.num_bytes, 0.0) if k == n else (0.0, self.num_bytes)
         if self.kind == "all_to_all":

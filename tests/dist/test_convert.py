@@ -155,7 +155,7 @@ def test_checkpoint_of_another_architecture_is_rejected(
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "ranks", "layer"), [(2, 1, [0], None), (2, 1, [0, 1], 0), (1, 2, [0], 0), (1, 2, [1], 1)]
+    ("tp", "pp", "ranks", "layer"), [(2, 1, [0], None), (2, 1, [0, 1], 0), (1, 2, [0], 0), (1, 2, [1], 2)]
 )
 def test_matrices_of_zeros_are_refused(
     pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path, tp: int, pp: int, ranks: list[int], layer: Any
