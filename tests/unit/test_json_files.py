@@ -19,11 +19,14 @@ from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.hf_format import read_config
 from rlhf_mc.checkpoint.megatron_format import checkpoint_dtype
 from rlhf_mc.config.errors import UserError, disk_errors
+from rlhf_mc.data.batch import Prompt
 from rlhf_mc.observability.run_files import HEALTH_FILE, METRICS_FILE, RUN_FILE, json_objects_and_faults, steps_logged
 from rlhf_mc.observability.run_reader import live_owner
+from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime import run_lock
 from rlhf_mc.trainer import run_directory
 from rlhf_mc.trainer.adjustments import Adjustments
+from rlhf_mc.trainer.samples import write_samples
 from rlhf_mc.trainer.setup import stop_token_ids
 
 DEEP = "[" * 100_000
@@ -119,3 +122,11 @@ def test_readable_text_is_utf8_of_the_same_value(text: str) -> None:
     line = json_files.readable_text({"gts": text})
     assert json.loads(line.encode()) == {"gts": text}
     assert "über" not in text or "über" in line
+
+
+def test_a_lone_surrogate_is_written_with_the_samples(tmp_path: Path) -> None:
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: ["text"] * len(rows))
+    prompts = [Prompt(0, [1], "", "mine", "\ud800"), Prompt(1, [1], "", "mine", "good")]
+    write_samples(tmp_path, 3, tokenizer, prompts, [[1], [2]], [Score(0.0), Score(1.0)])
+    rows = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["gts"] for row in rows] == ["\ud800", "good"]
