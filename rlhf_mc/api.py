@@ -5,7 +5,6 @@ programs, docs/python_api.md explains them.
 from __future__ import annotations
 
 import hashlib
-import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
@@ -111,7 +110,7 @@ def _write_prompts(directory: Path, name: str, prompts: Prompts) -> str:
     for i, prompt in enumerate(prompts):
         row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
         try:
-            lines.append(json.dumps(row, ensure_ascii=False))
+            lines.append(json_files.readable_text(row))
         except (TypeError, ValueError) as error:
             raise UserError(f"{name}: prompt {i} is not text, messages or a row of plain values: {error}") from None
     if not lines:

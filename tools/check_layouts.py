@@ -15,6 +15,11 @@ import time
 
 os.environ["RLHF_MC_DEVICE"] = "cpu"  # the modules of a CPU: a GPU takes no part
 
+from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config, layouts
@@ -30,8 +35,6 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 def check(cfg: Config, world: int) -> None:
     """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a difference."""
-    if world < 1:
-        raise UserError(f"--nodes times --gpus-per-node is {world}; a run has at least one rank")
     validate(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     for role, shape in shapes.items():
@@ -68,8 +71,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="the config of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--nodes", type=NODES, required=True, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=GPUS_PER_NODE, default=8)
     args = parser.parse_intermixed_args()
     world = args.nodes * args.gpus_per_node
     return exit_code("check_layouts", lambda: check(load_config(args.config, args.overrides), world))

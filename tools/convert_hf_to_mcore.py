@@ -12,6 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rlhf_mc.runtime.tool import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rlhf_mc.checkpoint.convert import ToolLayout, conversion_progress, hf_to_mcore
 from rlhf_mc.runtime.exit_codes import exit_code
 

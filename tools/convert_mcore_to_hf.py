@@ -19,6 +19,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rlhf_mc.runtime.tool import end_on_interrupt, number
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rlhf_mc.checkpoint.convert import (
     ToolLayout,
     conversion_progress,
@@ -35,7 +40,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="directory of the checkpoint, Megatron-Core's or a run's")
     parser.add_argument("--output", required=True, help="directory of the Hugging Face checkpoint to write")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file of weights, in 10^9 bytes")
+    parser.add_argument(
+        "--max-shard-gb",
+        type=number(0.001, "10^9 bytes of at least 0.001"),
+        default=5.0,
+        help="largest file of weights, in 10^9 bytes",
+    )
     parser.add_argument(
         "--role", choices=("actor", "critic"), help="training checkpoint: the model to convert; default: actor"
     )

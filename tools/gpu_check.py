@@ -18,6 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhf_mc.runtime.tool import end_on_interrupt, number
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from gpu_parts import catalog, processes
 from gpu_parts.report import FAILED, SKIPPED, Result
 
@@ -74,7 +79,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--small", action="store_true", help="small inputs on a GPU too; on a CPU they always are")
     parser.add_argument("--output", default="gpu_check.json", help="JSON file of all figures (default: %(default)s)")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of each part, in place of its own")
+    parser.add_argument(
+        "--time-limit",
+        type=number(1, "seconds of at least 1"),
+        metavar="SECONDS",
+        help="of each part, in place of its own",
+    )
     parser.add_argument("--run-part", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 

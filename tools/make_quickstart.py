@@ -21,6 +21,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_mc.runtime.tool import end_on_interrupt, whole_number
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -301,7 +306,12 @@ def main() -> None:
     """Write data, tokenizer and model to the output directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the questions, the weights and the teacher")
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, (1 << 32) - 1),
+        default=1,
+        help="seed of the questions, the weights and the teacher",
+    )
     args = parser.parse_args()
     # A second thread gains little on such small tensors, and on a busy machine the threads wait for one another.
     torch.set_num_threads(1)

@@ -17,17 +17,22 @@ ground_truth or data_source the output has no such column, and needs a reward fu
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_mc.runtime.tool import end_on_interrupt, whole_number
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 from public_sets import SETS, MakeRow, PublicSet, Row, user_message
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.data.parquet import write_prompts
 
@@ -61,8 +66,8 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
 def parsed(line: bytes) -> Any:
     """Return the object of a line, or the UserError that names its mistake."""
     try:
-        example = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        example = json_files.parse(line)
+    except ValueError as error:
         return UserError(f"not valid JSON ({error})")
     return example if isinstance(example, dict) else UserError(f"expected an object, found {repr(example)[:60]}")
 
@@ -221,7 +226,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--input", type=Path, help="file, or directory with a file for each split")
     source.add_argument("--from-hub", nargs="?", const="", metavar="NAME", help="load by the datasets library")
     parser.add_argument("--output", type=Path, required=True, help="directory for train.parquet and test.parquet")
-    parser.add_argument("--test-rows", type=int, default=0, help="single file: rows held out from its end")
+    parser.add_argument(
+        "--test-rows", type=whole_number(0, 1 << 40), default=0, help="single file: rows held out from its end"
+    )
     parser.add_argument("--columns", nargs="*", default=[], metavar="NAME=COLUMN", help="jsonl: the columns to take")
     parser.add_argument("--data-source", help="jsonl: data_source of all rows")
     parser.add_argument("--instruction", default="", help="jsonl: text that is appended to each prompt, after a space")

@@ -13,6 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from rlhf_mc.runtime.tool import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.report import read_runs, write_report
 from rlhf_mc.observability.run_files import PLOT, REPORT

@@ -20,6 +20,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.phase_progress import phase_progress
 from rlhf_mc.runtime.console import write_line
 from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.runtime.tool import whole_number
 from rlhf_mc.runtime.work import working
 
 # Megatron-Core, whose import takes many seconds, is imported after the input has been checked.
@@ -41,10 +42,11 @@ class ToolLayout:
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         """Add the options of the command lines."""
+        size = whole_number(1, 1 << 20)
         group = parser.add_argument_group("under torchrun, the parallel layout of the model")
-        group.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-        group.add_argument("--pipeline-model-parallel-size", type=int, metavar="N", help="default: what TP leaves")
-        group.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
+        group.add_argument("--tensor-model-parallel-size", type=size, default=1, metavar="N")
+        group.add_argument("--pipeline-model-parallel-size", type=size, metavar="N", help="default: what TP leaves")
+        group.add_argument("--expert-model-parallel-size", type=size, default=1, metavar="N")
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> ToolLayout:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError, is_shortage, reason_of
 from rlhf_mc.runtime.work import working
 
@@ -82,6 +82,19 @@ def ignored(root: Path) -> list[str]:
     return [f"{path} {reason}; it is ignored" for path, reason in reasons if reason]
 
 
+def check_names(root: Path) -> None:
+    """Raise UserError if a directory of another name holds a later step than all that are named by theirs: a run would
+    repeat what is trained already, or begin anew."""
+    newest = max(steps_with_checkpoint(root), default=-1)
+    for path, step in sorted(_named(root)):
+        found = _step_of(path) if _why_ignored(path, step) else None
+        if found is not None and found > newest:
+            raise UserError(
+                f"{path} is a checkpoint of step {found}, and no later one is named by its step; rename it to"
+                f" {final_path(root, found).name}, or move it to another directory"
+            )
+
+
 def _named(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield each directory that is named like a checkpoint, with the step of its name."""
     found = ((path, _NAME.fullmatch(path.name)) for path in root.glob("global_step_*"))
@@ -91,14 +104,19 @@ def _named(root: Path) -> Iterator[tuple[Path, int]]:
 def _why_ignored(path: Path, step: int) -> str | None:
     if not (path / MANIFEST).is_file():
         return f"has no {MANIFEST}"
-    try:
-        step_of_manifest = read_manifest(path).step
-    except UserError:  # corrupt, or of a newer program: reported if it is chosen
-        step_of_manifest = step
-    if step_of_manifest != step:
-        return f"is a checkpoint of step {step_of_manifest}"
+    if (found := _step_of(path)) not in (None, step):
+        return f"is a checkpoint of step {found}"
     right = final_path(path.parent, step).name
     return None if path.name == right else f"is not named {right}"
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint's manifest; None if it is missing, corrupt or of a newer program, which is
+    reported if the checkpoint is chosen."""
+    try:
+        return read_manifest(path).step
+    except UserError:
+        return None
 
 
 # ---------------------------------------------------------------- writing
@@ -217,7 +235,7 @@ def read_manifest(path: Path) -> Manifest:
             raise UserError(f"{path}: no such directory")
         if not retry_once((path / MANIFEST).is_file):
             raise UserError(f"{path}: not a complete training checkpoint ({MANIFEST} is missing){_other_format(path)}")
-        content = json.loads(retry_once((path / MANIFEST).read_text))
+        content = retry_once(lambda: json_files.read(path / MANIFEST))
         version = content["format"]
         checksum = content.pop("sha256")
         if isinstance(version, int) and version > FORMAT:
@@ -232,7 +250,7 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest(int(content["step"]), content.get("run_id"), files)
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path / MANIFEST}: corrupt ({error})") from error
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from error
@@ -302,7 +320,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 def read_file(path: Path) -> bytes:
     """Return a file's content. Raise the error of `_unreadable` if it cannot be read."""
     try:
-        return retry_once(path.read_bytes)
+        return retry_once(lambda: json_files.read_bytes(path))
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -311,8 +329,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a verified JSON file. Raise CorruptCheckpoint if it is no JSON object."""
     data = read_file(path)
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content = json_files.parse(data)
+    except ValueError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read ({error})") from error
     if not isinstance(content, dict):
         raise CorruptCheckpoint(f"{path}: corrupt (no JSON object)")

@@ -1,4 +1,6 @@
-"""Check of loaded weights for values that are not finite: one sum per tensor, and a count if the sum is not finite."""
+"""Checks of loaded weights: for values that are not finite (one sum per tensor, and a count if the sum is not finite),
+and for matrices of zeros, which no trained model has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.topology.consensus import on_every_rank
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank
+
+_NEVER_ZERO = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "mlp.linear_fc1.weight")
+"""Endings of the names of parameters that are zero in no trained model. Biases, norms, routers, pruned experts and the
+second matrix of an added identity block may be."""
 
 
 def num_not_finite(tensor: torch.Tensor) -> int:
@@ -28,3 +34,16 @@ def check_finite(params: Mapping[str, torch.Tensor], describe: Callable[[str, in
                 raise UserError(describe(name, count))
 
     on_every_rank(check)
+
+
+def check_not_zero(params: Mapping[str, torch.Tensor], where: Callable[[str], str]) -> None:
+    """Raise UserError on every rank if a matrix is zero on all ranks that hold a part of it. where: returns a local
+    name's tensors and their place, alike on these ranks. Every rank must call it."""
+    held = {where(name): param for name, param in params.items() if name.endswith(_NEVER_ZERO) and len(param) > 1}
+    zero = {place for place, param in held.items() if not param.any()}  # len(param) is 1: a value head, which may be
+    suspects = set().union(*gather_objects(zero))
+    if suspects:
+        suspects -= set().union(*gather_objects(held.keys() - zero))
+    if suspects:
+        more = f" (and {len(suspects) - 1} more)" if len(suspects) > 1 else ""
+        raise UserError(f"{min(suspects)}{more}: all values are zero; the checkpoint has not been written completely")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import os
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rlhf_mc import json_files
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.checkpoint.finite import check_finite, num_not_finite
+from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_finite
 from rlhf_mc.config.errors import UserError, first_line, reason_of
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes, whole_layout
@@ -218,9 +218,9 @@ class HFReader:
         return self._open_files[file]
 
 
-def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return config.json of a directory, which need not have weights."""
-    return _read_json(Path(directory) / "config.json")
+def read_config(directory: str | os.PathLike[str], name: str = "config.json") -> dict[str, Any]:
+    """Return a JSON file of a directory, which need not have weights."""
+    return _read_json(Path(directory) / name)
 
 
 def read_shape(directory: str | os.PathLike[str], value_head: bool = False) -> ModelShape:
@@ -241,7 +241,7 @@ def _shape(directory: Path, config: dict[str, Any], value_head: bool) -> ModelSh
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json_files.read(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
     except ValueError as error:
@@ -275,7 +275,7 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
     """Read one rank's parameters, by local name, from the checkpoint, and cast them to their dtypes.
 
     Only the blocks of `layout` are read; logical tensors in `skip` are unchanged. Raise UserError on every rank if one
-    of them cannot read its blocks or has a value that is not finite. Every rank must call it.
+    of them cannot read its blocks or has a value that is not finite, or if a matrix is zero. Every rank must call it.
     """
     wanted = layout.without(skip)  # single tensors, as in the files
 
@@ -287,14 +287,17 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
             execute(plan.for_rank(0), slices, params, Local())
 
     on_every_rank(read)
-    filled = {shard.local for shard in wanted.shards}
+    tensors: dict[str, dict[str, None]] = {}
+    for shard in wanted.shards:
+        tensors.setdefault(shard.local, {})[shard.tensor] = None
 
     def describe(local: str, count: int) -> str:
-        of_param = {shard.tensor: None for shard in wanted.shards if shard.local == local}
-        for name in of_param:
+        for name in tensors[local]:
             if in_file := reader.num_not_finite(name):
                 return f"{reader.file_of(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"
         dtype = str(params[local].dtype).removeprefix("torch.")
-        return f"{reader.directory}: {', '.join(of_param)} has values too large for {dtype}: {count}"
+        return f"{reader.directory}: {', '.join(tensors[local])} has values too large for {dtype}: {count}"
 
-    check_finite({name: param for name, param in params.items() if name in filled}, describe)
+    filled = {name: param for name, param in params.items() if name in tensors}
+    check_finite(filled, describe)
+    check_not_zero(filled, lambda local: f"{reader.directory}: {', '.join(tensors[local])}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rlhf_mc import json_files
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
@@ -139,7 +139,7 @@ def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_
         names = {WEIGHTS}
         if (root / INDEX).exists():
             yield _File(setting, INDEX, root / INDEX)
-            names = set(json.loads((root / INDEX).read_text())["weight_map"].values())
+            names = set(json_files.read(root / INDEX)["weight_map"].values())
         yield from (_File(setting, name, root / name, is_weights=True) for name in sorted(names))
 
 
@@ -191,7 +191,7 @@ def _sampled(path: Path, size: int) -> str:
 
 def _middles(header: bytes, data: int) -> set[int]:
     """Return the offset of a block in the middle of each tensor. data: offset of the first tensor."""
-    offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    offsets = [entry["data_offsets"] for name, entry in json_files.parse(header).items() if name != "__metadata__"]
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 
 

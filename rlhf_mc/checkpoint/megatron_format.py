@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rlhf_mc import json_files
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
-from rlhf_mc.checkpoint.finite import check_finite
+from rlhf_mc.checkpoint.finite import check_finite, check_not_zero
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.build import PackedGPT
@@ -70,8 +72,8 @@ def _remove_checkpoint(directory: Path) -> None:
 
 def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str, ...] = ()) -> None:
     """Load the weights of a checkpoint that save_mcore wrote in any layout. Parameters whose names start with one of
-    skip_prefixes are unchanged. Raise UserError on every rank if it is no checkpoint, is of another model, or has a
-    value that is not finite. Every rank must call it."""
+    skip_prefixes are unchanged. Raise UserError on every rank if it is no checkpoint, is of another model, has a value
+    that is not finite or a matrix of zeros. Every rank must call it."""
     stored = on_every_rank(lambda: _stored_tensors(directory))
     with megatron_calls():
         # Extra states (of fp8) are no weights. Transformer Engine's norms have one, and local norms have none.
@@ -88,8 +90,18 @@ def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str
             name = name.removeprefix("model.")
             if name in params and isinstance(value, torch.Tensor):
                 params[name].copy_(value)
+
+    def where(name: str) -> str:
+        """Return the place of a tensor, with the layer's number in the whole model."""
+        number = re.search(r"\blayers\.(\d+)\.", name)
+        if number is not None:
+            layer = model.decoder.layers[int(number[1])].layer_number - 1
+            name = name.replace(number[0], f"layers.{layer}.")
+        return f"{directory}: tensor model.{name}"
+
     not_finite = "values that are not finite (NaN or infinite)"
-    check_finite(params, lambda name, count: f"{directory}: tensor model.{name} has {not_finite}: {count}")
+    check_finite(params, lambda name, count: f"{where(name)} has {not_finite}: {count}")
+    check_not_zero({n: param for n, param in params.items() if not n.startswith(skip_prefixes)}, where)
 
 
 def _cause(error: CheckpointException) -> BaseException:
@@ -112,9 +124,9 @@ def _check_is_checkpoint(directory: str | Path) -> None:
                 f"{directory}: not a Megatron checkpoint ({name} is missing); tools/convert_hf_to_mcore.py writes one"
             )
     try:
-        about = json.loads((Path(directory) / "metadata.json").read_text())
+        about = json_files.read(Path(directory) / "metadata.json")
         backends = (about["sharded_backend"], about["common_backend"]) if isinstance(about, dict) else None
-    except (OSError, ValueError, KeyError, RecursionError):
+    except (OSError, ValueError, KeyError):
         backends = None
     if backends != ("torch_dist", "torch"):
         raise UserError(f"{directory}: not a Megatron checkpoint (metadata.json names no sharded_backend torch_dist)")

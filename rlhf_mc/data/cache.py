@@ -1,6 +1,6 @@
 """The cache of tokenised prompts (data.cache_dir): one entry for each file of rows. Its name is a hash of all that the
 tokens depend on: content of the rows' file, tokenizer, chat template, settings and versions. A changed input has
-another name, so that an old entry is never used for it.
+another name, so that an old entry is never used for it. An entry begins with a checksum of its name and content.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import io
 import json
 import os
 import socket
-import zipfile
-import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import reason_of
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.runtime.console import say
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same inputs give other tokens, or the file's layout changes."""
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 _SETTINGS = (
     "prompt_key",
     "reward_fn_key",
@@ -104,20 +102,21 @@ def key_of(
 
 
 def read(directory: str, key: str) -> Tokens | None:
-    """Return an entry, or None if there is none. One that cannot be read is reported, and counts as none."""
+    """Return an entry, or None if there is none. One that is not as it was written is reported, and counts as none."""
     path = _path(directory, key)
     try:
-        with np.load(path, allow_pickle=False) as entry:  # reading an array checks its CRC
-            about: dict[str, Any] = json.loads(entry["about"].tobytes())
-            found = Tokens(entry["tokens"], entry["lens"], entry["rows"], about["texts"], Counts(**about["counts"]))
-        if len(found.tokens) != int(found.lens.sum()) or len(found.lens) != len(found.rows):
-            raise ValueError("lengths do not agree")
+        content = memoryview(json_files.read_bytes(path))
+        arrays = content[_CHECKSUM_BYTES:]
+        if content[:_CHECKSUM_BYTES] != _checksum(key, arrays):
+            raise ValueError("its checksum is wrong")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError) as error:
         say(f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})")
         return None
-    return found
+    with np.load(io.BytesIO(arrays), allow_pickle=False) as entry:
+        about = json_files.parse(entry["about"].tobytes())
+        return Tokens(entry["tokens"], entry["lens"], entry["rows"], about["texts"], Counts(**about["counts"]))
 
 
 def write(directory: str, key: str, tokens: Tokens) -> None:
@@ -131,12 +130,18 @@ def write(directory: str, key: str, tokens: Tokens) -> None:
     staging = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write(staging, buffer.getvalue())
+        durable.write(staging, _checksum(key, buffer.getbuffer()) + buffer.getbuffer())
         os.replace(staging, path)
     except OSError as error:
         say(f"warning: data.cache_dir: {path} cannot be written, the next start tokenises again ({reason_of(error)})")
         with contextlib.suppress(OSError):
             staging.unlink()
+
+
+def _checksum(key: str, arrays: memoryview) -> bytes:
+    digest = hashlib.sha256(key.encode())
+    digest.update(arrays)
+    return digest.digest()
 
 
 def _path(directory: str, key: str) -> Path:

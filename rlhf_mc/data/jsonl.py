@@ -4,7 +4,6 @@ them. No torch here.
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, reason_of
 
 
 def parse(line: bytes) -> dict[str, Any]:
     """Return the object of a line. Raise UserError if it is not one."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = json_files.parse(line)
+    except ValueError as error:
         raise UserError(f"not valid JSON ({' '.join(str(error).split())})") from error
     if not isinstance(row, dict):
         raise UserError(f"expected an object, found {repr(row)[:60]}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, reason_of
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -64,7 +64,6 @@ def _read_template(path: str, key: str) -> str:
 def _check_json(key: str, path: str) -> None:
     if os.path.isfile(path):
         try:
-            with open(path, encoding="utf-8") as file:
-                json.load(file)
-        except (OSError, ValueError, RecursionError) as error:
+            json_files.read(path)
+        except (OSError, ValueError) as error:
             raise UserError(f"{key}: tokenizer file {path}: not valid JSON ({error})") from error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from rlhf_mc import json_files
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
@@ -34,10 +34,10 @@ def _shape(key: str, directory: str, value_head: bool = False, for_vllm: bool = 
     path = Path(directory) / "config.json"
     with about(f"{key}:"):
         try:
-            content = json.loads(path.read_bytes())
+            content = json_files.read(path)
         except OSError as error:
             raise NodeError(f"{path} cannot be read ({reason_of(error)})") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise NodeError(f"{path} is not valid JSON ({error})") from error
         if not isinstance(content, dict):
             raise NodeError(f"{path} is not a JSON object")

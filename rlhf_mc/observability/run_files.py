@@ -4,12 +4,11 @@ incomplete. No torch here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 
 METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"
@@ -33,7 +32,7 @@ Row = dict[str, Any]
 def lines_of(path: Path) -> list[str]:
     """Return the lines of a text file, each with its newline; a last line that is cut has none. Only a newline ends a
     line: U+2028, of which str.splitlines makes two, may be within a JSON string. Raise OSError."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = json_files.read_bytes(path).decode(errors="replace").split("\n")
     return [*(f"{line}\n" for line in lines[:-1]), *filter(None, lines[-1:])]
 
 
@@ -78,8 +77,8 @@ def keep_up_to(path: Path, step: int) -> None:
 def _object(line: str) -> Row | None:
     """Return the JSON object of a line, None for anything else."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = json_files.parse(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 

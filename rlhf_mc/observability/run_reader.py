@@ -5,7 +5,6 @@ what is missing or cut is left out and named. No torch here.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.observability.run_files import (
     ADJUSTMENTS_FILE,
@@ -163,8 +163,8 @@ def live_owner(path: Path) -> Row | None:
     decides."""
     try:
         touched = path.stat().st_mtime
-        owner = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        owner = json_files.read(path)
+    except (OSError, ValueError):
         return None
     if not isinstance(owner, dict):
         return None
@@ -287,12 +287,12 @@ def _phases(folder: Path, faults: list[str]) -> dict[int, Row]:
     found = {}
     for path in folder.glob("step_*/phases.json"):
         try:
-            content = json.loads(path.read_text())
+            content = json_files.read(path)
             lists = [phase.get(key) or [] for phase in content["phases"].values() for key in _TIMES]
             if not all(isinstance(seconds, list) for seconds in lists):
                 raise ValueError("no lists of times")
             found[_number_in(path.parent.name)] = content
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             faults.append(f"profile/{path.parent.name}/{path.name} cannot be read: {error}")
     return dict(sorted(found.items()))
 

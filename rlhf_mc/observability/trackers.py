@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.run_files import flattened
 
@@ -121,7 +121,7 @@ class TrackerSink:
     def _progress(self) -> dict[str, Any]:
         """Return the content of TRACKERS_FILE; empty if it is missing, unreadable or of another run."""
         try:
-            content = json.loads((self._run.directory / TRACKERS_FILE).read_text())
+            content = json_files.read(self._run.directory / TRACKERS_FILE)
         except (FileNotFoundError, ValueError):
             return {}
         return content if isinstance(content, dict) and content.get("run_id") == self._run.run_id else {}

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from collections.abc import Sequence
+
+from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, end_on_interrupt, number, whole_number
+
+if __name__ == "__main__":
+    end_on_interrupt()
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings, sections_of
@@ -107,28 +111,8 @@ def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
             print(f"wrote the first of these to {arguments.write}")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
-def _bandwidth(text: str) -> float:
-    return _at_least(text, 1e6, "bytes per second of at least 1e6, such as 50e9")
-
-
-def _bytes(text: str) -> float:
-    return _at_least(text, 1e9, "bytes of at least 1e9, such as 2e12")
-
-
-def _at_least(text: str, least: float, what: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not least <= found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}")
-    return found
+_bandwidth = number(1e6, "bytes per second of at least 1e6, such as 50e9")
+_bytes = number(1e9, "bytes of at least 1e9, such as 2e12")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="the config of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    parser.add_argument("--nodes", type=_positive, default=1, help="number of nodes")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8)
+    parser.add_argument("--nodes", type=NODES, default=1, help="number of nodes")
+    parser.add_argument("--gpus-per-node", type=GPUS_PER_NODE, default=8)
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, or the bytes of its memory")
     parser.add_argument(
         "--network-bandwidth",
@@ -157,9 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name in ("prompt", "response"):
         about = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"
-        parser.add_argument(f"--mean-{name}-length", type=_positive, metavar="N", help=about)
+        parser.add_argument(f"--mean-{name}-length", type=whole_number(1, 1 << 30), metavar="N", help=about)
     parser.add_argument("--search", action="store_true", help="list the settings with the shortest step that fit")
-    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="number of plans to list (default 10)")
+    parser.add_argument(
+        "--top", type=whole_number(1, 1000), default=10, metavar="N", help="number of plans to list (default 10)"
+    )
     parser.add_argument("--write", metavar="PATH.yaml", help="write the config with the settings of the best plan")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser

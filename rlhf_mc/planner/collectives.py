@@ -7,7 +7,7 @@ not grow with the tokens or the model are left out: the norm of the gradient, st
 
 from __future__ import annotations
 
-import functools
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,9 +48,9 @@ class Collective:
         (n - 1) / n in an all-gather or reduce-scatter. Rings follow the nodes, so each enters a node once. NCCL makes
         as many rings as a node has members, each with another member at its entrance: of k members on its node a rank
         receives 1 / k of its bytes from another node. An all-to-all brings 1 / n from each rank."""
-        here = [other // gpus_per_node == rank // gpus_per_node for other in self.group]
-        n = len(here)
-        k = sum(here)
+        first = rank // gpus_per_node * gpus_per_node
+        n = len(self.group)
+        k = bisect.bisect_left(self.group, first + gpus_per_node) - bisect.bisect_left(self.group, first)
         if self.kind == "receive":
             return (self.num_bytes, 0.0) if k == n else (0.0, self.num_bytes)
         if self.kind == "all_to_all":
@@ -85,9 +85,9 @@ class Passes:
         self._cuda = cuda
         self._stage = mesh.coordinate(rank).pp
         self._itemsize = ITEMSIZES[megatron.dtype]
-        self._tp = group_of(mesh, rank, "tp")
-        self._ep = group_of(mesh, rank, "ep")
-        self._pp = group_of(mesh, rank, "pp")
+        self._tp = mesh.group_of(rank, "tp")
+        self._ep = mesh.group_of(rank, "ep")
+        self._pp = mesh.group_of(rank, "pp")
         self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
@@ -198,7 +198,7 @@ class Passes:
         shares = self._shape.shares_embeddings
         for buffer in buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
-            group = group_of(self._mesh, self._rank, *axes)
+            group = self._mesh.group_of(self._rank, *axes)
             calls = len(buffer.buckets)
             if not self._megatron.use_distributed_optimizer:
                 yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)
@@ -238,16 +238,6 @@ class Passes:
 
     def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:
         return (found.times(count) for found in collectives)
-
-
-@functools.cache
-def _groups(mesh: Mesh, axes: tuple[Axis, ...]) -> dict[int, tuple[int, ...]]:
-    return {rank: tuple(ranks) for ranks in mesh.groups_along(*axes) for rank in ranks}
-
-
-def group_of(mesh: Mesh, rank: int, *axes: Axis) -> tuple[int, ...]:
-    """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
-    return _groups(mesh, axes)[rank]
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:

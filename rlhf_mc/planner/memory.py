@@ -122,9 +122,9 @@ def plan_memory(
 
 
 def _one_of_each_stage(meshes: Sequence[Mesh]) -> list[int]:
-    """Return a rank for each combination of stages that ranks have in these meshes."""
-    stages = {tuple(mesh.coordinate(rank).pp for mesh in meshes): rank for rank in range(meshes[0].world)}
-    return list(stages.values())
+    """Return a rank for each combination of stages that ranks have in these meshes: the last rank of each stage of
+    each."""
+    return sorted({(stage + 1) * (mesh.world // mesh.pp) - 1 for mesh in meshes for stage in range(mesh.pp)})
 
 
 class _Model:

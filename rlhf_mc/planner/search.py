@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
 from rlhf_mc.reshard.layout import check_vllm, logical_shapes
+from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.mesh import mesh_of
 
 MARGIN = 0.05
@@ -36,6 +38,11 @@ MARGIN = 0.05
 EQUAL = 0.03
 """Share of a time by which two bounds do not differ: they leave more out than that. The simpler settings then come
 first."""
+SECONDS = 45.0
+"""Time after which a search begins nothing new and returns the best that it has found."""
+MOST_RANKS = 4096
+"""Ranks beyond which a search leaves out the weight update, whose plan for all of them takes minutes."""
+_SAID_EVERY = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _MOST_CHUNKS = 8
 _LARGEST_BUDGET = 1 << 16
@@ -98,6 +105,12 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     user's. Raise UserError if none fits, or if the settings are wrong whatever the layout."""
     found = _Search(settings, machine, capacity, lengths)
     choices = found.best(top, beyond_node=False) or found.best(top, beyond_node=True)
+    if found.time.is_up:
+        say(f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all")
+    if found.time.is_up and not choices:
+        raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
+    if machine.world > MOST_RANKS:
+        say(f"of more than {MOST_RANKS} GPUs the times leave out the weight update; plan the choice without --search")
     if not choices:
         host = "" if capacity.host_bytes is None else " and the host memory of their nodes"
         raise UserError(
@@ -107,6 +120,26 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     return choices
 
 
+class _Time:
+    """The time of a search."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._said = self._start
+        self.is_up = False
+        """The search has left something out."""
+
+    def is_over(self, share: float, done: str) -> bool:
+        """Return whether this share of the time is over. done: what the search has done, which it says at times."""
+        now = time.monotonic()
+        if now - self._said >= _SAID_EVERY:
+            self._said = now
+            say(f"search: {done} ({now - self._start:.0f} s)")
+        is_over = now - self._start > share * SECONDS
+        self.is_up |= is_over
+        return is_over
+
+
 class _Search:
     def __init__(self, settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths) -> None:
         self._settings = settings
@@ -114,6 +147,7 @@ class _Search:
         self._capacity = capacity
         self._device_bytes = capacity.device_bytes
         self._lengths = lengths
+        self.time = _Time()
         self._base = self._config({})
         self._shapes = shapes_of(self._base)
         sizes = {name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()}
@@ -127,7 +161,10 @@ class _Search:
     def best(self, top: int, beyond_node: bool) -> list[Choice]:
         """Return the best choices. beyond_node: with tensor-parallel groups that span nodes, and only those."""
         found: dict[tuple[object, ...], Choice] = {}
-        for candidate in sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound):
+        candidates = sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound)
+        for number, candidate in enumerate(candidates):
+            if self.time.is_over(0.8, f"{number} of {len(candidates)} settings tried, {len(found)} layouts fit"):
+                break
             enough = sorted(choice.times.seconds for choice in found.values())[top - 1 : top]
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
                 break
@@ -137,8 +174,14 @@ class _Search:
             key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
             both = [choice, *([found[key]] if key in found else [])]
             found[key] = _ranked(both)[0]
-        complete = (self._complete(choice) for choice in _ranked(list(found.values())))
-        return _ranked(list(itertools.islice((choice for choice in complete if choice is not None), top)))
+        complete: list[Choice] = []
+        for choice in _ranked(list(found.values())):
+            if len(complete) == top or (
+                complete and self.time.is_over(1.0, f"{len(complete)} of {top} plans completed")
+            ):
+                break
+            complete += filter(None, [self._complete(choice)])
+        return _ranked(complete)
 
     # ---------------------------------------------------------------- candidates
 
@@ -157,7 +200,9 @@ class _Search:
             rollouts[rollout_tp] = sum(parts.values())
         budget = self._budget_sizes()[-1]
         is_any = False
-        for layout in self._layouts(beyond_node):
+        for number, layout in enumerate(self._layouts(beyond_node)):
+            if self.time.is_over(0.5, f"{number} layouts looked at"):
+                break
             trial = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
             trial[_ROLLOUT_TP] = max(rollouts)
             cfg = self._config(trial)
@@ -356,6 +401,8 @@ class _Search:
         if found.problem is not None or found.spare < MARGIN * self._device_bytes:
             return None
         machine = self._machine
+        if machine.world > MOST_RANKS:
+            return replace(choice, spare=found.spare, phase=found.phase)
         shape = self._shapes["actor"]
         held = layouts_of(shape, mesh_of(choice.cfg.actor.megatron, machine.world), cuda=True)
         weights = weight_update(choice.cfg, shape, held, machine.gpus_per_node)

@@ -13,7 +13,8 @@ from rlhf_mc.config.load import load_config
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.schema import Config
 from rlhf_mc.config.verl_input import converted_arguments
-from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
 USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
 HELP = f"""\

@@ -13,6 +13,7 @@ from typing import NoReturn
 from rlhf_mc.config.errors import JoinError, NodeError, UserError
 from rlhf_mc.runtime import error_report
 from rlhf_mc.runtime.console import write_line
+from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
 EXIT_ERROR = 1
 """Any error that is not the user's."""
@@ -20,8 +21,6 @@ EXIT_USER_ERROR = 2
 """A mistake in what the user gave: a setting, a file, a function."""
 EXIT_REQUEUE = 75
 """The run was asked to stop. Started again, it resumes from its newest checkpoint (EX_TEMPFAIL)."""
-EXIT_INTERRUPTED = 130
-"""The run was interrupted and has saved nothing (128 + SIGINT)."""
 END_SECONDS = 120.0
 """Time for the libraries to free what they hold after a run's last file is written."""
 

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import asdict
 
+from rlhf_mc import json_files
 from rlhf_mc.runtime.exit_codes import exit_from_thread
 from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread, Timeouts
 from rlhf_mc.runtime.rank_status import SILENT_PHASES, RankStatus
@@ -89,7 +90,7 @@ class HeartbeatClient(HeartbeatThread):
                         raise ConnectionResetError
                     *lines, self._received = (self._received + part).split(b"\n")
                     for line in lines:
-                        self._handle(json.loads(line))
+                        self._handle(json_files.parse(line))
                 if self._woken in ready:
                     self._woken.recv(4096)
                     return

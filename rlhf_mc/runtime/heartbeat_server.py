@@ -10,6 +10,7 @@ import selectors
 import socket
 import time
 
+from rlhf_mc import json_files
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.exit_codes import exit_from_thread
 from rlhf_mc.runtime.failure_detector import FailureDetector
@@ -113,7 +114,7 @@ class HeartbeatServer(HeartbeatThread):
                 raise ConnectionResetError
             self._received[connection] = rest
             for line in lines:
-                message = json.loads(line)
+                message = json_files.parse(line)
                 if message["token"] != self._token:
                     raise ConnectionResetError
                 self._unauthenticated.pop(connection, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import os
 import re
 import resource
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import first_line
 
 IMPORT_SECONDS = 120.0
@@ -179,7 +179,7 @@ print(json.dumps({
 def torch() -> Torch:
     """Return the facts of torch."""
     library, line = imported("torch", TORCH_CODE)
-    return Torch(**json.loads(line)) if line else Torch(library.version, library.error)
+    return Torch(**json_files.parse(line)) if line else Torch(library.version, library.error)
 
 
 def transformer_engine() -> Library:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Collection
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.runtime.console import say
-from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE, exit_from_thread, exit_now
+from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, exit_from_thread, exit_now
+from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_PRESS_SECONDS = 1.0

@@ -14,6 +14,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.namespaces import namespace_id
@@ -163,7 +164,7 @@ class Lock:
     def _read(self) -> Owner | None:
         """Return the lock's owner, or None without a lock."""
         try:
-            return Owner(**json.loads(self._path.read_text()))
+            return Owner(**json_files.read(self._path))
         except (FileNotFoundError, NotADirectoryError):  # the latter is reported when the directory is made
             return None
         except (ValueError, TypeError):

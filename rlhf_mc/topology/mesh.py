@@ -60,6 +60,21 @@ class Mesh:
         dp = rank // self.tp % self.dp
         return Coordinate(tp=rank % self.tp, dp=dp, pp=rank // (self.tp * self.dp), ep=dp % self.ep)
 
+    def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
+        at = self.coordinate(rank)
+        places: tuple[tuple[Axis, int, int, int], ...] = (  # from the outermost: size, this rank's place, distance
+            ("pp", self.pp, at.pp, self.tp * self.dp),
+            ("expert_dp", self.dp // self.ep, at.dp // self.ep, self.tp * self.ep),
+            ("ep", self.ep, at.ep, self.tp),
+            ("tp", self.tp, at.tp, 1),
+        )
+        found = [0]
+        for axis, size, own, distance in places:
+            steps = range(size) if axis in axes else (own,)
+            found = [first + step * distance for first in found for step in steps]
+        return tuple(found)
+
     def groups_along(self, *axes: Axis) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ only along these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}

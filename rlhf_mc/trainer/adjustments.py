@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.run_files import ADJUSTMENTS_FILE, lines_of
 from rlhf_mc.topology.consensus import on_rank_0
@@ -105,7 +105,7 @@ class Adjustments:
 def _parsed(path: Path, number: int, line: str) -> Adjustment:
     """Return the adjustment of a line. The file is replaced atomically, so that a line that is none was edited."""
     try:
-        row: Mapping[str, object] = json.loads(line)
+        row: Mapping[str, object] = json_files.parse(line)
         made = Adjustment(**row)  # type: ignore[arg-type]
         valid = (
             made.setting in _SETTINGS

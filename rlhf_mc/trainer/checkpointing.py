@@ -249,6 +249,7 @@ class Checkpoints:
         return gather_objects(mine == given)[0]
 
     def _load_newest(self, steps: list[int]) -> Path | None:
+        on_rank_0(lambda: directory.check_names(self._root), str(self._root))
         for step in reversed(steps):
             path = directory.final_path(self._root, step)
             try:
@@ -353,6 +354,11 @@ class Checkpoints:
         """Commit the checkpoint in progress if all ranks have written it. Every rank must call it."""
         if self._in_flight is not None and self._in_flight.is_written():
             self.commit()
+
+    @property
+    def is_resumable(self) -> bool:
+        """The same command would continue this run: a checkpoint is complete."""
+        return self._saved is not None
 
     def save_now(self) -> None:
         """Save and commit the checkpoint of the complete step, if that is not done yet. No weight may have changed

@@ -16,14 +16,23 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
 from rlhf_mc.rewards.results import Score
+from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.phases import await_rewards, record_rewards, record_samples, rollout, submit_rewards
 from rlhf_mc.trainer.setup import Run
 from rlhf_mc.trainer.step_report import StepState
 
+SAID_EVERY = 10
+"""Batches of a step between two lines that say what it has found."""
+BATCHES_IN_VAIN = 10
+GROUPS_IN_VAIN = 1000
+"""A step ends in error after as many consecutive batches and groups of which none is kept: a rate of usable groups that
+could fill a batch would have brought one."""
+
 
 class TooFewGroups(UserError):
-    """A step has drawn all batches that it may draw, and too few groups are kept. Every rank raises it."""
+    """Too few groups are kept of all batches that a step may draw, or none of many consecutive ones. Every rank raises
+    it."""
 
 
 @dataclass
@@ -92,16 +101,21 @@ def differ(values: torch.Tensor) -> torch.Tensor:
 def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt], RaggedBatch]:
     """Generate and score responses to batches of prompts until data.train_batch_size groups differ. Return the prompt
     of each response, and the batch with its scores. Raise TooFewGroups if there are too few in the batches that a step
-    may draw, StopRequested if a stop is requested. All ranks have all scores, and so decide alike."""
+    may draw, or none in many consecutive ones, StopRequested if a stop is requested. All ranks have all scores, and so
+    decide alike."""
     cfg = run.config
     wanted = cfg.data.train_batch_size
     per_epoch = batches_per_epoch(len(run.train_prompts), prompts_per_batch(cfg.data))
     most = cfg.algorithm.filter_groups.max_num_gen_batches or per_epoch
+    most_in_vain = max(BATCHES_IN_VAIN, -(-GROUPS_IN_VAIN // prompts_per_batch(cfg.data)))
     groups = Groups(cfg.rollout.n, cfg.algorithm.filter_groups.metric)
     num_batches = 0
+    in_vain = 0
     while groups.num_kept < wanted:
-        if num_batches == most:
-            raise TooFewGroups(_too_few(cfg, groups, num_batches, state.step))
+        if num_batches == most or in_vain == most_in_vain:
+            raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain == most_in_vain, state.step))
+        if num_batches and num_batches % SAID_EVERY == 0:
+            say(f"step {state.step}: {_found(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
         prompts, batch = rollout(run, state)
         num_batches += 1
         stop.check()
@@ -109,7 +123,9 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
         batch, scores = await_rewards(run, state, prompts, batch, pending)
         state.packing.clear()  # the next batch has other tokens
         stop.check()
+        before = groups.num_kept
         groups.add(prompts, batch, scores)
+        in_vain = 0 if groups.num_kept > before else in_vain + 1
     record_rewards(state, groups.sources, groups.scores)
     num_dropped = groups.dropped.total()
     state.metrics |= {
@@ -122,16 +138,25 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     return prompts, batch
 
 
-def _too_few(cfg: Config, groups: Groups, num_batches: int, step: int) -> str:
-    """Return the message of TooFewGroups."""
+def _found(cfg: Config, groups: Groups, num_batches: int) -> str:
+    """Return what a step has found so far, in words."""
     common = ", ".join(f"{value:g} in {count}" for value, count in groups.dropped.most_common(2))
     common += ", ..." if len(groups.dropped) > 2 else ""
     others = f" (the others have one value: {common})" if common else ""
+    return (
+        f"in {num_batches} batches {groups.num_kept} of {groups.num_drawn} groups have responses that differ in"
+        f" {groups.metric}{others}, and data.train_batch_size is {cfg.data.train_batch_size}"
+    )
+
+
+def _too_few(cfg: Config, groups: Groups, num_batches: int, is_in_vain: bool, step: int) -> str:
+    """Return the message of TooFewGroups."""
     key = "algorithm.filter_groups.max_num_gen_batches"
     most = cfg.algorithm.filter_groups.max_num_gen_batches
     bound = f"{key} is {most}: raise it, or" if most else f"{key} is 0, one pass over the training prompts:"
+    if is_in_vain:
+        bound = "the last ones have brought none for so long that more will not help:"
     return (
-        f"step {step}: in {num_batches} batches {groups.num_kept} of {groups.num_drawn} groups have responses that"
-        f" differ in {groups.metric}{others}, and data.train_batch_size is {cfg.data.train_batch_size}; {bound} use"
-        " prompts that the model answers partly right, a larger rollout.n or a smaller data.train_batch_size"
+        f"step {step}: {_found(cfg, groups, num_batches)}; {bound} use prompts that the model answers partly right, a"
+        " larger rollout.n or a smaller data.train_batch_size"
     )

@@ -92,7 +92,7 @@ def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
     """Write the samples to generations/step_<n>.txt."""
     path = directory / run_directory.GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(texts), encoding="utf-8")
+    path.write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
 
 
 def write_metrics(directory: Path, step: int, metrics: Mapping[str, float]) -> None:

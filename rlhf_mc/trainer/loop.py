@@ -87,7 +87,8 @@ def steps(run: Run, status: RankStatus, stop: StopRequests) -> Generator[Step, N
     except StopRequested as request:
         saved = save_last_step(run, checkpoints, status)
         opened.close()
-        line = f"asked to stop ({request}): {saved}; the run resumes from there when it is started again"
+        again = "resumes from there" if checkpoints.is_resumable else "begins anew, as another run,"
+        line = f"asked to stop ({request}): {saved}; the run {again} when it is started again"
         say_on_console(run, line)
         ended(checkpoints.position.step, "stopped", line)  # and no view: a preempted process has little time
         return False
@@ -235,7 +236,8 @@ def save_last_step(run: Run, checkpoints: Checkpoints, status: RankStatus) -> st
     """Save the last complete step, whose weights the models still hold. Return what is saved, in words."""
     step = checkpoints.position.step
     save_checkpoint(run, begin_step(step, status), checkpoints, wait=True)
-    return f"the checkpoint of step {step} is complete" if step else "no step is complete yet, so none is saved"
+    is_saved = step or checkpoints.is_resumable
+    return f"the checkpoint of step {step} is complete" if is_saved else "no step is complete yet, so none is saved"
 
 
 def close_run(run: Run, sinks: Sink, run_id: str, step: int, reason: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc import durable
+from rlhf_mc import durable, json_files
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.health import keep_events_up_to
@@ -38,6 +38,7 @@ from rlhf_mc.observability.run_files import (
 )
 from rlhf_mc.observability.sinks import TENSORBOARD_DIR
 from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
+from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.run_lock import Owner
 from rlhf_mc.trainer import success
 
@@ -184,12 +185,18 @@ def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
 
 
 def _read(root: Path) -> dict[str, Any]:
-    """Return the content of run.json; an empty dict if it is missing or not a JSON object."""
+    """Return the content of run.json; an empty dict if it is missing. One that is no JSON object is quarantined."""
+    path = root / RUN_FILE
     try:
-        content = json.loads((root / RUN_FILE).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        content = json_files.read(path)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return content if isinstance(content, dict) else {}
+    except ValueError as error:
+        say(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
+        return {}
+    return content
 
 
 def _write(root: Path, about: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc import json_files
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.results import Score
 
@@ -50,5 +50,5 @@ def write_samples(
                 "extra": dict(score.extra),
                 "failure": score.failure,
             }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_files.readable_text(row) + "\n")
     unfinished.replace(path)

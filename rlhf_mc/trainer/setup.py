@@ -4,7 +4,6 @@ user's input is found here, before the first step; the cheapest checks come firs
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLCon
 from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
-from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import Inputs, read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, about
@@ -169,7 +168,7 @@ def build_run(cfg: Config) -> Run:
         config=cfg,
         groups=groups["actor"],
         tokenizer=tokenizer,
-        stop_token_ids=_stop_token_ids(cfg.model.path, tokenizer),
+        stop_token_ids=stop_token_ids(cfg.model.path, tokenizer),
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
@@ -383,13 +382,16 @@ def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbC
     )
 
 
-def _stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokenizer's end token and those of generation_config.json, as vLLM and transformers use them."""
     ids = {int(tokenizer.eos_token_id)}
     path = Path(model_path) / "generation_config.json"
     if path.exists():
-        extra = json.loads(path.read_text()).get("eos_token_id")
-        ids.update(extra if isinstance(extra, list) else [] if extra is None else [extra])
+        extra = read_config(model_path, path.name).get("eos_token_id")
+        found = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if not all(isinstance(token, int) for token in found):
+            raise UserError(f"{path}: eos_token_id is {str(extra)[:80]}; expected a token's number, or a list of them")
+        ids.update(found)
     return tuple(sorted(ids))
 
 

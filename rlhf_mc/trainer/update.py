@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhf_mc import platform
+from rlhf_mc import json_files, platform
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
@@ -233,7 +233,7 @@ def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
             zip(mini.tokens.split(seq_lens), response_lens, advantages, strict=True)
         )
     ]
-    updates = json.loads(path.read_text()) if path.exists() else []
+    updates = json_files.read(path) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*updates, {"model": name, "sequences": sequences}]))
 

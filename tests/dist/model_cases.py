@@ -3,7 +3,7 @@ is called on every rank with the same arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -310,10 +310,31 @@ def params_unlike_hf(checkpoint: str, converted: str, tp: int, pp: int) -> list[
 
 def error_of_loading_nan(checkpoint: str, directory: str, tp: int) -> str:
     """Save a Megatron checkpoint with one NaN on the last rank. Return the error message of loading it."""
-    with mesh_groups(tp, 1) as groups:
-        engine = make_engine(checkpoint, "actor", groups)
+
+    def set_nan(params: dict[str, torch.Tensor]) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
-            engine.params["decoder.layers.1.mlp.linear_fc2.weight"].view(-1)[-1] = torch.nan
+            params["decoder.layers.1.mlp.linear_fc2.weight"].view(-1)[-1] = torch.nan
+
+    return _error_of_loading_changed(checkpoint, directory, tp, 1, set_nan)
+
+
+def error_of_loading_zeros(checkpoint: str, directory: str, tp: int, pp: int, ranks: list[int]) -> str:
+    """Save a Megatron checkpoint whose first query, key and value weights of these ranks are zero. Return the error
+    message of loading it."""
+
+    def set_zero(params: dict[str, torch.Tensor]) -> None:
+        if dist.get_rank() in ranks:
+            params["decoder.layers.0.self_attention.linear_qkv.weight"].zero_()
+
+    return _error_of_loading_changed(checkpoint, directory, tp, pp, set_zero)
+
+
+def _error_of_loading_changed(
+    checkpoint: str, directory: str, tp: int, pp: int, change: Callable[[dict[str, torch.Tensor]], None]
+) -> str:
+    with mesh_groups(tp, pp) as groups:
+        engine = make_engine(checkpoint, "actor", groups)
+        change(engine.params)
         save_mcore(engine.model, directory, HFReader(checkpoint))
         try:
             load_mcore(engine.model, directory)

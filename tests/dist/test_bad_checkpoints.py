@@ -47,6 +47,20 @@ def flip_a_bit(path: Path) -> None:
     (path / "__0_0.distcp").write_bytes(data)
 
 
+def swap(path: Path) -> None:
+    """Exchange the names of the checkpoint and the one before it."""
+    other = path.with_name("global_step_2")
+    path.rename(path.with_name("moved"))
+    other.rename(path)
+    path.with_name("moved").rename(other)
+
+
+def rename_all(path: Path) -> None:
+    """Name each checkpoint of the run by another one's step."""
+    swap(path)
+    (path.parent / "global_step_1").rename(path.parent / "global_step_4")
+
+
 def edit_state(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     """Return a change of state.json that keeps the checkpoint intact."""
 
@@ -223,6 +237,10 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
             auto(f"{file} rewritten {text[:2]}", rewrite(file, text), "step 2")
     auto("copy 99", copy_as("global_step_99"), "step 3")
     auto("copy 007", copy_as("global_step_007"), "step 3")
+    auto(
+        "swapped", swap, "is a checkpoint of step 3, and no later one is named by its step; rename it to global_step_3"
+    )
+    auto("all renamed", rename_all, "is a checkpoint of step 3, and no later one is named by its step; rename it to")
     auto("of another run", set_owner("another"), "its run.json says run another, its newest checkpoint is of run ")
     auto("gap", drop_metrics(2), "metrics.jsonl: lacks the row of step 2 (1 of 3 rows are missing)")
     auto("earlier version", convert_to_earlier_version, "step 3")
@@ -266,7 +284,7 @@ def test_resume_from_corrupt_or_unsuitable_checkpoints(pool: Any, config: Path, 
     for (attempt, outcome), text in zip(attempts, outcomes, strict=True):
         assert outcome in text and "\n" not in text, f"{attempt}: {text}"
     assert (tmp_path / "copy 99" / "global_step_99").is_dir() and (tmp_path / "copy 007" / "global_step_007").is_dir()
-    assert not (tmp_path / "gap" / "earlier_runs").exists()
+    assert not any((tmp_path / name / "earlier_runs").exists() for name in ("gap", "swapped", "all renamed"))
     assert steps_logged(tmp_path / "no jsonl" / "metrics.jsonl") == [1, 2]
     assert json.loads((tmp_path / "begun by job 8" / "run.json").read_text())["slurm_job"] == "7"
     assert sorted(p.name for p in (tmp_path / "two truncated").glob("global*")) == [

@@ -154,6 +154,22 @@ def test_checkpoint_of_another_architecture_is_rejected(
     assert "is no part of the model" in message
 
 
+@pytest.mark.parametrize(
+    ("tp", "pp", "ranks", "layer"), [(2, 1, [0], None), (2, 1, [0, 1], 0), (1, 2, [0], 0), (1, 2, [1], 2)]
+)
+def test_matrices_of_zeros_are_refused(
+    pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path, tp: int, pp: int, ranks: list[int], layer: Any
+) -> None:
+    """Refuse a matrix that is zero on all of its ranks, by its number in the whole model."""
+    where = {"checkpoint": str(converted["tied_float32"][0]), "directory": str(tmp_path / "zeros")}
+    messages = pool(2).run(model_cases.error_of_loading_zeros, **where, tp=tp, pp=pp, ranks=ranks)
+    name = f"model.decoder.layers.{layer}.self_attention.linear_qkv.weight"
+    refused = (
+        f"{tmp_path / 'zeros'}: tensor {name}: all values are zero; the checkpoint has not been written completely"
+    )
+    assert set(messages) == {"no error" if layer is None else refused}
+
+
 def test_nonfinite_weights_are_rejected(pool: Any, converted: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     """Read them in a run that loads a Megatron checkpoint, and in the converters."""
     source = converted["tied_float32"][0]

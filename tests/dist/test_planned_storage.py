@@ -12,7 +12,6 @@ from tiny import make_checkpoint, write_config
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.planner.collectives import group_of
 from rlhf_mc.planner.host_memory import saved_bytes
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.model_state import trained_state
@@ -72,7 +71,7 @@ def test_checkpoint(
     for rank, layout in enumerate(training_layouts(shape, ranks)):
         at = ranks.coordinate(rank)
         state = trained_state(layout, config, ranks, at.pp, (), False, shape.shares_embeddings)
-        replicas = group_of(ranks, rank, "ep", "expert_dp")
+        replicas = ranks.group_of(rank, "ep", "expert_dp")
         assert state.params == measured[rank]["params"]
         assert state.optimizer == max(measured[other]["optimizer"] for other in replicas)
         planned += saved_bytes(state, ranks)

@@ -3,8 +3,10 @@ tokens, files with sampling weights."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +292,37 @@ def test_corrupt_cache_is_not_used(
     (entry,) = (tmp_path / "cache").iterdir()
     whole = entry.read_bytes()
     middle = len(whole) // 2
-    for corrupt in (b"", whole[:-30], whole[:middle] + b"\xff" * 9 + whole[middle + 9 :]):
-        entry.write_bytes(corrupt)
+    archive = whole[whole.index(b"PK") :]
+    with np.load(io.BytesIO(archive)) as content:
+        arrays = dict(content)
+
+    def with_arrays(**changed: np.ndarray) -> bytes:
+        buffer = io.BytesIO()
+        np.savez(buffer, **{**arrays, **changed})  # type: ignore[arg-type]
+        return whole.removesuffix(archive) + buffer.getvalue()
+
+    rolled = with_arrays(tokens=np.roll(arrays["tokens"], 1))
+    nested = with_arrays(about=np.frombuffer(b"[" * 9999, np.uint8))
+    other = write_table(tmp_path / "b.parquet", [make_row("9")])
+    list(load_prompts([other], tokenizer, cfg, -1))
+    (of_another_name,) = (file.read_bytes() for file in (tmp_path / "cache").iterdir() if file != entry)
+    for corrupt in (
+        b"",
+        whole[:-30],
+        whole[:middle] + b"\xff" * 9 + whole[middle + 9 :],
+        rolled,
+        nested,
+        of_another_name,
+        None,
+    ):
+        if corrupt is None:
+            entry.unlink()
+            os.mkfifo(entry)
+        else:
+            entry.write_bytes(corrupt)
         assert list(load_prompts([path], tokenizer, cfg, -1)) == first
         assert f"{entry} cannot be used, its rows are tokenised anew" in capsys.readouterr().err
-        assert entry.read_bytes() == whole
+        assert entry.is_file() and entry.read_bytes() == whole
     (tmp_path / "file").write_text("")
     unwritable = data_config(cache_dir=str(tmp_path / "file"))
     assert list(load_prompts([path], tokenizer, unwritable, -1)) == first

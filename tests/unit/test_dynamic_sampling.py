@@ -126,6 +126,32 @@ def test_batches_are_drawn_until_enough_groups_differ(monkeypatch: pytest.Monkey
     }
 
 
+@pytest.mark.parametrize(
+    ("scores", "drawn", "kept"), [([[1, 1, 1, 1, 1, 1]], 334, 0), ([[1, 0, 1, 1, 1, 1], *[[1] * 6] * 999], 335, 1)]
+)
+def test_a_constant_reward_ends_the_step_whatever_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+    config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    scores: list[list[float]],
+    drawn: int,
+    kept: int,
+) -> None:
+    drawing = Drawing(monkeypatch, scores * 1000)
+    run, state, stop = run_with(config_file, f"{FILTER}.max_num_gen_batches=1000000000", num_prompts=6)
+    with pytest.raises(TooFewGroups) as caught:
+        filtered_rollout(run, state, stop)
+    assert drawing.drawn == drawn, "1000 groups, three a batch"
+    assert f"in {drawn} batches {kept} of {3 * drawn} groups" in str(caught.value)
+    assert "the last ones have brought none for so long that more will not help: use prompts" in str(caught.value)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (drawn - 1) // 10
+    assert lines[0] == (
+        f"rlhf_mc: step 4: in 10 batches {kept} of 30 groups have responses that differ in acc (the others have one"
+        f" value: 1 in {30 - kept}), and data.train_batch_size is 2; it draws on"
+    )
+
+
 @pytest.mark.parametrize(("most", "num_prompts", "drawn"), [(1, 60, 1), (2, 60, 2), (0, 6, 2), (0, 8, 2), (0, 9, 3)])
 def test_too_few_groups_is_one_line(
     monkeypatch: pytest.MonkeyPatch, config_file: Path, most: int, num_prompts: int, drawn: int

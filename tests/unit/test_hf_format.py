@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import hf_format
 from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.checkpoint.hf_export import export_hf
-from rlhf_mc.checkpoint.hf_format import HFReader
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.reshard.layout import mcore_layout
 
 
 def add_head(start: Path, change: float) -> torch.Tensor:
@@ -218,6 +220,37 @@ def test_nonfinite_values_are_counted_by_the_reading_rank(tmp_path: Path, name: 
         else:
             import_all(reader, [layout])
     assert num_raised == 1
+
+
+ATTENTION = [f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "qkv"]
+MLP = [f"model.layers.1.mlp.{kind}_proj.weight" for kind in ("gate", "up")]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("all", "lm_head.weight (and 7 more)"),
+        (["model.embed_tokens.weight"], "model.embed_tokens.weight"),
+        (["lm_head.weight"], "lm_head.weight"),
+        (ATTENTION, ", ".join(ATTENTION)),
+        (MLP, ", ".join(MLP)),
+        ([ATTENTION[0], MLP[0]], None),
+        (["model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"], None),  # an identity block
+        (["model.layers.1.self_attn.q_proj.bias", NORM], None),
+    ],
+)
+def test_matrices_of_zeros_are_refused(tmp_path: Path, names: Any, found: str | None) -> None:
+    start = save_model(tmp_path / "start")
+    rewrite(start, lambda tensors: [tensors[name].zero_() for name in (tensors if names == "all" else names)])
+    reader = HFReader(start)
+    layout = mcore_layout(reader.shape(), 0, 1, range(3), True, True)
+    params = {name: torch.zeros(size) for name, size in layout.shapes.items()}
+    if found is None:
+        import_hf(reader, layout, params)
+        return
+    with pytest.raises(UserError) as error:
+        import_hf(reader, layout, params)
+    assert str(error.value) == f"{start}: {found}: all values are zero; the checkpoint has not been written completely"
 
 
 def test_overflow_of_a_sum_is_not_a_nonfinite_value() -> None:

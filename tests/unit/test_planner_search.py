@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from published import LLAMA_3_70B, QWEN_25_05B, write_model
 from test_shipped_configs import REPO
 
 from rlhf_mc.config.load import read_settings
+from rlhf_mc.planner import search as search_module
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.gpus import GPUS
 from rlhf_mc.planner.lengths import Lengths
@@ -124,3 +128,27 @@ def test_less_memory_takes_more_of_what_saves_it(tmp_path: Path) -> None:
         found.append((megatron.tensor_model_parallel_size, best.offload, megatron.recompute_granularity))
     # Offload: 0 none, 1 of vLLM, 2 gradients, 3 optimizer state, 4 weights.
     assert found == [(1, 0, None), (1, 3, None), (2, 3, None), (2, 4, None)]
+
+
+def test_a_search_ends_in_time_with_the_best_so_far(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count looks at the clock as seconds."""
+    monkeypatch.setattr(search_module, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    code, out, err = run(SMALL, "--search", "--top", "3", "--json")
+    assert code == 0 and json.loads(out)
+    lines = err.splitlines()
+    assert re.fullmatch(r"rlhf_mc: search: \d+ layouts looked at \(5 s\)", lines[0])
+    assert lines[-1] == (
+        "rlhf_mc: the search has ended after 45 s, with the best so far; with fewer GPUs it would compare all"
+    )
+    monkeypatch.setattr(search_module, "SECONDS", 0.0)
+    code, out, err = run(SMALL, "--search")
+    assert (code, out) == (2, "")
+    assert "rlhf_mc: error: the search has found no settings that fit in 0 s; name fewer GPUs" in err
+
+
+def test_a_search_on_very_many_ranks_leaves_out_the_weight_update(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "MOST_RANKS", 7)
+    monkeypatch.setattr(search_module, "weight_update", None)
+    code, out, err = run(SMALL, "--search", "--top", "1")
+    assert code == 0 and out
+    assert "of more than 7 GPUs the times leave out the weight update" in err

@@ -134,7 +134,7 @@ def test_rings_inside_and_across_nodes() -> None:
     ("arguments", "words"),
     [
         (["--mean-response-length", "4000"], "--mean-response-length is 4000; it must be at most"),
-        (["--mean-prompt-length", "0"], "'0' is no positive number"),
+        (["--mean-prompt-length", "0"], "'0' is no whole number from 1 to "),
         (["--network-bandwidth", "fast"], "'fast' is no number of bytes per second"),
     ],
 )

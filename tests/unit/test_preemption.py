@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.runtime import preemption
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests, job_end
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.trainer import loop
+from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 
 PROGRAM = """
 import subprocess, sys, time
@@ -174,3 +180,37 @@ def test_job_too_short_for_one_step_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(time, "time", lambda: now + 2)
     with pytest.raises(UserError, match="no step was complete by then"):
         stop.check()
+
+
+@pytest.mark.parametrize(
+    ("saved", "line"),
+    [
+        (
+            None,
+            "no step is complete yet, so none is saved; the run begins anew, as another run, when it is started again",
+        ),
+        (2, "the checkpoint of step 2 is complete; the run resumes from there when it is started again"),
+        (0, "the checkpoint of step 0 is complete; the run resumes from there when it is started again"),
+    ],
+)
+def test_a_stopped_run_says_what_the_next_start_does(
+    monkeypatch: pytest.MonkeyPatch, saved: int | None, line: str
+) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints.__new__(Checkpoints)
+    checkpoints._saved = saved
+    checkpoints.position = Position(step=saved or 0)
+    monkeypatch.setattr(Checkpoints, "release", lambda self: None)
+    monkeypatch.setattr(loop, "Checkpoints", lambda run: checkpoints)
+    monkeypatch.setattr(loop, "save_checkpoint", lambda *arguments, wait: None)
+    monkeypatch.setattr(loop, "record_end", lambda *arguments: None)
+    monkeypatch.setattr(loop, "say_on_console", lambda run, text: said.append(text))
+
+    def train(*arguments: object) -> Iterator[None]:
+        raise StopRequested("SIGTERM")
+        yield
+
+    monkeypatch.setattr(loop, "train", train)
+    run: Any = SimpleNamespace(config=None, groups=SimpleNamespace(rank=0))
+    assert list(loop.steps(run, RankStatus(), StopRequests(TrainerConfig("runs/x")))) == []
+    assert said == [f"asked to stop (SIGTERM): {line}"]

@@ -1,0 +1,72 @@
+"""Interrupts and numbers on the command line, the same for the planner and all tools. `end_on_interrupt` is
+called before other modules are imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+EXIT_INTERRUPTED = 130
+"""The program was interrupted and has saved nothing (128 + SIGINT)."""
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process with one line and code 130, also within an import."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the shell has it ignored
+        signal.signal(signal.SIGINT, _interrupt)
+        sys.excepthook = _report
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"rlhf_mc: interrupted\n")
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(EXIT_INTERRUPTED)  # an extension module makes another error of an exception in its import
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        raise SystemExit(EXIT_INTERRUPTED)
+    sys.__excepthook__(kind, error, trace)
+
+
+def whole_number(least: int, most: int) -> Callable[[str], int]:
+    """Return the argparse type of the whole numbers of this range."""
+
+    def read(text: str) -> int:
+        is_number = text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+NODES = whole_number(1, 10_000)
+GPUS_PER_NODE = whole_number(1, 128)
+"""argparse types of a machine's size."""
+
+
+def number(least: float, what: str) -> Callable[[str], float]:
+    """Return the argparse type of the finite numbers from `least` on. what: the unit, and an example."""
+
+    def read(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found < math.inf:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}")
+        return found
+
+    return read

@@ -1,0 +1,85 @@
+"""Ctrl-C and numbers on the command line of the planner and of the tools."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_shipped_configs import REPO
+
+HOOK = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+WORK = """
+import os, signal
+from rlhf_mc.runtime.tool import end_on_interrupt
+end_on_interrupt()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+finally:
+    print("cleaned")
+"""
+PLANNER = ["-m", "rlhf_mc.planner"]
+
+
+def python(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    paths = os.pathsep.join([str(tmp_path), str(REPO)])
+    env = {**os.environ, "INTERRUPT_AT": "", **env, "PYTHONPATH": paths}
+    return subprocess.run([sys.executable, *arguments], env=env, cwd=REPO, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        (PLANNER, "rlhf_mc.config.errors"),
+        (["tools/check_layouts.py"], "torch"),
+        (["tools/gpu_check.py"], "gpu_parts.catalog"),
+        (["tools/convert_hf_to_mcore.py"], "rlhf_mc.checkpoint.convert"),
+        (["tools/convert_mcore_to_hf.py"], "rlhf_mc.checkpoint.convert"),
+        (["tools/make_quickstart.py"], "torch"),
+        (["tools/prepare_data.py"], "pyarrow"),
+        (["tools/report.py"], "rlhf_mc.observability.report"),
+    ],
+)
+def test_ctrl_c_in_an_import_is_one_line(tmp_path: Path, program: list[str], module: str) -> None:
+    ended = python(tmp_path, *program, INTERRUPT_AT=module)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "rlhf_mc: interrupted\n")
+
+
+def test_ctrl_c_at_work_cleans_up(tmp_path: Path) -> None:
+    ended = python(tmp_path, "-c", WORK)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "cleaned\n", "rlhf_mc: interrupted\n")
+    other_rank = python(tmp_path, "-c", WORK, RANK="1")
+    assert (other_rank.returncode, other_rank.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("program", "argument", "text"),
+    [
+        *(
+            ([*PLANNER, "x"], name, "9" * 20)
+            for name in ("--nodes", "--gpus-per-node", "--top", "--mean-prompt-length")
+        ),
+        ([*PLANNER, "x"], "--nodes", "0"),
+        ([*PLANNER, "x"], "--nodes", "²"),
+        ([*PLANNER, "x"], "--host-memory", "nan"),
+        ([*PLANNER, "x"], "--storage-bandwidth", "inf"),
+        (["tools/prepare_data.py"], "--test-rows", "-1"),
+    ],
+)
+def test_numbers_out_of_range_are_one_line(tmp_path: Path, program: list[str], argument: str, text: str) -> None:
+    ended = python(tmp_path, *program, argument, text)
+    assert ended.returncode == 2
+    line = ended.stderr.splitlines()[-1]
+    assert f"error: argument {argument}: '{text}' is no " in line and "Traceback" not in ended.stderr
