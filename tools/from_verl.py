@@ -3,12 +3,12 @@
     python tools/from_verl.py CONFIG.yaml [key=value ...] > ours.yaml
     python tools/from_verl.py run_verl.sh [key=value ...] > ours.yaml
     python tools/from_verl.py key=value ... > ours.yaml
-    ... --env NAME=VALUE     a variable that the script takes from its environment, or cannot be known without running it
-    ... --env NAME           the same, with the value that this process has; HOME and PWD are taken without it
+    ... --env NAME=VALUE      a variable of the script's environment, or one that only running the script would tell
+    ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
 
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
-the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser. Overrides on this command line replace the file's,
-and '~key' removes one.
+the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser. Overrides on
+this command line replace the file's, and '~key' removes one.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
 standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'

@@ -1,12 +1,13 @@
 """The commands of a shell script, with the variables that it assigns replaced. Nothing is run.
 
-shfmt parses the script, and the statements are followed here: assignments, conditions, loops, functions. Where a condition
-cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
+shfmt parses the script, and the statements are followed here: assignments, conditions, loops, functions. Where a
+condition cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
 shell_words.py, the reader of a verl script in verl_input.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -25,7 +26,9 @@ _MOST_BYTES = 1 << 16
 _DEEPEST = 100
 _SECONDS = 20
 _MOST_SHOWN = 3
-_TEMPLATES = ("HOME", "PWD")
+_NPU = "import torch_npu"
+"""The test of verl's scripts for another kind of accelerator."""
+_TAKEN = ("HOME", "PWD")
 """Variables that are taken from the environment."""
 
 
@@ -59,11 +62,12 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
     """Return the commands of a script. environment: variables that are given, beside HOME and PWD. Raise UserError with
     the line of a mistake."""
     try:
-        tree = _parsed(text, path)
-        home = {name: os.environ[name] for name in _TEMPLATES if name in os.environ}
+        text = text.rstrip().removesuffix("\\") + "\n"
+        tree = _parsed(text)
+        home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
         given = {**home, "PWD": str(Path.cwd()), **environment}
         variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
-        variables.update(dict.fromkeys(("0", "BASH_SOURCE"), {"0": Word(1, path)}))
+        variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
         script = Script(written=[*_written(tree)])
         run = _Interpreter(State(text.encode(), variables), script.commands, environment)
         try:
@@ -75,11 +79,12 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
         raise UserError(f"{path}: nested too deeply") from error
     except UserError as error:
         raise UserError(f"{path}, {error}") from error
+    given[_NPU] = "taken to fail"
     script.environment = {name: given[name] for name in sorted(run.state.used)}
     return script
 
 
-def _parsed(text: str, path: str) -> Node:
+def _parsed(text: str) -> Node:
     """Return shfmt's syntax tree of a script."""
     if len(text.encode()) > _MOST_BYTES:
         raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
@@ -276,7 +281,10 @@ class _Interpreter:
         line = line_of(first)
         if not outcomes:
             raise _Exit(line)
-        shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80]
+        shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80].rstrip(
+            "; "
+        )
+        asked = self._unknown(first)
         for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
             found = [_texts(outcome.get(name)) for outcome in outcomes]
             if all(texts == found[0] for texts in found):
@@ -285,7 +293,20 @@ class _Interpreter:
             named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in found))
             values = " or ".join(named[:_MOST_SHOWN])
             problem = f"${name} is {values}, by the condition `{shown}` in line {line}, which is not decided"
-            self._set(name, {"0": Word(line, name, problem, name)})
+            self._set(name, {"0": Word(line, name, problem, asked or name)})
+
+    def _unknown(self, tree: Any) -> str | None:
+        """Return the first variable in a condition that has no value."""
+        name = (tree.get("Param") or {}).get("Value", "") if isinstance(tree, dict) else ""
+        if name.isidentifier():
+            found = self.state.variables.get(name)
+            bad = next((word for word in found.values() if word.problem), None) if found else Word(0, "", "", name)
+            if bad is not None:
+                return bad.variable or name
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(item, (dict, list)) and (inner := self._unknown(item)):
+                return inner
+        return None
 
     def _set(self, name: str, value: Variable) -> None:
         """Assign a variable. One that has no value takes that of the environment, if it is given."""
@@ -294,7 +315,7 @@ class _Interpreter:
             self.state.variables[name] = {"0": Word(0, self.given[name])}
             return
         if problem is not None:
-            value = {key: replace(word, variable=name) if word.problem else word for key, word in value.items()}
+            value = {key: replace(word, variable=word.variable or name) for key, word in value.items()}
         self.state.variables[name] = value
 
     # ------------------------------------------------------------ commands
@@ -318,6 +339,9 @@ class _Interpreter:
         if builtin is not None:
             status: bool | None = builtin(words)
             return status
+        if "python" in name and [word.text for word in words[1:]] == ["-c", _NPU]:
+            self.state.used.add(_NPU)
+            return False
         if self.output is not None:
             raise Unresolved(words[0])
         self.commands.append(words)
@@ -475,7 +499,8 @@ class _Interpreter:
         for op in ("-o", "-a"):
             if op in texts:
                 at = texts.index(op)
-                return _joined(op == "-a", self._tested(words[:at]), lambda: self._tested(words[at + 1 :]))
+                rest = words[at + 1 :]
+                return _joined(op == "-a", self._tested(words[:at]), functools.partial(self._tested, rest))
         if texts[:1] == ["!"]:
             status = self._tested(words[1:])
             return None if status is None else not status

@@ -256,7 +256,10 @@ class Expander:
             count = 0 if replacement.get("All") else 1
             regex = _regex(pattern.text)
             bad = next((word for word in (pattern, other) if word.problem), None)
-            return [bad or replace(word, text=re.sub(regex, lambda _: other.text, word.text, count)) for word in values]
+            return [
+                bad or replace(word, text=re.sub(regex, lambda _: other.text, word.text, count=count))
+                for word in values
+            ]
         if not expression:
             return values
         op = expression["Op"]
@@ -265,6 +268,7 @@ class Expander:
             return [replace(word, text=cases[op](word.text)) for word in values]
         if op in ("#", "##", "%", "%%"):
             pattern = self.text(expression.get("Word"))
+            self.state.spend(sum(len(word.text) ** 2 >> 4 for word in values), line_of(node))
             return [pattern if pattern.problem else replace(w, text=_trimmed(w.text, op, pattern.text)) for w in values]
         if op in ("?", ":?", ":-", "-", ":=", "="):
             return values

@@ -199,7 +199,11 @@ def _script_words(path: str, reading: Reading) -> list[Word]:
     if len(found) != 1:
         lines = ", ".join(str(words[0].line) for words in found if words)
         what = f"{len(found)} commands (lines {lines})" if found else "no command"
+        others = {
+            words[at + 1].text for words in script.commands for at, word in enumerate(words[:-1]) if word.text == "-m"
+        }
         ended = f"; {script.ended}" if script.ended and not found else ""
+        ended = f"; it starts {_shown(', '.join(sorted(others)))}" if others and not found and not ended else ended
         raise UserError(
             f"{path}: {what} with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; expected one{ended}"
         )
