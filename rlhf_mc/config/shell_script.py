@@ -1,8 +1,8 @@
 """The commands of a shell script, with the variables that it assigns replaced. Nothing is run.
 
 shfmt parses the script, and the statements are followed here: assignments, conditions, loops, functions. Where a
-condition cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
-shell_words.py, the reader of a verl script in verl_input.py.
+condition cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words
+are in shell_words.py, the reader of a verl script in verl_input.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Script:
     ended: str = ""
     """The reason why the script ends before its last line."""
     written: list[tuple[int, str]] = field(default_factory=list)
-    """(line, beginning without expansions) of each word, those of branches that are not taken too."""
+    """(line, text) of each literal part of a word, those of branches that are not taken too."""
 
 
 class _Exit(Exception):
@@ -114,17 +114,13 @@ def _parsed(text: str) -> Node:
 
 
 def _written(tree: Any) -> Iterator[tuple[int, str]]:
-    """Yield the line and the first literal text of each word."""
+    """Yield the line and the text of each literal part of a word."""
     if isinstance(tree, list):
         for item in tree:
             yield from _written(item)
     elif isinstance(tree, dict):
-        parts = tree.get("Parts") or [{}]
-        first = parts[0]
-        if first.get("Type") == "DblQuoted":
-            first = (first.get("Parts") or [{}])[0]
-        if first.get("Type") in ("Lit", "SglQuoted") and "Pos" in first:
-            yield line_of(first), first.get("Value", "")
+        if tree.get("Type") in ("Lit", "SglQuoted"):
+            yield line_of(tree), tree.get("Value", "")
         for item in tree.values():
             if isinstance(item, (dict, list)):
                 yield from _written(item)

@@ -127,8 +127,11 @@ class Expander:
 
     def text(self, word: Node | None, line: int = 0) -> Word:
         """Return a word as one text, as in an assignment."""
+        return self._joined(self.fields(word, quoted=True) if word else [], line)
+
+    def _joined(self, words: list[Word], line: int) -> Word:
         found = _Fields(line)
-        for number, item in enumerate(self.fields(word, quoted=True) if word else []):
+        for number, item in enumerate(words):
             found.add(replace(item, text=" " * bool(number) + item.text))
         return found.last or Word(line, "")
 
@@ -144,12 +147,14 @@ class Expander:
             out.add(Word(out.line, text))
         elif kind == "DblQuoted":
             parts = part.get("Parts", [])
-            if not (len(parts) == 1 and parts[0]["Type"] == "ParamExp" and _is_list(parts[0])):
+            if not (len(parts) == 1 and parts[0]["Type"] == "ParamExp" and _is_list(parts[0], "@")):
                 out.add(Word(out.line, ""))
             for inner in parts:
                 self._part(inner, True, True, out)
         else:
             values = self._values(part, quoted or in_quotes)
+            if in_quotes and part["Type"] == "ParamExp" and _is_list(part, "*"):
+                values = [self._joined(values, out.line)]
             for number, value in enumerate(values):
                 if number:
                     out.end()
@@ -357,10 +362,10 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _is_list(node: Node) -> bool:
+def _is_list(node: Node, which: str = "@*") -> bool:
     """Return whether an expansion is that of all elements of an array, or of all arguments."""
     parts = (node.get("Index") or {}).get("Parts", [])
-    return node["Param"]["Value"] in ("@", "*") or any(part.get("Value") in ("@", "*") for part in parts)
+    return node["Param"]["Value"] in which or any(part.get("Value", "-") in which for part in parts)
 
 
 def _regex(pattern: str) -> str:

@@ -31,8 +31,10 @@ _NAMES = ("trainer.experiment_name", "trainer.project_name")
 _DIRECTORIES = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "hydra.run.dir")
 """Settings in which $(date) becomes a plain word."""
 _FUNCTION = "custom_reward_function"
-_SETTING = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:\.[\w@/-]+)+)=")
-_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "reward_model", "trainer", _FUNCTION)
+_SETTING = re.compile(
+    r"(?<![\w./])[+~]{0,2}((?:actor_rollout_ref|algorithm|critic|custom_reward_function|data|global_profiler|ray_init|ray_kwargs"
+    r"|reward|reward_model|trainer|transfer_queue)(?:\.[\w@/-]+)+)="
+)
 
 
 @dataclass
@@ -71,12 +73,16 @@ def read_verl(source: str | None, overrides: Sequence[str], environment: Mapping
         if word.problem is not None and _names_only(key, word):
             reading.note("replaced", word.text, f"{_shown(word.problem)}; a plain word stands for it")
         elif word.problem is not None:
-            way = f"--env {word.variable}=VALUE, or " if word.variable else ""
-            raise UserError(f"{origin}: {_shown(key)}: {_shown(word.problem, 300)}; give {way}{_shown(key)}=VALUE")
+            way = f"{_way(word)}{', or' if word.variable else 'give'} {_shown(key)}=VALUE"
+            raise UserError(f"{origin}: {_shown(key)}: {_shown(word.problem, 300)}; {way}")
         _apply(given, word.text, origin)
     reading.settings = _resolved(reading)
     _check_function(reading.settings)
     return reading
+
+
+def _way(word: Word) -> str:
+    return f"give {ENV} {word.variable}=VALUE" if word.variable else ""
 
 
 def _names_only(key: str, word: Word) -> bool:
@@ -150,7 +156,7 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
         raise UserError(f"{origin}: a space after the backslash ends the command here; remove the space")
     if not equals or not re.fullmatch(r"\+{0,2}[\w.@/-]+", written):
         raise UserError(f"{origin}: {_shown(word)!r}: expected key=value, as Hydra reads it")
-    value = parse_yaml(text, origin) if text else ""
+    value = parse_yaml(text, f"{origin}: {_shown(key)}") if text else ""
     sections = _leaves(value, origin, f"{written}.") if isinstance(value, dict) and value else [(written, value)]
     for name, inner in sections:
         given[plain_key(name)] = Given(inner, name.lstrip("+"))
@@ -212,9 +218,9 @@ def _script_words(path: str, reading: Reading) -> list[Word]:
     overrides = _without_options(found[0], path)
     given = {_key_of(word.text) for word in overrides}
     for line, text in script.written:
-        key = _SETTING.match(text)
-        if key is not None and key[1].partition(".")[0] in _SECTIONS and plain_key(key[1]) not in given:
-            reading.note("not given", key[1], f"line {line} has it, but the command that starts verl does not get it")
+        for key in _SETTING.findall(text):
+            if plain_key(key) not in given:
+                reading.note("not given", key, f"line {line} has it, but the command that starts verl does not get it")
     return overrides
 
 
@@ -235,8 +241,12 @@ def _without_options(words: list[Word], path: str) -> list[Word]:
         if not option.startswith("-"):
             overrides.append(word)
             continue
-        if not equals:
-            value = next((following.text for following in rest), "")
+        value_word = word if equals else next(rest, word)
+        if value_word.problem:
+            raise UserError(
+                f"{path}, line {word.line}: {option}: {_shown(value_word.problem, 300)}; {_way(value_word)}"
+            )
+        value = value if equals else value_word.text
         if option in ("--config-name", "-cn") and value.removesuffix(".yaml") not in _BASES:
             raise UserError(
                 f"{path}, line {word.line}: {option} {_shown(value)} is not read; convert that file, with the rest"
