@@ -7,8 +7,8 @@
     ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
 
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
-the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser. Overrides on
-this command line replace the file's, and '~key' removes one.
+the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser.
+Overrides on this command line replace the file's, and '~key' removes one.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
 standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'
@@ -24,6 +24,7 @@ from pathlib import Path
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, validate
 from rlhf_mc.config.verl_input import converted_arguments, split_environment
+from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED
 
 
 def problem_of(text: str, processes: int) -> str | None:
@@ -63,4 +64,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("rlhf_mc: interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

@@ -21,10 +21,15 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.shell_words import Expander, Node, State, Unresolved, Variable, Word, line_of, matches
+from rlhf_mc.config.yaml_reader import line_too_deep
 
-_MOST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 15
 _DEEPEST = 100
+_OPENING = r"[({\[]|(?:^|[;&|]|\b(?:then|else|do)\b)\s*(?:if|for|while|until|case)\b"
+_CLOSING = r"[)}\]]|\b(?:fi|done|esac)\b"
 _SECONDS = 20
+_STEP = 400
+"""Work of a statement, beside the bytes of its values."""
 _MOST_SHOWN = 3
 _NPU = "import torch_npu"
 """The test of verl's scripts for another kind of accelerator."""
@@ -88,12 +93,8 @@ def _parsed(text: str) -> Node:
     """Return shfmt's syntax tree of a script."""
     if len(text.encode()) > _MOST_BYTES:
         raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
-    depth = 0
-    for found in re.finditer(r"[({\[)}\]\n]", text):
-        depth = max(0, depth + (1 if found[0] in "({[" else -1)) if found[0] != "\n" else depth
-        if depth > _DEEPEST:
-            line = text.count("\n", 0, found.start()) + 1
-            raise UserError(f"line {line}: nested too deeply, more than {_DEEPEST} brackets")
+    if line := line_too_deep(text, _OPENING, _CLOSING, _DEEPEST):
+        raise UserError(f"line {line}: nested too deeply, more than {_DEEPEST} brackets or statements")
     local = Path(sys.executable).with_name("shfmt")
     program = str(local) if local.exists() else shutil.which("shfmt")
     if program is None:
@@ -152,17 +153,17 @@ class _Interpreter:
         command = node.get("Cmd")
         if command is None:
             return True
-        self.state.spend(100, line_of(node))
+        self.state.spend(_STEP, line_of(node))
         method = getattr(self, f"_do_{command['Type']}", None)
         status = method(command) if method is not None else None
         return None if status is None else status != bool(node.get("Negated"))
 
     def _do_Block(self, node: Node) -> bool | None:
-        return self.statements(node["Stmts"])
+        return self.statements(node.get("Stmts", []))
 
     def _do_Subshell(self, node: Node) -> bool | None:
         try:
-            return self._copy().statements(node["Stmts"])
+            return self._copy().statements(node.get("Stmts", []))
         except _Exit:
             return None
 
@@ -230,7 +231,7 @@ class _Interpreter:
             if loop.get("Init"):
                 self.words.integer(loop["Init"])
             while loop.get("Cond") is None or self.words.integer(loop["Cond"]):
-                self.state.spend(100, line_of(loop))
+                self.state.spend(_STEP, line_of(loop))
                 if not self._pass(body):
                     break
                 if loop.get("Post"):
@@ -274,6 +275,7 @@ class _Interpreter:
             except _Exit:
                 continue
             outcomes.append(copy.state.variables)
+            self.state.spend(20 * len(copy.state.variables), line_of(first))
         line = line_of(first)
         if not outcomes:
             raise _Exit(line)
@@ -350,12 +352,12 @@ class _Interpreter:
         if "Array" in node:
             value = dict(older)
             for item in node["Array"].get("Elems", []):
-                key = self.words.text(item["Index"]).text if item.get("Index") else None
+                key = self.words.index(item["Index"]) if item.get("Index") else None
                 for word in [self.words.text(item.get("Value"), line)] if key else self.words.fields(item["Value"]):
                     value[str(len(value)) if key is None else key] = word
             self._set(name, value)
             return
-        key = self.words.text(node["Index"]).text if node.get("Index") else "0"
+        key = self.words.index(node["Index"]) if node.get("Index") else "0"
         word = self.words.text(node.get("Value"), line)
         parts = (node.get("Value") or {}).get("Parts") or [{}]
         if parts[0].get("Type") == "Lit" and re.match(r"~(/|\Z)", word.text) and (home := self.words.lookup("HOME")):

@@ -122,7 +122,7 @@ class Expander:
         for part in word.get("Parts", []):
             self._part(part, quoted, False, out)
         out.end()
-        self.state.spend(sum(len(found.text) for found in out.done), out.line)
+        self.state.spend(sum(len(found.text) + 32 for found in out.done), out.line)
         return out.done
 
     def text(self, word: Node | None, line: int = 0) -> Word:
@@ -173,7 +173,7 @@ class Expander:
                 return [Word(line, str(self.integer(part["X"])))]
             except Unresolved as error:
                 return [error.args[0]]
-        output = self.output_of(part["Stmts"]) if part["Type"] == "CmdSubst" else None
+        output = self.output_of(part.get("Stmts", [])) if part["Type"] == "CmdSubst" else None
         shown = " ".join(self.state.shown(part).split())
         name = re.search(r"\w+", shown)
         plain = name[0] if name else "value"
@@ -198,7 +198,7 @@ class Expander:
     def _parameter(self, node: Node, quoted: bool) -> list[Word]:
         name = node["Param"]["Value"]
         found = self.lookup(name)
-        index = self.text(node["Index"]).text if node.get("Index") else None
+        index = self.index(node["Index"]) if node.get("Index") else None
         if node.get("Excl"):
             if index in ("@", "*"):
                 return [Word(line_of(node), key) for key in found or {}]
@@ -215,6 +215,15 @@ class Expander:
         if node.get("Length"):
             return self._length(node, values, is_list)
         return self._with_default(node, name, values, is_list, quoted)
+
+    def index(self, node: Node) -> str:
+        """Return the index of an element of an array."""
+        if node["Type"] == "Word":
+            return self.text(node).text
+        try:
+            return str(self.integer(node))
+        except Unresolved:
+            return self.state.shown(node)
 
     def _length(self, node: Node, values: list[Word] | None, is_list: bool) -> list[Word]:
         bad = next((word for word in values or [] if word.problem), None)
@@ -244,7 +253,7 @@ class Expander:
             if self.unset_is_empty:
                 self.state.missing.add(name)
                 return [Word(line, "")]
-            return [Word(line, name, f"${name} is not set" if name.isalnum() else f"${name} is not assigned", name)]
+            return [Word(line, name, f"${name} is not set", name)]
         return self._changed(node, values or [])
 
     def _changed(self, node: Node, values: list[Word]) -> list[Word]:
@@ -273,7 +282,7 @@ class Expander:
             return [replace(word, text=cases[op](word.text)) for word in values]
         if op in ("#", "##", "%", "%%"):
             pattern = self.text(expression.get("Word"))
-            self.state.spend(sum(len(word.text) ** 2 >> 4 for word in values), line_of(node))
+            self.state.spend(sum(len(word.text) ** 2 >> 2 for word in values), line_of(node))
             return [pattern if pattern.problem else replace(w, text=_trimmed(w.text, op, pattern.text)) for w in values]
         if op in ("?", ":?", ":-", "-", ":=", "="):
             return values

@@ -26,6 +26,7 @@ _PROGRAMS = ("verl.trainer.main_ppo", "main_ppo.py", "dapo.main_dapo", "dapo.src
 """Ends of the words by which a command starts verl."""
 _REFERENCE = re.compile(r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}")
 _MOST_REFERENCES = 10
+_HOME = re.compile(r"\$(?:HOME\b|\{HOME\})")
 _NAMES = ("trainer.experiment_name", "trainer.project_name")
 """Settings that only name a run: an unresolved part of them becomes a plain word."""
 _DIRECTORIES = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir", "hydra.run.dir")
@@ -58,7 +59,7 @@ def read_verl(source: str | None, overrides: Sequence[str], environment: Mapping
     replace the file's. ~key removes a setting, or a section. Raise UserError with the file and line of a mistake."""
     reading = Reading(environment=environment or {})
     given = reading.settings
-    words = [(f"override {text!r}", Word(0, text)) for text in overrides]
+    words = [(f"override {_shown(text)!r}", Word(0, text)) for text in overrides]
     if source is not None and source.endswith((".yaml", ".yml")):
         given.update(
             (plain_key(key), Given(value, key)) for key, value in _leaves(parse_yaml(_text(source), source), source)
@@ -170,7 +171,7 @@ def _text(path: str) -> str:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{path}: {reason_of(error)}") from error
+        raise UserError(f"{_shown(path, 300)}: {reason_of(error)}") from error
     if len(content) > MOST_BYTES:
         raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
     try:
@@ -264,7 +265,7 @@ def _resolved(reading: Reading) -> dict[str, Given]:
     does, is left out, and the report says so."""
     out: dict[str, Given] = {}
     for key, item in reading.settings.items():
-        value = item.value
+        value = _with_home(item.value, item.written, reading)
         for _ in range(_MOST_REFERENCES):
             if not isinstance(value, str) or not _REFERENCE.search(value):
                 break
@@ -279,6 +280,17 @@ def _resolved(reading: Reading) -> dict[str, Given]:
 
 
 _ABSENT = object()
+
+
+def _with_home(value: Any, written: str, reading: Reading) -> Any:
+    """Return a value with $HOME replaced."""
+    if isinstance(value, list):
+        return [_with_home(item, written, reading) for item in value]
+    home = reading.environment.get("HOME", os.environ.get("HOME"))
+    if not isinstance(value, str) or home is None or not _HOME.search(value):
+        return value
+    reading.note("environment", f"HOME: {home}", "given" if "HOME" in reading.environment else "of this process")
+    return _HOME.sub(lambda _: home, value)
 
 
 def _replaced(value: str, written: str, reading: Reading) -> Any:

@@ -24,7 +24,7 @@ the settings of those that are not there as a whole."""
 def example(name: str) -> dict[str, Any]:
     """Return the settings of a file of EXAMPLES by verl's key, with the values that verl's parser reads."""
     words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
-    return {item.written: item.value for item in read_verl(None, words).values()}
+    return {item.written: item.value for item in read_verl(None, words).settings.values()}
 
 
 PPO_MATH = example("ppo_qwen2_7b_math_gsm8k")
@@ -313,7 +313,7 @@ def test_every_setting_of_ours_that_verl_shares_passes() -> None:
 
 SCRIPT = """\
 set -x
-DATA=$HOME/data            # kept as it is written
+DATA=$HOME/data            # of the environment
 train="['$DATA/a.parquet', '$DATA/b.parquet']"
 N=$((1024 * 2))
 TP=${TP:-${OTHER_TP:-4}}
@@ -339,11 +339,12 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config \\
 def test_script_is_read(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    given = {
-        key: item.value for key, item in read_verl(str(script), ["data.return_raw_chat=x", "algorithm.lam=1"]).items()
-    }
+    overrides = ["data.return_raw_chat=x", "algorithm.lam=1"]
+    reading = read_verl(str(script), overrides, {"HOME": "/home/me"})
+    given = {key: item.value for key, item in reading.settings.items()}
+    assert reading.notes[0] == ("environment    HOME: /home/me", "given")
     assert given == {
-        "data.train_files": ["$HOME/data/a.parquet", "$HOME/data/b.parquet"],
+        "data.train_files": ["/home/me/data/a.parquet", "/home/me/data/b.parquet"],
         "data.max_prompt_length": 2048,
         "data.return_raw_chat": "x",
         "actor.megatron.tensor_model_parallel_size": 4,
@@ -351,7 +352,7 @@ def test_script_is_read(tmp_path: Path) -> None:
         "data.apply_chat_template_kwargs.enable_thinking": False,
         "algorithm.lam": 1,
     }
-    without_data = read_verl(str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"])
+    without_data = read_verl(str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"]).settings
     names = ["actor.megatron.tensor_model_parallel_size", "trainer.logger", "algorithm.lam", "trainer.seed"]
     assert list(without_data) == names
 
@@ -359,20 +360,21 @@ def test_script_is_read(tmp_path: Path) -> None:
 def test_words_that_expand_to_nothing_are_no_settings(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text('NONE=()\npython3 -m verl.trainer.main_ppo a.b=1 "${NONE[@]}" a.c="" "$@"\n')
-    assert {key: item.value for key, item in read_verl(str(script), []).items()} == {"a.b": 1, "a.c": ""}
+    assert {key: item.value for key, item in read_verl(str(script), []).settings.items()} == {"a.b": 1, "a.c": ""}
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("k.a=$UNSET", "line 2: k.a=...: $UNSET is not assigned before; give the setting as an override: k.a=VALUE"),
-        ("k.a=x_$(date +%s)", "$(date +%s) is not evaluated"),
-        ("k.a=$(date\n)", "k.a=...: $(date ) is not evaluated"),
-        ("k.a=$((1 +))", "$((1 +)) is not evaluated"),
+        ("k.a=$UNSET", "line 2: k.a: $UNSET is not set; give --env UNSET=VALUE, or k.a=VALUE"),
+        ("k.a=x_$(date +%s)", "line 2: k.a: $(date +%s) is not evaluated; give k.a=VALUE"),
+        ("k.a=$(date\n)", "k.a: $(date ) is not evaluated"),
+        ("k.a=$((1 +))", "line 2: `+` must be followed by an expression"),
         ("notakey", "line 2: 'notakey': expected key=value"),
         ("--config-name=mine", "line 2: --config-name mine is not read"),
-        ("k.a='x", "line 2: ' is not closed"),
-        ("k.a=[1,", "line 2: not valid YAML"),
+        ("k.a='x", "line 2: reached EOF without closing quote `'`"),
+        ("k.a=[1,", "line 2: k.a: not valid YAML"),
+        ("k.a=1 \\ \n k.b=1", "line 2: a space after the backslash ends the command here"),
     ],
 )
 def test_mistake_in_a_script_names_the_line(tmp_path: Path, line: str, words: str) -> None:
@@ -393,7 +395,7 @@ def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
         "    algorithm.adv_estimator=grpo algorithm.filter_groups.enable=${on} algorithm.filter_groups.metric=acc \\\n"
         "    algorithm.filter_groups.max_num_gen_batches=10\n"
     )
-    found = convert(read_verl(str(script), []))
+    found = convert(read_verl(str(script), []).settings)
     assert not found.refused()
     assert {key: found.settings[key] for key in found.settings if "filter" in key or "batch_size" in key} == {
         "data.train_batch_size": 512,
@@ -407,7 +409,11 @@ def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
 def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    with pytest.raises(UserError, match=r"line 19: .*\$return_raw_chat is assigned under a condition, in line 7"):
+    with pytest.raises(
+        UserError,
+        match=r"line 19: data.return_raw_chat: \$return_raw_chat is 'True' or not set, by the condition .* in line 6, "
+        r"which is not decided; give --env mode=VALUE, or data.return_raw_chat=VALUE",
+    ):
         read_verl(str(script), [])
     script.write_text("echo nothing\n")
     with pytest.raises(UserError, match=r"no command with `-m verl.trainer.main_ppo`"):
@@ -424,7 +430,11 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
         "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: '${oc.select:absent.key}'}\n"
         "trainer: {experiment_name: 'n${actor_rollout_ref.rollout.n}'}\n"
     )
-    given = {key: item.value for key, item in read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"]).items()}
+    reading = read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"])
+    given = {key: item.value for key, item in reading.settings.items()}
+    assert reading.notes == [
+        ("default        critic.shuffle", "${oc.select:absent.key} is not given: verl's default of both")
+    ]
     assert given == {
         "actor.ppo_epochs": 2,
         "actor.checkpoint.save_contents": ["model"],
@@ -457,8 +467,8 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert report.splitlines()[-1].startswith(
         "rlhf_mc: error: 2 settings are not supported, and no config is written: actor_rollout_ref.rollout.top_p, "
     )
-    assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=$HOME/x"]) == 0
-    assert "to be changed before it runs: data.train_files is '$HOME/x'" in capsys.readouterr().err
+    assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=~/x"]) == 0
+    assert "to be changed before it runs: data.train_files is '~/x'" in capsys.readouterr().err
 
 
 def test_verl_option_takes_verls_overrides(tmp_path: Path) -> None:
