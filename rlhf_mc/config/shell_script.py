@@ -1,33 +1,24 @@
 """The commands of a shell script, with the variables that it assigns replaced. Nothing is run.
 
-shfmt parses the script, and the statements are followed here: assignments, conditions, loops, functions. Where a
-condition cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words
-are in shell_words.py, the reader of a verl script in verl_input.py.
+The statements of the tree of shell_parser.py are followed: assignments, conditions, loops, functions. Where a condition
+cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
+shell_words.py, the reader of a verl script in verl_input.py.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.shell_conditions import Conditions
+from rlhf_mc.config.shell_parser import parsed, written
 from rlhf_mc.config.shell_words import Expander, Node, State, Unresolved, Variable, Word, line_of, matches
-from rlhf_mc.config.yaml_reader import line_too_deep
 
-_MOST_BYTES = 1 << 15
-_DEEPEST = 100
-_OPENING = r"[({\[]|(?:^|[;&|]|\b(?:then|else|do)\b)\s*(?:if|for|while|until|case)\b"
-_CLOSING = r"[)}\]]|\b(?:fi|done|esac)\b"
-_SECONDS = 20
 _STEP = 400
 """Work of a statement, beside the bytes of its values."""
 _MOST_SHOWN = 3
@@ -68,12 +59,12 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
     the line of a mistake."""
     try:
         text = text.rstrip().removesuffix("\\") + "\n"
-        tree = _parsed(text)
+        tree = parsed(text)
         home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
         given = {**home, "PWD": str(Path.cwd()), **environment}
         variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
         variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
-        script = Script(written=[*_written(tree)])
+        script = Script(written=[*written(tree)])
         run = _Interpreter(State(text.encode(), variables), script.commands, environment)
         try:
             run.statements(tree.get("Stmts", []))
@@ -89,44 +80,6 @@ def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
     return script
 
 
-def _parsed(text: str) -> Node:
-    """Return shfmt's syntax tree of a script."""
-    if len(text.encode()) > _MOST_BYTES:
-        raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
-    if line := line_too_deep(text, _OPENING, _CLOSING, _DEEPEST):
-        raise UserError(f"line {line}: nested too deeply, more than {_DEEPEST} brackets or statements")
-    local = Path(sys.executable).with_name("shfmt")
-    program = str(local) if local.exists() else shutil.which("shfmt")
-    if program is None:
-        raise UserError("line 1: shfmt, which parses scripts, is not installed: pip install shfmt-py")
-    command = [program, "--to-json", "-ln", "bash"]
-    try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise UserError("line 1: shfmt cannot parse it in time") from error
-    except OSError as error:
-        raise UserError(f"line 1: {program}: {error}") from error
-    if done.returncode:
-        found = re.match(r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace"))
-        line, reason = found.groups() if found else ("1", "nested too deeply")
-        raise UserError(f"line {line}: {reason}")
-    tree: Node = json.loads(done.stdout)
-    return tree
-
-
-def _written(tree: Any) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each literal part of a word."""
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _written(item)
-    elif isinstance(tree, dict):
-        if tree.get("Type") in ("Lit", "SglQuoted"):
-            yield line_of(tree), tree.get("Value", "")
-        for item in tree.values():
-            if isinstance(item, (dict, list)):
-                yield from _written(item)
-
-
 # ---------------------------------------------------------------- statements
 
 
@@ -138,6 +91,7 @@ class _Interpreter:
         self.commands = commands
         self.given = given
         self.words = Expander(state, self._output_of)
+        self.conditions = Conditions(self.words)
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
@@ -175,7 +129,9 @@ class _Interpreter:
         return True
 
     def _do_BinaryCmd(self, node: Node) -> bool | None:
-        first, second, op = node["X"], node["Y"], node["Op"]
+        first = node["X"]
+        second = node["Y"]
+        op = node["Op"]
         if op not in ("&&", "||"):
             for part in (first, second):
                 self._do_Subshell({"Stmts": [part]})
@@ -214,7 +170,8 @@ class _Interpreter:
     def _do_ForClause(self, node: Node) -> bool | None:
         loop = node["Loop"]
         if loop["Type"] != "WordIter":
-            return self._c_style(loop, node["Do"])
+            self._c_style(loop, node["Do"])
+            return None
         items = loop.get("Items")
         if items is None:
             words = self.state.arguments
@@ -327,7 +284,7 @@ class _Interpreter:
             return True
         name = self.words.text(arguments[0]).text
         if name in ("[", "test"):
-            return self._bracket(arguments[1:])
+            return self.conditions.bracket(arguments[1:])
         words = [word for item in arguments for word in self.words.fields(item)]
         if not words:
             return True
@@ -374,6 +331,9 @@ class _Interpreter:
             if "Name" in assign and not assign.get("Naked"):
                 self._assign(assign)
         return True
+
+    def _do_TestClause(self, node: Node) -> bool | None:
+        return self.conditions.condition(node["X"])
 
     def _do_ArithmCmd(self, node: Node) -> bool | None:
         try:
@@ -475,74 +435,6 @@ class _Interpreter:
 
     _run_continue = _run_break
 
-    # ------------------------------------------------------------ conditions
-
-    def _bracket(self, nodes: Sequence[Node]) -> bool | None:
-        """Return the result of [ ... ], None if it is not known."""
-        self.words.unset_is_empty = any(self._literal(node) in ("-z", "-n") for node in nodes)
-        try:
-            words = [word for node in nodes for word in self.words.fields(node)]
-        finally:
-            self.words.unset_is_empty = False
-        if words and words[-1].text == "]":
-            words.pop()
-        return self._tested(words)
-
-    def _literal(self, node: Node) -> str:
-        parts = node.get("Parts") or [{}]
-        return str(parts[0].get("Value", "")) if len(parts) == 1 else ""
-
-    def _tested(self, words: list[Word]) -> bool | None:
-        texts = [word.text for word in words]
-        for op in ("-o", "-a"):
-            if op in texts:
-                at = texts.index(op)
-                rest = words[at + 1 :]
-                return _joined(op == "-a", self._tested(words[:at]), functools.partial(self._tested, rest))
-        if texts[:1] == ["!"]:
-            status = self._tested(words[1:])
-            return None if status is None else not status
-        if any(word.problem for word in words):
-            return None
-        if len(words) == 2:
-            return self._unary(*texts)
-        if len(words) == 3:
-            return _compared(texts[0], texts[1], texts[2], False)
-        return bool(texts and texts[0]) if len(words) < 2 else None
-
-    def _unary(self, op: str, text: str) -> bool | None:
-        if op in ("-z", "-n"):
-            return (text == "") == (op == "-z")
-        if op == "-v":
-            return self.words.lookup(text) is not None
-        return None  # files are not looked at
-
-    def _do_TestClause(self, node: Node) -> bool | None:
-        return self._condition(node["X"])
-
-    def _condition(self, node: Node) -> bool | None:
-        """Return the result of [[ ... ]], None if it is not known."""
-        kind, op = node["Type"], node.get("Op")
-        if kind == "ParenTest":
-            return self._condition(node["X"])
-        if op in ("&&", "||"):
-            return _joined(op == "&&", self._condition(node["X"]), lambda: self._condition(node["Y"]))
-        if op == "!":
-            status = self._condition(node["X"])
-            return None if status is None else not status
-        self.words.unset_is_empty = kind == "Word" or op in ("-z", "-n")
-        try:
-            sides = [
-                self.words.text(side) for side in ([node] if kind == "Word" else [node["X"], node.get("Y")]) if side
-            ]
-        finally:
-            self.words.unset_is_empty = False
-        if any(side.problem for side in sides):
-            return None
-        if len(sides) == 1:
-            return self._unary(op or "-n", sides[0].text)
-        return _compared(sides[0].text, str(op), sides[1].text, True)
-
 
 def _span(node: Node) -> Node:
     return {"Pos": node["Position"] if "Position" in node else node["Pos"], "End": node["End"]}
@@ -550,23 +442,3 @@ def _span(node: Node) -> Node:
 
 def _texts(variable: Variable | None) -> list[str] | None:
     return None if variable is None else [word.problem or word.text for word in variable.values()]
-
-
-def _joined(is_and: bool, first: bool | None, second: Any) -> bool | None:
-    """Return first && second() or first || second(), with None for a status that is not known."""
-    if first is not None and first != is_and:
-        return first
-    other: bool | None = second()
-    if first is None and other is not None and other != is_and:
-        return other
-    return None if first is None else other
-
-
-def _compared(left: str, op: str, right: str, has_patterns: bool) -> bool | None:
-    numbers = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-    if op in ("=", "==", "!="):
-        return (matches(left, right) if has_patterns else left == right) == (op != "!=")
-    if op in numbers and all(re.fullmatch(r"-?\d{1,18}", side) for side in (left, right)):
-        a, b = int(left), int(right)
-        return {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[numbers[op]]
-    return None

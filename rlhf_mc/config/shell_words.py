@@ -54,7 +54,7 @@ class State:
     missing: set[str] = field(default_factory=set)
     """Variables that are not set and were asked for with -z or -n."""
     work: list[int] = field(default_factory=lambda: [MOST_WORK])
-    """What is left of MOST_WORK, shared by all copies."""
+    """The rest of MOST_WORK, shared by all copies."""
 
     def spend(self, amount: int, line: int) -> None:
         """Count work. Raise UserError at the limit."""
@@ -329,7 +329,8 @@ class Expander:
             return self._assigned(node, self.integer(node["Y"]) * (1 if op == "+=" else -1))
         if op == "=":
             return self._assigned(node, self.integer(node["Y"]), from_zero=True)
-        left, right = self.integer(node["X"]), self.integer(node["Y"])
+        left = self.integer(node["X"])
+        right = self.integer(node["Y"])
         try:
             value = int(_ARITHMETIC[str(op)](left, right))
         except (KeyError, ArithmeticError, ValueError):

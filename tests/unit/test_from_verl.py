@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ from rlhf_mc.config.verl import DEFAULTS, Conversion, Given, convert, our_defaul
 from rlhf_mc.config.verl_input import read_verl
 from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.runtime import command_line
+from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED
 
 EXAMPLES = Path(__file__).with_name("verl_examples")
 """verl's published Megatron examples as keys and values, with the place and the commit of each. other_settings.txt has
@@ -418,6 +425,124 @@ def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
     script.write_text("echo nothing\n")
     with pytest.raises(UserError, match=r"no command with `-m verl.trainer.main_ppo`"):
         read_verl(str(script), [])
+
+
+def report_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of the tool's report."""
+    from_verl.main(arguments)
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("name", [*WHOLE_RUNS, "other_settings"])
+def test_every_setting_of_a_script_is_in_the_report(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check scripts that have settings in arrays, in a branch that is not taken and behind the command's end."""
+    words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    parts = [words[start::4] for start in range(4)]
+    quoted = [" \\\n    ".join(shlex.quote(word) for word in part) for part in parts]
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"ALL=(\n    # these\n    {parts[0][0]}\n)\nALL+=({quoted[0]})\n"
+        f'if [ -n "$MORE" ]; then\n    ALL+=({quoted[1]})\nfi\n'
+        f'python3 -m verl.trainer.main_ppo {quoted[2]} \\\n    "${{ALL[@]}}" \\\n    # a comment ends it\n'
+        f"    {quoted[3]}\n"
+    )
+    keys = [[word.partition("=")[0].lstrip("+") for word in part] for part in parts]
+    for environment, passed in (([], (0, 2)), (["--env", "MORE=1"], (0, 1, 2))):
+        found = report_of([str(script), *environment], capsys)
+        kinds = {(line[:13].strip(), re.split("[: ]", line[15:])[0]) for line in found}
+        not_given = [key for kind, key in kinds if kind == "not given"]
+        assert sorted(not_given) == sorted(key for number in range(4) if number not in passed for key in keys[number])
+        others = {key for kind, key in kinds if kind not in ("not given", "default")}
+        assert [key for number in passed for key in keys[number] if key not in others] == []
+
+
+def test_name_that_is_not_known_becomes_a_plain_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    base = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
+    script.write_text(
+        f"NAME=a_$(date +%s)_$JOB\npython3 -m verl.trainer.main_ppo {base} trainer.experiment_name=$NAME"
+        " trainer.default_local_dir=/x/$(date +%F)\n"
+    )
+    assert from_verl.main([str(script)]) == 0
+    out, report = capsys.readouterr()
+    assert "experiment_name: a_date_JOB\n" in out and "default_local_dir: /x/date\n" in out
+    assert "replaced       trainer.experiment_name=a_date_JOB: $(date +%s) is not evaluated; a plain word" in report
+    assert from_verl.main([str(script), "--env", "NAME=b"]) == 0
+    out, report = capsys.readouterr()
+    assert "experiment_name: b\n" in out and "environment    NAME: b: given\n" in report
+    script.write_text(f"python3 -m verl.trainer.main_ppo {base} trainer.default_local_dir=$OUT/x\n")
+    assert report_of([str(script)], capsys)[-1].endswith(
+        "line 1: trainer.default_local_dir: $OUT is not set; give --env OUT=VALUE, or trainer.default_local_dir=VALUE"
+    )
+
+
+def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "run.sh"
+    overrides = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
+    script.write_text(f"python3 -m verl.trainer.main_ppo {overrides} data.train_files=$DATA/x.parquet\n")
+    monkeypatch.setenv("DATA", "/of/this/process")
+    with pytest.raises(UserError, match=r"\$DATA is not set; give --env DATA=VALUE"):
+        command_line.parse(["--verl", str(script)])
+    for arguments, expected in (
+        (["--env", "DATA=/given"], "/given/x.parquet"),
+        (["--env=DATA"], "/of/this/process/x.parquet"),
+    ):
+        command = command_line.parse(["--verl", str(script), *arguments, "trainer.seed=3"])
+        cfg = load_config(command.config, command.overrides)
+        assert cfg.data.train_files == [expected] and cfg.trainer.seed == 3
+    for wrong, words in (("A B", "expected --env NAME=VALUE"), ("ABSENT", "the environment has no ABSENT")):
+        with pytest.raises(UserError, match=words):
+            command_line.parse(["--verl", str(script), "--env", wrong])
+    with pytest.raises(UserError, match="unknown option --env"):
+        command_line.parse(["ours.yaml", "--env", "A=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train_files='${DATA}/x'", r"data.train_files: ${DATA} is no setting of verl's"),
+        (
+            "actor.ppo_mini_batch_size=${data.train_batch_size}",
+            "data.train_batch_size is not given; give data.train_ba",
+        ),
+        ("trainer.experiment_name=x${trainer.project_name}", "trainer.project_name is not given"),
+        ("model.path=${oc.env:MODEL}", "give --env MODEL=VALUE, or --env MODEL"),
+        ("a.b=${a.b}", "a.b: ${a.b}: more than 10 references in turn"),
+        ("custom_reward_function.name=mine", "custom_reward_function.name=mine without custom_reward_function.path"),
+        ("a.b={" + "{" * 5000, "line 1: nested too deeply"),
+        ("a.b=" + "[" * 5000, "line 1: nested too deeply"),
+    ],
+)
+def test_value_that_cannot_be_resolved_is_an_error(override: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_verl(None, [override])
+    assert words in str(caught.value) and len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_home_in_settings_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = tmp_path / "verl.yaml"
+    config.write_text("data: {train_files: [$HOME/a, '${HOME}/b', $HOMER], val_files: '${oc.env:HOME}/c'}\n")
+    reading = read_verl(str(config), ["model.path=${oc.env:MODEL}"], {"MODEL": "m"})
+    assert {key: item.value for key, item in reading.settings.items()} == {
+        "data.train_files": ["/home/me/a", "/home/me/b", "$HOMER"],
+        "data.val_files": "/home/me/c",
+        "model.path": "m",
+    }
+    assert ("environment    HOME: /home/me", "of this process") in reading.notes
+
+
+def test_interruption_is_one_line(tmp_path: Path) -> None:
+    """Check Ctrl-C while the tool waits for its file."""
+    pipe = tmp_path / "run.sh"
+    os.mkfifo(pipe)
+    tool = subprocess.Popen([sys.executable, from_verl.__file__, str(pipe)], stderr=subprocess.PIPE, text=True)
+    with pipe.open("w"):  # waits for the tool
+        tool.send_signal(signal.SIGINT)
+        assert tool.communicate(timeout=60)[1] == "rlhf_mc: interrupted\n"
+    assert tool.returncode == EXIT_INTERRUPTED
 
 
 def test_yaml_with_references_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mc.config import shell_script
+from rlhf_mc.config import shell_parser
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.shell_script import read_script
 from rlhf_mc.config.shell_words import Word
@@ -21,18 +21,22 @@ KNOWN = {
     "defaults": "b=1; run ${a:-x} ${b:-x} \"${a:-y z}\" ${c:-${d:-\"${b}/e\"}} ${a-f} ${b:+g} ${a:+h} ${e:=i} $e",
     "defaults of an empty variable": "a=; run x${a:-b} x${a-c} x${a:+d} x${a+e}",
     "defaults with brackets and sums": "run ${a:-[1]} ${b:-$(((2 + 3) * 4))} ${c:-\"['x','y']\"}",
-    "arrays": "a=(x 'y z' # comment\n)\na+=(w)\na[1]=v\nrun \"${a[@]}\" ${#a[@]} ${a[0]} \"${a[*]}\" ${a[@]:1} $a ${a[-1]}",
+    "arrays": "a=(x 'y z' # comment\n)\na+=(w)\na[1]=v\nrun \"${a[@]}\" ${#a[@]} ${a[0]}\n"
+              "run \"${a[*]}\" ${a[@]:1} $a ${a[-1]}",
     "empty arrays": 'a=()\nrun "${a[@]}" "$@" x "${a[*]}"',
     "an associative array": "declare -A a=([k]=v)\na[l]=w\nrun ${a[k]} ${a[l]}",
-    "operators of variables": "a=/x/y.tar.gz; run ${a##*/} ${a%.*} ${a%%.*} ${a#*/} ${#a} ${a/x/z} ${a//./_} ${a:1:3} ${a^^}",
+    "operators of variables": "a=/x/y.tar.gz; run ${a##*/} ${a%.*} ${a%%.*}\n"
+                              "run ${a#*/} ${#a} ${a/x/z} ${a//./_} ${a:1:3} ${a^^}",
     "an indirect variable": "a=b; b=c; run ${!a}",
     "appended text": "a=x; a+=y; export a+=z; run $a",
     "words of a variable": 'a="b  c"; run $a "$a" x$a',
     "sums": "a=7; run $((a / 2)) $((a % -4)) $((-a / 2)) $((a > 3 ? 1 : 2)) $((2 ** 5)) $(( a += 1 )) $((a++)) $a",
-    "substituted commands": "run $(basename /x/y.sh .sh) $(dirname /x/y/z) `echo a  b` $(cd /usr/.. && pwd) \"$(echo c; echo d)\"",
+    "substituted commands": "run $(basename /x/y.sh .sh) $(dirname /x/y/z) `echo a  b`\n"
+                            "run $(cd /usr/.. && pwd) \"$(echo c; echo d)\"",
     "a condition": 'a=b; if [ "$a" = b ] && [[ $a == b* ]]; then run 1; elif true; then run 2; else run 3; fi',
     "numbers in a condition": "a=3; if [ $a -gt 4 ]; then run 1; elif [[ $a -le 3 && ! $a -eq 2 ]]; then run 2; fi",
-    "a variable that is not set": 'if [ -z "$a" ]; then run 1; fi; [ -n "${b:-}" ] && run 2; [[ -z $c ]] || run 3; run 4',
+    "a variable that is not set": 'if [ -z "$a" ]; then run 1; fi; [ -n "${b:-}" ] && run 2\n'
+                              '[[ -z $c ]] || run 3; run 4',
     "a condition of two parts": 'a=x; [ -n "$a" -a "$a" = x ] && run 1; [ "$a" = y -o ! -z "$a" ] && run 2',
     "cases": "a=qwen-7b; case $a in *8b) run 1;; *7b | x) run 2;; *) run 3;; esac",
     "loops": "for i in 1 2 3; do [ $i = 2 ] && continue; run $i; done; for ((j = 0; j < 2; j++)); do run j$j; done",
@@ -140,7 +144,7 @@ def test_hostile_script_is_one_line(script: str, message: str) -> None:
 
 
 def test_parser_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shell_script.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shell_parser.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="pip install shfmt-py"):
         read_script("run", "run.sh", {})
