@@ -214,6 +214,9 @@ def _script_words(path: str, reading: Reading) -> list[Word]:
         raise UserError(
             f"{path}: {what} with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; expected one{ended}"
         )
+    for words in script.commands:
+        if words[0].text in ("source", "."):
+            reading.note("not read", words[-1].text, f"line {words[0].line} sources it; give its variables by {ENV}")
     for name, value in script.environment.items():
         reading.note("environment", f"{name}: {value}", "given" if name in reading.environment else "of this process")
     overrides = _without_options(found[0], path)

@@ -462,12 +462,13 @@ def test_name_that_is_not_known_becomes_a_plain_word(tmp_path: Path, capsys: pyt
     script = tmp_path / "run.sh"
     base = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
     script.write_text(
-        f"NAME=a_$(date +%s)_$JOB\npython3 -m verl.trainer.main_ppo {base} trainer.experiment_name=$NAME"
+        f"source env.sh\nNAME=a_$(date +%s)_$JOB\npython3 -m verl.trainer.main_ppo {base} trainer.experiment_name=$NAME"
         " trainer.default_local_dir=/x/$(date +%F)\n"
     )
     assert from_verl.main([str(script)]) == 0
     out, report = capsys.readouterr()
     assert "experiment_name: a_date_JOB\n" in out and "default_local_dir: /x/date\n" in out
+    assert "not read       env.sh: line 1 sources it; give its variables by --env\n" in report
     assert "replaced       trainer.experiment_name=a_date_JOB: $(date +%s) is not evaluated; a plain word" in report
     assert from_verl.main([str(script), "--env", "NAME=b"]) == 0
     out, report = capsys.readouterr()
