@@ -46,7 +46,7 @@ KNOWN = {
     "a function that prints": "f() { echo $1-b; }; run $(f a)",
     "a subshell and a group": "a=1; (a=2; run $a); { a=3; }; run $a",
     "statements after exit": "run 1; if true; then exit 0; fi; run 2",
-    "set, redirections and pipes": "set -euxo pipefail\nrun a 2>&1 >log | tee log &\nX=1 run b < /dev/null",
+    "set, redirections and pipes": "set -euxo pipefail\nrun a 2>&1 >log | tee log &\nwait\nX=1 run b < /dev/null",
     "an unset variable": "a=1; unset a; run ${a:-b}",
     "the home directory": "a=~/x; run $a $HOME/y",
 }  # fmt: skip
