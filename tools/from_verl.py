@@ -3,10 +3,12 @@
     python tools/from_verl.py CONFIG.yaml [key=value ...] > ours.yaml
     python tools/from_verl.py run_verl.sh [key=value ...] > ours.yaml
     python tools/from_verl.py key=value ... > ours.yaml
+    ... --env NAME=VALUE      a variable of the script's environment, or one that only running the script would tell
+    ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
 
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
-the variables that the script assigns are replaced; nothing is run. Overrides on this command line replace the file's,
-and '~key' removes one.
+the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser.
+Overrides on this command line replace the file's, and '~key' removes one.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
 standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'
@@ -19,9 +21,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlhf_mc.runtime.tool import end_on_interrupt
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, validate
-from rlhf_mc.config.verl_input import converted_arguments
+from rlhf_mc.config.verl_input import converted_arguments, split_environment
 
 
 def problem_of(text: str, processes: int) -> str | None:
@@ -52,7 +59,8 @@ def main(arguments: list[str]) -> int:
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"
         print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
         return 2
-    text = conversion.yaml("verl's overrides" if "=" in arguments[0] else arguments[0])
+    source = split_environment(arguments)[0][0]
+    text = conversion.yaml("verl's overrides" if "=" in source else source)
     if problem := problem_of(text, conversion.nodes * conversion.processes):
         print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)
     print(text, end="")

@@ -1,350 +1,444 @@
-"""The words of one command in a shell script, with the variables that the script assigns replaced. Nothing is run.
+"""The commands of a shell script, with the variables that it assigns replaced. Nothing is run.
 
-Read are assignments (NAME=value, export, +=, arrays), "$NAME", "${NAME:-default}", "${NAME[@]}" and "$((...))" of
-integers. A word that depends on anything else, such as $(command) or a variable assigned under a condition, is
-unresolved, with the reason. The reader of a verl script is verl.py.
+The statements of the tree of shell_parser.py are followed: assignments, conditions, loops, functions. Where a condition
+cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
+shell_words.py, the reader of a verl script in verl_input.py.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
+import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.shell_conditions import Conditions
+from rlhf_mc.config.shell_parser import parsed, written
+from rlhf_mc.config.shell_words import Expander, Node, State, Unresolved, Variable, Word, line_of, matches
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_DECLARATIONS = ("export", "declare", "local", "readonly")
-_OPENS = ("if", "for", "while", "until", "case")
-_CLOSES = ("fi", "done", "esac")
-_BRACES = ("{", "}")
-_INSIDE = ("then", "else", "elif", "do", "!")
-_ARGUMENTS = ("$@", "$*", "${@}", "${@:1}")
-_KEPT = ("HOME",)
-"""Variables that are kept as they are written."""
-_OPERATORS: dict[type, object] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-@dataclass(frozen=True)
-class Word:
-    """One word of a command."""
-
-    line: int
-    text: str
-    """The word; an unresolved part is left out."""
-    problem: str | None = None
-    """The reason why the word cannot be resolved; None: it is resolved."""
+_STEP = 400
+"""Work of a statement, beside the bytes of its values."""
+_MOST_SHOWN = 3
+_NPU = "import torch_npu"
+"""The test of verl's scripts for another kind of accelerator."""
+_TAKEN = ("HOME", "PWD")
+"""Variables that are taken from the environment."""
 
 
 @dataclass
-class _Part:
-    """A piece of a word: text, or an expansion that begins with $."""
+class Script:
+    """The commands of a script."""
 
-    text: str
-    quoted: bool
-    is_expansion: bool = False
-
-
-@dataclass
-class _Raw:
-    """A word before expansion."""
-
-    line: int
-    parts: list[_Part] = field(default_factory=list)
-    array: list[_Raw] | None = None
-    """The words of NAME=( ... )."""
-
-    def literal(self) -> str:
-        """Return the text before the first expansion."""
-        out = ""
-        for part in self.parts:
-            if part.is_expansion:
-                break
-            out += part.text
-        return out
+    commands: list[list[Word]] = field(default_factory=list)
+    """Each command, without its assignments."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The variables of the environment that were read, with their values."""
+    ended: str = ""
+    """The reason why the script ends before its last line."""
+    written: list[tuple[int, str]] = field(default_factory=list)
+    """(line, text) of each literal part of a word, those of branches that are not taken too."""
 
 
-def commands(text: str, path: str) -> Iterator[list[Word]]:
-    """Yield each command of a script, without its assignments, in the order of the lines. Raise UserError if a quote
-    or a bracket is not closed."""
-    variables: dict[str, list[Word]] = {}
-    depth = 0
-    for raw, follows in _Lexer(text, path).commands():
-        rest = list(raw)
-        while rest and rest[0].literal() in (*_OPENS, *_CLOSES, *_BRACES, *_INSIDE):
-            word = rest.pop(0).literal()
-            depth = max(0, depth + (word in (*_OPENS, "{")) - (word in (*_CLOSES, "}")))
-        is_declaration = bool(rest) and rest[0].literal() in _DECLARATIONS
-        rest = rest[is_declaration:]
-        while rest and (found := _ASSIGNMENT.match(rest[0].literal())):
-            _assign(variables, found, rest.pop(0), follows or depth > 0)
-        if rest and not is_declaration:
-            yield [word for item in rest for word in _expand(item, variables)]
+class _Exit(Exception):
+    """The script, a function or a loop ends here."""
 
 
-def _assign(variables: dict[str, list[Word]], found: re.Match[str], raw: _Raw, is_conditional: bool) -> None:
-    name, plus = found.groups()
-    if is_conditional:
-        reason = f"${name} is assigned under a condition, in line {raw.line}"
-        variables[name] = [Word(raw.line, "", reason)]
-        return
-    older = variables.get(name, []) if plus else []
-    if raw.array is not None:
-        variables[name] = [*older, *(word for item in raw.array for word in _expand(item, variables))]
-        return
-    value = _Raw(raw.line, [_Part(part.text, True, part.is_expansion) for part in raw.parts])
-    words = _expand(value, variables)
-    problem = next((word.problem for word in (*older, *words) if word.problem), None)
-    text = "".join(word.text for word in older) + " ".join(word.text for word in words)[found.end() :]
-    variables[name] = [Word(raw.line, text, problem)]
+class _Return(_Exit):
+    """A function ends."""
 
 
-# ---------------------------------------------------------------- expansion
+class _Break(_Exit):
+    """A loop, or one pass of it (continue), ends."""
 
 
-def _expand(raw: _Raw, variables: dict[str, list[Word]]) -> list[Word]:
-    """Return the words that a word becomes: none for "$@", several for an array or for text with spaces."""
-    fields = [""]
-    problem: str | None = None
-    has_text = False
-    is_list = any(part.is_expansion and (part.text in _ARGUMENTS or "[@]" in part.text) for part in raw.parts)
-    for part in raw.parts:
-        if not part.is_expansion:
-            fields[-1] += part.text
-            has_text = has_text or bool(part.text) or not is_list  # "" is a word, and "$@" without arguments none
-            continue
-        if part.text in _ARGUMENTS:
-            continue
-        words = _value(part.text, raw.line, variables)
-        problem = problem or next((word.problem for word in words if word.problem), None)
-        values = [word.text for word in words]
-        if not part.quoted:
-            values = [piece for value in values for piece in value.split()] if values else []
-        has_text = has_text or (part.quoted and "[@]" not in part.text)
-        for number, value in enumerate(values):
-            fields += [""] if number else []
-            fields[-1] += value
-    return [Word(raw.line, text, problem) for text in fields if text or has_text or problem]
-
-
-def _value(text: str, line: int, variables: dict[str, list[Word]]) -> list[Word]:
-    """Return the value of an expansion: one word, or those of an array."""
-    if text.startswith("$(("):
-        return [_arithmetic(text[3:-2], line, variables)]
-    inner = text[2:-1] if text.startswith("${") else text[1:]
-    inner = inner.removesuffix("[@]").removesuffix("[*]")
-    found = _NAME.match(inner) or re.match(r"\d+", inner)
-    name, rest = (found[0], inner[found.end() :]) if found and not text.startswith("$(") else ("", inner)
-    if name in _KEPT and name not in variables:
-        return [Word(line, text)]
-    value = variables.get(name)
-    if name and not rest:
-        return value if value is not None else [Word(line, "", f"${name} is not assigned before")]
-    if name and (rest.startswith((":-", "-", ":=", "="))):
-        if value is not None and (any(word.text or word.problem for word in value) or rest[0] != ":"):
-            return value
-        default = rest.lstrip(":")[1:]
-        default = default[1:-1] if default[:1] == default[-1:] and default[:1] in ("'", '"') else default
-        if '"' in default:
-            return [Word(line, "", f"{text} is not evaluated")]
-        ((raw,), _) = next(_Lexer(f'"{default}"', "").commands())
-        raw.line = line
-        return _expand(raw, variables)
-    return [Word(line, "", f"{text} is not evaluated")]
-
-
-def _arithmetic(expression: str, line: int, variables: dict[str, list[Word]]) -> Word:
-    """Return the value of $((expression)): integers, names, + - * / % and brackets."""
-    problems: list[str] = []
-
-    def replaced(found: re.Match[str]) -> str:
-        (word, *_) = _value(f"${found[1]}", line, variables)
-        problems.extend([word.problem] if word.problem else [])
-        return word.text or "0"
-
-    written = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", replaced, expression)
-    if problems:
-        return Word(line, "", problems[0])
+def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
+    """Return the commands of a script. environment: variables that are given, beside HOME and PWD. Raise UserError with
+    the line of a mistake."""
     try:
-        return Word(line, str(_integer(ast.parse(written.strip(), mode="eval").body)))
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return Word(line, "", f"$(({expression})) is not evaluated")
+        text = text.rstrip().removesuffix("\\") + "\n"
+        tree = parsed(text)
+        home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
+        given = {**home, "PWD": str(Path.cwd()), **environment}
+        variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
+        variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
+        script = Script(written=[*written(tree)])
+        run = _Interpreter(State(text.encode(), variables), script.commands, environment)
+        try:
+            run.statements(tree.get("Stmts", []))
+        except _Exit as error:
+            missing = ", ".join(f"--env {name}=VALUE" for name in sorted(run.state.missing))
+            script.ended = f"the script ends in line {error.args[0]}" + (f"; it asks for {missing}" if missing else "")
+    except RecursionError as error:
+        raise UserError(f"{path}: nested too deeply") from error
+    except UserError as error:
+        raise UserError(f"{path}, {error}") from error
+    given[_NPU] = "taken to fail"
+    script.environment = {name: given[name] for name in sorted(run.state.used)}
+    return script
 
 
-def _integer(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_integer(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        compute = _OPERATORS[type(node.op)]
-        assert callable(compute)
-        return int(compute(_integer(node.left), _integer(node.right)))
-    raise ValueError
+# ---------------------------------------------------------------- statements
 
 
-# ---------------------------------------------------------------- words
+class _Interpreter:
+    """Follows the statements of a script in one state."""
 
+    def __init__(self, state: State, commands: list[list[Word]], given: Mapping[str, str]) -> None:
+        self.state = state
+        self.commands = commands
+        self.given = given
+        self.words = Expander(state, self._output_of)
+        self.conditions = Conditions(self.words)
+        self.functions: dict[str, Node] = {}
+        self.output: list[str] | None = None
+        """Inside $(...): what has been printed."""
 
-class _Lexer:
-    """Splits a script into commands of words."""
+    def statements(self, nodes: Sequence[Node]) -> bool | None:
+        """Follow statements. Return whether the last succeeds, None if that is not known."""
+        status: bool | None = True
+        for node in nodes:
+            status = self._statement(node)
+        return status
 
-    def __init__(self, text: str, path: str) -> None:
-        self._text = text
-        self._path = path
-        self._at = 0
+    def _statement(self, node: Node) -> bool | None:
+        command = node.get("Cmd")
+        if command is None:
+            return True
+        self.state.spend(_STEP, line_of(node))
+        method = getattr(self, f"_do_{command['Type']}", None)
+        status = method(command) if method is not None else None
+        return None if status is None else status != bool(node.get("Negated"))
 
-    def commands(self) -> Iterator[tuple[list[_Raw], bool]]:
-        """Yield the words of each command, and whether it follows && or ||."""
-        words: list[_Raw] = []
-        follows = False
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char in "\n;|&":
-                if words:
-                    yield words, follows
-                    words = []
-                    follows = False
-                follows = follows or self._text[self._at : self._at + 2] in ("&&", "||")
-                self._at += 1
-            elif not self._skip_blank(char):
-                word = self._word()
-                words += [word] if word is not None else []
-        if words:
-            yield words, follows
+    def _do_Block(self, node: Node) -> bool | None:
+        return self.statements(node.get("Stmts", []))
 
-    def _line(self) -> int:
-        return self._text.count("\n", 0, self._at) + 1
+    def _do_Subshell(self, node: Node) -> bool | None:
+        try:
+            return self._copy().statements(node.get("Stmts", []))
+        except _Exit:
+            return None
 
-    def _skip_blank(self, char: str) -> bool:
-        """Skip a space, a continued line, a comment or a redirection. Return whether there was one."""
-        if char in " \t\r":
-            self._at += 1
-        elif self._text.startswith(("\\\n", "\\\r\n"), self._at):
-            self._at = self._text.index("\n", self._at) + 1
-        elif char == "#":
-            end = self._text.find("\n", self._at)
-            self._at = len(self._text) if end < 0 else end
-        elif found := re.compile(r"\d*[<>]+&?[ \t]*").match(self._text, self._at):
-            self._at = found.end()
-            if "<<" in found[0]:
-                raise UserError(f"{self._path}, line {self._line()}: a here-document (<<) is not read")
-            self._word()
-        else:
-            return False
+    def _do_TimeClause(self, node: Node) -> bool | None:
+        return self._statement(node.get("Stmt") or {})
+
+    def _do_FuncDecl(self, node: Node) -> bool:
+        self.functions[node["Name"]["Value"]] = node["Body"]
         return True
 
-    def _word(self) -> _Raw | None:
-        """Read one word."""
-        word = _Raw(self._line())
-        while self._at < len(self._text) and (char := self._text[self._at]) not in " \t\r\n;|&<>":
-            if char == "'":
-                end = self._close("'", self._at + 1)
-                word.parts.append(_Part(self._text[self._at + 1 : end], True))
-                self._at = end + 1
-            elif char == '"':
-                self._double_quoted(word)
-            elif char in "$`":
-                word.parts.append(self._expansion(quoted=False))
-            elif char == "\\":
-                if self._text.startswith(("\\\n", "\\\r\n"), self._at):
-                    break
-                word.parts.append(_Part(self._text[self._at + 1 : self._at + 2], True))
-                self._at += 2
-            elif char == "(" and _ASSIGNMENT.fullmatch(word.literal()):
-                word.array = self._array()
-            else:
-                word.parts.append(_Part(char, False))
-                self._at += 1
-        return word if word.parts else None
-
-    def _double_quoted(self, word: _Raw) -> None:
-        line = self._line()
-        self._at += 1
-        word.parts.append(_Part("", True))
-        while self._at < len(self._text) and (char := self._text[self._at]) != '"':
-            if char in "$`":
-                word.parts.append(self._expansion(quoted=True))
-            elif char == "\\" and self._text[self._at + 1 : self._at + 2] in ("$", "`", '"', "\\", "\n"):
-                following = self._text[self._at + 1]
-                word.parts.append(_Part("" if following == "\n" else following, True))
-                self._at += 2
-            else:
-                word.parts.append(_Part(char, True))
-                self._at += 1
-        if self._at >= len(self._text):
-            raise UserError(f'{self._path}, line {line}: " is not closed')
-        self._at += 1
-
-    def _expansion(self, quoted: bool) -> _Part:
-        """Read $NAME, ${...}, $(...), $((...)) or `...`."""
-        start = self._at
-        if self._text[start] == "`":
-            end = self._close("`", start + 1) + 1
-        elif self._text.startswith(("${", "$("), start):
-            end = self._bracketed(start + 1)
-        else:
-            found = re.compile(r"\$([A-Za-z_]\w*|[@*#?$!0-9-])").match(self._text, start)
-            if found is None:  # a $ by itself
-                self._at += 1
-                return _Part("$", quoted)
-            end = found.end()
-        self._at = end
-        return _Part(self._text[start:end], quoted, True)
-
-    def _bracketed(self, start: int) -> int:
-        """Return the position after the bracket that closes the one at `start`."""
-        opened = self._text[start]
-        closed = {"{": "}", "(": ")"}[opened]
-        depth = 0
-        for at in range(start, len(self._text)):
-            depth += {opened: 1, closed: -1}.get(self._text[at], 0)
-            if depth == 0:
-                return at + 1
-        raise UserError(f"{self._path}, line {self._line()}: {opened} is not closed")
-
-    def _array(self) -> list[_Raw]:
-        line = self._line()
-        self._at += 1
-        words = []
-        while self._at < len(self._text) and (char := self._text[self._at]) != ")":
-            if char == "\n":
-                self._at += 1
-            elif not self._skip_blank(char):
-                word = self._array_word()
-                words += [word] if word is not None else []
-        if self._at >= len(self._text):
-            raise UserError(f"{self._path}, line {line}: ( is not closed")
-        self._at += 1
-        return words
-
-    def _array_word(self) -> _Raw | None:
-        """Read one word, which a closing bracket ends."""
-        end = re.compile(
-            r"""(?:[^\s()'"$`\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|\$\(\([^)]*\)\)|\$\{[^}]*\}|\$\w*|`[^`]*`)+"""
-        )
-        found = end.match(self._text, self._at)
-        if found is None:
-            self._at += 1
+    def _do_BinaryCmd(self, node: Node) -> bool | None:
+        first = node["X"]
+        second = node["Y"]
+        op = node["Op"]
+        if op not in ("&&", "||"):
+            for part in (first, second):
+                self._do_Subshell({"Stmts": [part]})
             return None
-        inner = _Lexer(found[0], self._path)
-        word = inner._word()
-        if word is not None:
-            word.line = self._line()
-        self._at = found.end()
-        return word
+        status = self._statement(first)
+        if status is None:
+            self._fork([[second], []], first)
+            return None
+        return self._statement(second) if status == (op == "&&") else status
 
-    def _close(self, quote: str, start: int) -> int:
-        end = self._text.find(quote, start)
-        if end < 0:
-            raise UserError(f"{self._path}, line {self._line()}: {quote} is not closed")
-        return end
+    def _do_IfClause(self, node: Node) -> bool | None:
+        condition = node.get("Cond")
+        if not condition:
+            return self.statements(node["Then"])
+        status = self.statements(condition)
+        branches = [
+            node["Then"],
+            [{"Cmd": {**node["Else"], "Type": "IfClause"}, **_span(node)}] if "Else" in node else [],
+        ]
+        if status is None:
+            self._fork(branches, condition[0], condition[-1])
+            return None
+        return self.statements(branches[not status])
+
+    def _do_CaseClause(self, node: Node) -> bool | None:
+        word = self.words.text(node["Word"], line_of(node))
+        items = node.get("Items", [])
+        if word.problem is not None:
+            self._fork([*(item.get("Stmts", []) for item in items), []], node["Word"])
+            return None
+        for item in items:
+            if any(matches(word.text, self.words.text(pattern).text) for pattern in item["Patterns"]):
+                return self.statements(item.get("Stmts", []))
+        return True
+
+    def _do_ForClause(self, node: Node) -> bool | None:
+        loop = node["Loop"]
+        if loop["Type"] != "WordIter":
+            self._c_style(loop, node["Do"])
+            return None
+        items = loop.get("Items")
+        if items is None:
+            words = self.state.arguments
+        else:
+            words = [word for item in items for word in self.words.fields(item)]
+        for word in words:
+            self.state.variables[loop["Name"]["Value"]] = {"0": word}
+            if not self._pass(node["Do"]):
+                break
+        return None
+
+    def _c_style(self, loop: Node, body: list[Node]) -> None:
+        try:
+            if loop.get("Init"):
+                self.words.integer(loop["Init"])
+            while loop.get("Cond") is None or self.words.integer(loop["Cond"]):
+                self.state.spend(_STEP, line_of(loop))
+                if not self._pass(body):
+                    break
+                if loop.get("Post"):
+                    self.words.integer(loop["Post"])
+        except Unresolved:
+            self._fork([body, []], loop)
+
+    def _do_WhileClause(self, node: Node) -> None:
+        until = bool(node.get("Until"))
+        while (status := self.statements(node["Cond"])) is not None and status != until:
+            if not self._pass(node["Do"]):
+                return
+        if status is None:
+            self._fork([node["Do"], []], node["Cond"][0], node["Cond"][-1])
+
+    def _pass(self, body: list[Node]) -> bool:
+        """Follow one pass of a loop. Return whether another may follow."""
+        try:
+            self.statements(body)
+        except _Break as error:
+            return bool(error.args[0] == "continue")
+        return True
+
+    # ------------------------------------------------------------ undecided branches
+
+    def _copy(self) -> _Interpreter:
+        copy = _Interpreter(replace(self.state, variables=dict(self.state.variables)), self.commands, self.given)
+        copy.functions = self.functions
+        copy.output = self.output
+        return copy
+
+    def _fork(self, branches: list[list[Node]], first: Node, last: Node | None = None) -> None:
+        """Follow each branch by itself. A variable that differs then, and is not given, has no value."""
+        outcomes: list[dict[str, Variable]] = []
+        for branch in branches:
+            copy = self._copy()
+            try:
+                copy.statements(branch)
+            except (_Return, _Break):
+                pass
+            except _Exit:
+                continue
+            outcomes.append(copy.state.variables)
+            self.state.spend(20 * len(copy.state.variables), line_of(first))
+        line = line_of(first)
+        if not outcomes:
+            raise _Exit(line)
+        shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80].rstrip(
+            "; "
+        )
+        asked = self._unknown(first)
+        for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
+            found = [_texts(outcome.get(name)) for outcome in outcomes]
+            if all(texts == found[0] for texts in found):
+                self.state.variables[name] = outcomes[0][name]
+                continue
+            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in found))
+            values = " or ".join(named[:_MOST_SHOWN])
+            problem = f"${name} is {values}, by the condition `{shown}` in line {line}, which is not decided"
+            self._set(name, {"0": Word(line, name, problem, asked or name)})
+
+    def _unknown(self, tree: Any) -> str | None:
+        """Return the first variable in a condition that has no value."""
+        name = (tree.get("Param") or {}).get("Value", "") if isinstance(tree, dict) else ""
+        if name.isidentifier():
+            found = self.state.variables.get(name)
+            bad = next((word for word in found.values() if word.problem), None) if found else Word(0, "", "", name)
+            if bad is not None:
+                return bad.variable or name
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(item, (dict, list)) and (inner := self._unknown(item)):
+                return inner
+        return None
+
+    def _set(self, name: str, value: Variable) -> None:
+        """Assign a variable. One that has no value takes that of the environment, if it is given."""
+        problem = next((word for word in value.values() if word.problem), None)
+        if problem is not None and name in self.given:
+            self.state.variables[name] = {"0": Word(0, self.given[name])}
+            return
+        if problem is not None:
+            value = {key: replace(word, variable=word.variable or name) for key, word in value.items()}
+        self.state.variables[name] = value
+
+    # ------------------------------------------------------------ commands
+
+    def _do_CallExpr(self, node: Node) -> bool | None:
+        assigns = node.get("Assigns", [])
+        arguments = node.get("Args", [])
+        if not arguments:
+            for assign in assigns:
+                self._assign(assign)
+            return True
+        name = self.words.text(arguments[0]).text
+        if name in ("[", "test"):
+            return self.conditions.bracket(arguments[1:])
+        words = [word for item in arguments for word in self.words.fields(item)]
+        if not words:
+            return True
+        if name in self.functions:
+            return self._call(name, words[1:])
+        builtin = getattr(self, f"_run_{name}", None)
+        if builtin is not None:
+            status: bool | None = builtin(words)
+            return status
+        if "python" in name and [word.text for word in words[1:]] == ["-c", _NPU]:
+            self.state.used.add(_NPU)
+            return False
+        if self.output is not None:
+            raise Unresolved(words[0])
+        self.commands.append(words)
+        return True if name == ":" else None
+
+    def _assign(self, node: Node) -> None:
+        name = node["Name"]["Value"]
+        line = line_of(node)
+        older = dict(self.state.variables.get(name, {})) if node.get("Append") or node.get("Index") else {}
+        if "Array" in node:
+            value = dict(older)
+            for item in node["Array"].get("Elems", []):
+                key = self.words.index(item["Index"]) if item.get("Index") else None
+                for word in [self.words.text(item.get("Value"), line)] if key else self.words.fields(item["Value"]):
+                    value[str(len(value)) if key is None else key] = word
+            self._set(name, value)
+            return
+        key = self.words.index(node["Index"]) if node.get("Index") else "0"
+        word = self.words.text(node.get("Value"), line)
+        parts = (node.get("Value") or {}).get("Parts") or [{}]
+        if parts[0].get("Type") == "Lit" and re.match(r"~(/|\Z)", word.text) and (home := self.words.lookup("HOME")):
+            word = replace(word, text=home["0"].text + word.text[1:])
+        if node.get("Append") and key in older:
+            before = older[key]
+            bad = before if before.problem else word
+            word = Word(line, before.text + word.text, bad.problem, bad.variable)
+        self.state.spend(len(word.text), line)
+        self._set(name, {**older, key: word})
+
+    def _do_DeclClause(self, node: Node) -> bool:
+        for assign in node.get("Args", []):
+            if "Name" in assign and not assign.get("Naked"):
+                self._assign(assign)
+        return True
+
+    def _do_TestClause(self, node: Node) -> bool | None:
+        return self.conditions.condition(node["X"])
+
+    def _do_ArithmCmd(self, node: Node) -> bool | None:
+        try:
+            return bool(self.words.integer(node["X"]))
+        except Unresolved:
+            return None
+
+    def _call(self, name: str, words: list[Word]) -> bool | None:
+        """Follow a function. Its local variables are not told apart from the script's."""
+        arguments, self.state.arguments = self.state.arguments, words
+        try:
+            return self._statement(self.functions[name])
+        except _Return:
+            return None
+        finally:
+            self.state.arguments = arguments
+
+    def _output_of(self, nodes: Sequence[Node]) -> Word | None:
+        copy = self._copy()
+        copy.output = []
+        try:
+            copy.statements(nodes)
+        except (_Exit, Unresolved):
+            return None
+        return Word(line_of(nodes[0]), "".join(copy.output).rstrip("\n")) if nodes else Word(0, "")
+
+    def _print(self, text: str, word: Word) -> bool:
+        if self.output is not None:
+            if word.problem:
+                raise Unresolved(word)
+            self.output.append(f"{text}\n")
+        return True
+
+    def _run_echo(self, words: list[Word]) -> bool:
+        bad = next((word for word in words if word.problem), words[0])
+        return self._print(" ".join(word.text for word in words[1:] if word.text not in ("-n", "-e")), bad)
+
+    def _run_pwd(self, words: list[Word]) -> bool:
+        found = self.words.lookup("PWD") or {"0": words[0]}
+        return self._print(found["0"].text, found["0"])
+
+    def _run_basename(self, words: list[Word]) -> bool:
+        names = [word for word in words[1:] if not word.text.startswith("--")] or words
+        name = os.path.basename(names[0].text.rstrip("/"))
+        suffix = names[1].text if len(names) > 1 else ""
+        return self._print(name.removesuffix(suffix) if name != suffix else name, names[0])
+
+    def _run_dirname(self, words: list[Word]) -> bool:
+        path = words[-1].text.rstrip("/")
+        return self._print(os.path.dirname(path) or ("/" if path.startswith("/") else "."), words[-1])
+
+    def _run_realpath(self, words: list[Word]) -> bool:
+        return self._print(os.path.normpath(os.path.join(self._directory(), words[-1].text)), words[-1])
+
+    def _directory(self) -> str:
+        return (self.words.lookup("PWD") or {"0": Word(0, "/")})["0"].text
+
+    def _run_cd(self, words: list[Word]) -> bool:
+        to = words[-1] if len(words) > 1 else (self.words.lookup("HOME") or {"0": Word(0, "~")})["0"]
+        path = os.path.normpath(os.path.join(self._directory(), to.text))
+        self.state.variables["PWD"] = {"0": replace(to, text=path)}
+        return True
+
+    def _run_set(self, words: list[Word]) -> bool:
+        texts = [word.text for word in words]
+        if "--" in texts:
+            self.state.arguments = words[texts.index("--") + 1 :]
+        return True
+
+    def _run_shift(self, words: list[Word]) -> bool:
+        count = int(words[1].text) if len(words) > 1 and words[1].text.isdecimal() else 1
+        self.state.arguments = self.state.arguments[count:]
+        return True
+
+    def _run_unset(self, words: list[Word]) -> bool:
+        for word in words[1:]:
+            self.state.variables.pop(word.text, None)
+        return True
+
+    def _run_read(self, words: list[Word]) -> None:
+        for word in words[1:]:
+            if word.text.isidentifier():
+                self._set(word.text, {"0": Word(word.line, word.text, f"${word.text} is read in line {word.line}")})
+
+    def _run_true(self, words: list[Word]) -> bool:
+        return True
+
+    def _run_false(self, words: list[Word]) -> bool:
+        return False
+
+    def _run_exit(self, words: list[Word]) -> bool:
+        raise _Exit(words[0].line)
+
+    def _run_return(self, words: list[Word]) -> bool:
+        raise _Return
+
+    def _run_break(self, words: list[Word]) -> bool:
+        raise _Break(words[0].text)
+
+    _run_continue = _run_break
+
+
+def _span(node: Node) -> Node:
+    return {"Pos": node["Position"] if "Position" in node else node["Pos"], "End": node["End"]}
+
+
+def _texts(variable: Variable | None) -> list[str] | None:
+    return None if variable is None else [word.problem or word.text for word in variable.values()]

@@ -116,6 +116,8 @@ class Conversion:
     """Value by section.key, in the order of schema.py."""
     report: list[tuple[str, Line]] = field(default_factory=list)
     """(verl's key as written, or our key for a default; what becomes of it)."""
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """Of the reading, before the report: (kind and subject; what was done)."""
     nodes: int = 1
     processes: int = 8
     """Processes per node."""
@@ -127,7 +129,7 @@ class Conversion:
     def text(self) -> str:
         """Return the report, one line for each setting, by kind."""
         order: tuple[Kind, ...] = ("not supported", "default", "renamed", "same", "implied", "not needed")
-        lines = []
+        lines = [f"{subject}: {text}" for subject, text in self.notes]
         for kind in order:
             for key, line in self.report:
                 if line.kind == kind:

@@ -12,7 +12,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.schema import Config
-from rlhf_mc.config.verl_input import converted_arguments
+from rlhf_mc.config.verl_input import converted_arguments, split_environment
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
@@ -41,6 +41,7 @@ options:
   --version            print the version
   --check              print what this machine has, what it lacks and what that costs; code 1 where no run could start
   --verl               take settings of verl's, as tools/from_verl.py does (docs/from_verl.md)
+  --env NAME[=VALUE]   with --verl: a variable of the script, or of the environment (HOME and PWD are known)
   --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
 
 exit codes:
@@ -88,6 +89,8 @@ class CommandLine:
 
 def parse(argv: list[str]) -> CommandLine:
     """Parse the arguments after the program's name. Raise UserError for an unknown option or a missing config."""
+    verl = argv
+    argv = split_environment(argv)[0] if VERL in argv else argv
     given = [argument for argument in argv if argument.startswith("-") and argument != VERL]
     for argument in given:
         if argument not in OPTIONS:
@@ -100,7 +103,8 @@ def parse(argv: list[str]) -> CommandLine:
     if VERL in argv and not arguments:
         raise UserError(f"{VERL}: expected a script or YAML file of verl's, or key=value settings; --help explains it")
     if VERL in argv:
-        return CommandLine(None, converted_arguments(arguments).overrides(), option)
+        conversion = converted_arguments([argument for argument in verl if argument not in (VERL, *given)])
+        return CommandLine(None, conversion.overrides(), option)
     for argument in arguments:
         if "=" not in argument and argument.endswith(SCRIPTS):
             raise UserError(f"{argument} is a script, not a config or section.key=value; {VERL} reads one of verl's")

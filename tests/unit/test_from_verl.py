@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ from rlhf_mc.config.verl import DEFAULTS, Conversion, Given, convert, our_defaul
 from rlhf_mc.config.verl_input import read_verl
 from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.runtime import command_line
+from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED
 
 EXAMPLES = Path(__file__).with_name("verl_examples")
 """verl's published Megatron examples as keys and values, with the place and the commit of each. other_settings.txt has
@@ -24,7 +31,7 @@ the settings of those that are not there as a whole."""
 def example(name: str) -> dict[str, Any]:
     """Return the settings of a file of EXAMPLES by verl's key, with the values that verl's parser reads."""
     words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
-    return {item.written: item.value for item in read_verl(None, words).values()}
+    return {item.written: item.value for item in read_verl(None, words).settings.values()}
 
 
 PPO_MATH = example("ppo_qwen2_7b_math_gsm8k")
@@ -313,7 +320,7 @@ def test_every_setting_of_ours_that_verl_shares_passes() -> None:
 
 SCRIPT = """\
 set -x
-DATA=$HOME/data            # kept as it is written
+DATA=$HOME/data            # of the environment
 train="['$DATA/a.parquet', '$DATA/b.parquet']"
 N=$((1024 * 2))
 TP=${TP:-${OTHER_TP:-4}}
@@ -339,11 +346,12 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config \\
 def test_script_is_read(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    given = {
-        key: item.value for key, item in read_verl(str(script), ["data.return_raw_chat=x", "algorithm.lam=1"]).items()
-    }
+    overrides = ["data.return_raw_chat=x", "algorithm.lam=1"]
+    reading = read_verl(str(script), overrides, {"HOME": "/home/me"})
+    given = {key: item.value for key, item in reading.settings.items()}
+    assert reading.notes[0] == ("environment    HOME: /home/me", "given")
     assert given == {
-        "data.train_files": ["$HOME/data/a.parquet", "$HOME/data/b.parquet"],
+        "data.train_files": ["/home/me/data/a.parquet", "/home/me/data/b.parquet"],
         "data.max_prompt_length": 2048,
         "data.return_raw_chat": "x",
         "actor.megatron.tensor_model_parallel_size": 4,
@@ -351,7 +359,7 @@ def test_script_is_read(tmp_path: Path) -> None:
         "data.apply_chat_template_kwargs.enable_thinking": False,
         "algorithm.lam": 1,
     }
-    without_data = read_verl(str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"])
+    without_data = read_verl(str(script), ["data.return_raw_chat=x", "~data", "trainer.seed=1"]).settings
     names = ["actor.megatron.tensor_model_parallel_size", "trainer.logger", "algorithm.lam", "trainer.seed"]
     assert list(without_data) == names
 
@@ -359,20 +367,21 @@ def test_script_is_read(tmp_path: Path) -> None:
 def test_words_that_expand_to_nothing_are_no_settings(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text('NONE=()\npython3 -m verl.trainer.main_ppo a.b=1 "${NONE[@]}" a.c="" "$@"\n')
-    assert {key: item.value for key, item in read_verl(str(script), []).items()} == {"a.b": 1, "a.c": ""}
+    assert {key: item.value for key, item in read_verl(str(script), []).settings.items()} == {"a.b": 1, "a.c": ""}
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("k.a=$UNSET", "line 2: k.a=...: $UNSET is not assigned before; give the setting as an override: k.a=VALUE"),
-        ("k.a=x_$(date +%s)", "$(date +%s) is not evaluated"),
-        ("k.a=$(date\n)", "k.a=...: $(date ) is not evaluated"),
-        ("k.a=$((1 +))", "$((1 +)) is not evaluated"),
+        ("k.a=$UNSET", "line 2: k.a: $UNSET is not set; give --env UNSET=VALUE, or k.a=VALUE"),
+        ("k.a=x_$(date +%s)", "line 2: k.a: $(date +%s) is not evaluated; give k.a=VALUE"),
+        ("k.a=$(date\n)", "k.a: $(date ) is not evaluated"),
+        ("k.a=$((1 +))", "line 2: `+` must be followed by an expression"),
         ("notakey", "line 2: 'notakey': expected key=value"),
         ("--config-name=mine", "line 2: --config-name mine is not read"),
-        ("k.a='x", "line 2: ' is not closed"),
-        ("k.a=[1,", "line 2: not valid YAML"),
+        ("k.a='x", "line 2: reached EOF without closing quote `'`"),
+        ("k.a=[1,", "line 2: k.a: not valid YAML"),
+        ("k.a=1 \\ \n k.b=1", "line 2: a space after the backslash ends the command here"),
     ],
 )
 def test_mistake_in_a_script_names_the_line(tmp_path: Path, line: str, words: str) -> None:
@@ -393,7 +402,7 @@ def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
         "    algorithm.adv_estimator=grpo algorithm.filter_groups.enable=${on} algorithm.filter_groups.metric=acc \\\n"
         "    algorithm.filter_groups.max_num_gen_batches=10\n"
     )
-    found = convert(read_verl(str(script), []))
+    found = convert(read_verl(str(script), []).settings)
     assert not found.refused()
     assert {key: found.settings[key] for key in found.settings if "filter" in key or "batch_size" in key} == {
         "data.train_batch_size": 512,
@@ -407,11 +416,134 @@ def test_script_of_the_dapo_recipe_is_read(tmp_path: Path, module: str) -> None:
 def test_variable_under_a_condition_is_not_resolved(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)
-    with pytest.raises(UserError, match=r"line 19: .*\$return_raw_chat is assigned under a condition, in line 7"):
+    with pytest.raises(
+        UserError,
+        match=r"line 19: data.return_raw_chat: \$return_raw_chat is 'True' or not set, by the condition .* in line 6, "
+        r"which is not decided; give --env mode=VALUE, or data.return_raw_chat=VALUE",
+    ):
         read_verl(str(script), [])
     script.write_text("echo nothing\n")
     with pytest.raises(UserError, match=r"no command with `-m verl.trainer.main_ppo`"):
         read_verl(str(script), [])
+
+
+def report_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of the tool's report."""
+    from_verl.main(arguments)
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("name", [*WHOLE_RUNS, "other_settings"])
+def test_every_setting_of_a_script_is_in_the_report(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check scripts that have settings in arrays, in a branch that is not taken and behind the command's end."""
+    words = [line for line in (EXAMPLES / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
+    parts = [words[start::4] for start in range(4)]
+    quoted = [" \\\n    ".join(shlex.quote(word) for word in part) for part in parts]
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"ALL=(\n    # these\n    {parts[0][0]}\n)\nALL+=({quoted[0]})\n"
+        f'if [ -n "$MORE" ]; then\n    ALL+=({quoted[1]})\nfi\n'
+        f'python3 -m verl.trainer.main_ppo {quoted[2]} \\\n    "${{ALL[@]}}" \\\n    # a comment ends it\n'
+        f"    {quoted[3]}\n"
+    )
+    keys = [[word.partition("=")[0].lstrip("+") for word in part] for part in parts]
+    for environment, passed in (([], (0, 2)), (["--env", "MORE=1"], (0, 1, 2))):
+        found = report_of([str(script), *environment], capsys)
+        kinds = {(line[:13].strip(), re.split("[: ]", line[15:])[0]) for line in found}
+        not_given = [key for kind, key in kinds if kind == "not given"]
+        assert sorted(not_given) == sorted(key for number in range(4) if number not in passed for key in keys[number])
+        others = {key for kind, key in kinds if kind not in ("not given", "default")}
+        assert [key for number in passed for key in keys[number] if key not in others] == []
+
+
+def test_name_that_is_not_known_becomes_a_plain_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    base = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
+    script.write_text(
+        f"source env.sh\nNAME=a_$(date +%s)_$JOB\npython3 -m verl.trainer.main_ppo {base} trainer.experiment_name=$NAME"
+        " trainer.default_local_dir=/x/$(date +%F)\n"
+    )
+    assert from_verl.main([str(script)]) == 0
+    out, report = capsys.readouterr()
+    assert "experiment_name: a_date_JOB\n" in out and "default_local_dir: /x/date\n" in out
+    assert "not read       env.sh: line 1 sources it; give its variables by --env\n" in report
+    assert "replaced       trainer.experiment_name=a_date_JOB: $(date +%s) is not evaluated; a plain word" in report
+    assert from_verl.main([str(script), "--env", "NAME=b"]) == 0
+    out, report = capsys.readouterr()
+    assert "experiment_name: b\n" in out and "environment    NAME: b: given\n" in report
+    script.write_text(f"python3 -m verl.trainer.main_ppo {base} trainer.default_local_dir=$OUT/x\n")
+    assert report_of([str(script)], capsys)[-1].endswith(
+        "line 1: trainer.default_local_dir: $OUT is not set; give --env OUT=VALUE, or trainer.default_local_dir=VALUE"
+    )
+
+
+def test_variables_are_given_by_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "run.sh"
+    overrides = " ".join(shlex.quote(f"{key}={value}") for key, value in PPO_MATH.items() if value is not None)
+    script.write_text(f"python3 -m verl.trainer.main_ppo {overrides} data.train_files=$DATA/x.parquet\n")
+    monkeypatch.setenv("DATA", "/of/this/process")
+    with pytest.raises(UserError, match=r"\$DATA is not set; give --env DATA=VALUE"):
+        command_line.parse(["--verl", str(script)])
+    for arguments, expected in (
+        (["--env", "DATA=/given"], "/given/x.parquet"),
+        (["--env=DATA"], "/of/this/process/x.parquet"),
+    ):
+        command = command_line.parse(["--verl", str(script), *arguments, "trainer.seed=3"])
+        cfg = load_config(command.config, command.overrides)
+        assert cfg.data.train_files == [expected] and cfg.trainer.seed == 3
+    for wrong, words in (("A B", "expected --env NAME=VALUE"), ("ABSENT", "the environment has no ABSENT")):
+        with pytest.raises(UserError, match=words):
+            command_line.parse(["--verl", str(script), "--env", wrong])
+    with pytest.raises(UserError, match="unknown option --env"):
+        command_line.parse(["ours.yaml", "--env", "A=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train_files='${DATA}/x'", r"data.train_files: ${DATA} is no setting of verl's"),
+        (
+            "actor.ppo_mini_batch_size=${data.train_batch_size}",
+            "data.train_batch_size is not given; give data.train_ba",
+        ),
+        ("trainer.experiment_name=x${trainer.project_name}", "trainer.project_name is not given"),
+        ("model.path=${oc.env:MODEL}", "give --env MODEL=VALUE, or --env MODEL"),
+        ("a.b=${a.b}", "a.b: ${a.b}: more than 10 references in turn"),
+        ("custom_reward_function.name=mine", "custom_reward_function.name=mine without custom_reward_function.path"),
+        ("a.b={" + "{" * 5000, "line 1: nested too deeply"),
+        ("a.b=" + "[" * 5000, "line 1: nested too deeply"),
+    ],
+)
+def test_value_that_cannot_be_resolved_is_an_error(override: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_verl(None, [override])
+    assert words in str(caught.value) and len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_home_in_settings_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = tmp_path / "verl.yaml"
+    config.write_text("data: {train_files: [$HOME/a, '${HOME}/b', $HOMER], val_files: '${oc.env:HOME}/c'}\n")
+    reading = read_verl(str(config), ["model.path=${oc.env:MODEL}"], {"MODEL": "m"})
+    assert {key: item.value for key, item in reading.settings.items()} == {
+        "data.train_files": ["/home/me/a", "/home/me/b", "$HOMER"],
+        "data.val_files": "/home/me/c",
+        "model.path": "m",
+    }
+    assert ("environment    HOME: /home/me", "of this process") in reading.notes
+
+
+def test_interruption_is_one_line(tmp_path: Path) -> None:
+    """Check Ctrl-C while the tool waits for its file."""
+    pipe = tmp_path / "run.sh"
+    os.mkfifo(pipe)
+    tool = subprocess.Popen([sys.executable, from_verl.__file__, str(pipe)], stderr=subprocess.PIPE, text=True)
+    with pipe.open("w"):  # waits for the tool
+        tool.send_signal(signal.SIGINT)
+        assert tool.communicate(timeout=60)[1] == "rlhf_mc: interrupted\n"
+    assert tool.returncode == EXIT_INTERRUPTED
 
 
 def test_yaml_with_references_is_read(tmp_path: Path) -> None:
@@ -424,7 +556,11 @@ def test_yaml_with_references_is_read(tmp_path: Path) -> None:
         "critic: {ppo_epochs: '${actor_rollout_ref.actor.ppo_epochs}', shuffle: '${oc.select:absent.key}'}\n"
         "trainer: {experiment_name: 'n${actor_rollout_ref.rollout.n}'}\n"
     )
-    given = {key: item.value for key, item in read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"]).items()}
+    reading = read_verl(str(config), ["++actor_rollout_ref.rollout.n=4"])
+    given = {key: item.value for key, item in reading.settings.items()}
+    assert reading.notes == [
+        ("default        critic.shuffle", "${oc.select:absent.key} is not given: verl's default of both")
+    ]
     assert given == {
         "actor.ppo_epochs": 2,
         "actor.checkpoint.save_contents": ["model"],
@@ -457,8 +593,8 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert report.splitlines()[-1].startswith(
         "rlhf_mc: error: 2 settings are not supported, and no config is written: actor_rollout_ref.rollout.top_p, "
     )
-    assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=$HOME/x"]) == 0
-    assert "to be changed before it runs: data.train_files is '$HOME/x'" in capsys.readouterr().err
+    assert from_verl.main([*overrides, "trainer.x=1", "~trainer.x", "data.train_files=~/x"]) == 0
+    assert "to be changed before it runs: data.train_files is '~/x'" in capsys.readouterr().err
 
 
 def test_verl_option_takes_verls_overrides(tmp_path: Path) -> None:
