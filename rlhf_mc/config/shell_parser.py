@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.shell_words import Node, line_of
 from rlhf_mc.config.yaml_reader import line_too_deep
@@ -42,7 +42,7 @@ def parsed(text: str) -> Node:
     if done.returncode:
         found = re.match(r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace"))
         raise UserError(f"line {found[1]}: {found[2]}" if found else "line 1: nested too deeply")
-    tree: Node = json.loads(done.stdout)
+    tree: Node = json_files.parse(done.stdout)
     return tree
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ from rlhf_mc.config.verl import DEFAULTS, Conversion, Given, convert, our_defaul
 from rlhf_mc.config.verl_input import read_verl
 from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.runtime import command_line
-from rlhf_mc.runtime.exit_codes import EXIT_INTERRUPTED
 
 EXAMPLES = Path(__file__).with_name("verl_examples")
 """verl's published Megatron examples as keys and values, with the place and the commit of each. other_settings.txt has
@@ -533,17 +528,6 @@ def test_home_in_settings_is_that_of_the_environment(tmp_path: Path, monkeypatch
         "model.path": "m",
     }
     assert ("environment    HOME: /home/me", "of this process") in reading.notes
-
-
-def test_interruption_is_one_line(tmp_path: Path) -> None:
-    """Check Ctrl-C while the tool waits for its file."""
-    pipe = tmp_path / "run.sh"
-    os.mkfifo(pipe)
-    tool = subprocess.Popen([sys.executable, from_verl.__file__, str(pipe)], stderr=subprocess.PIPE, text=True)
-    with pipe.open("w"):  # waits for the tool
-        tool.send_signal(signal.SIGINT)
-        assert tool.communicate(timeout=60)[1] == "rlhf_mc: interrupted\n"
-    assert tool.returncode == EXIT_INTERRUPTED
 
 
 def test_yaml_with_references_is_read(tmp_path: Path) -> None:

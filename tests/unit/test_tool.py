@@ -50,6 +50,7 @@ def python(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedP
         (["tools/make_quickstart.py"], "torch"),
         (["tools/prepare_data.py"], "pyarrow"),
         (["tools/report.py"], "rlhf_mc.observability.report"),
+        (["tools/from_verl.py"], "rlhf_mc.config.load"),
     ],
 )
 def test_ctrl_c_in_an_import_is_one_line(tmp_path: Path, program: list[str], module: str) -> None:
