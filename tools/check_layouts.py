@@ -8,14 +8,13 @@ vLLM's. Names, shapes, types, and how often the ranks hold each element of the c
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 
 os.environ["RLHF_MC_DEVICE"] = "cpu"  # the modules of a CPU: a GPU takes no part
 
-from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, end_on_interrupt
+from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, Parser, end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -68,7 +67,7 @@ def report(role: str, mesh: str, num_ranks: int, num_local: int, coverage: Cover
 
 def main() -> int:
     """Check the config that the arguments name. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("config", help="the config of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     parser.add_argument("--nodes", type=NODES, required=True, help="number of nodes")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.runtime.tool import end_on_interrupt
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -23,7 +23,7 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 def main() -> int:
     """Convert as the arguments say. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--hf-path", required=True, help="directory with config.json and safetensors weights")
     parser.add_argument("--output", required=True, help="directory of the Megatron-Core checkpoint to write")
     ToolLayout.add_arguments(parser)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_mc.runtime.tool import end_on_interrupt, number
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt, number
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -37,12 +37,12 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 def main() -> int:
     """Convert as the arguments say. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoint", required=True, help="directory of the checkpoint, Megatron-Core's or a run's")
     parser.add_argument("--output", required=True, help="directory of the Hugging Face checkpoint to write")
     parser.add_argument(
         "--max-shard-gb",
-        type=number(0.001, "10^9 bytes of at least 0.001"),
+        type=number(1e-6, "10^9 bytes of at least 1e-6"),
         default=5.0,
         help="largest file of weights, in 10^9 bytes",
     )

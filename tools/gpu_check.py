@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.runtime.tool import end_on_interrupt, number
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt, number
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--parts", type=_names, help="names of --list, separated by commas; default: all")
     parser.add_argument("--list", action="store_true", help="list the parts and end")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")

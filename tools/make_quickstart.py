@@ -14,14 +14,13 @@ warm-up ends. The settings of PPO are in configs/quickstart.yaml.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_mc.runtime.tool import end_on_interrupt, whole_number
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt, whole_number
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -304,7 +303,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits:
 
 def main() -> None:
     """Write data, tokenizer and model to the output directory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
     parser.add_argument(
         "--seed",

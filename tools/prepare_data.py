@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.runtime.tool import end_on_interrupt, whole_number
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt, whole_number
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -220,7 +220,7 @@ def write_split(path: Path, rows: Sequence[Row]) -> None:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--dataset", choices=[*SETS, "jsonl"], required=True)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", type=Path, help="file, or directory with a file for each split")

@@ -9,11 +9,10 @@ end too. docs/report.md explains the page.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from rlhf_mc.runtime.tool import end_on_interrupt
+from rlhf_mc.runtime.tool import Parser, end_on_interrupt
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -25,7 +24,7 @@ from rlhf_mc.observability.run_files import PLOT, REPORT
 
 def main() -> int:
     """Write the page, and the plot. Return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output", type=Path, help=f"the page; default: {REPORT} in the first RUN_DIR")
     parser.add_argument("--plot", action="store_true", help=f"write {PLOT} in each RUN_DIR too")

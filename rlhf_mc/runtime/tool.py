@@ -1,4 +1,4 @@
-"""Interrupts and numbers on the command line, the same for the planner and all tools. `end_on_interrupt` is
+"""Interrupts, mistakes and numbers on the command line, the same for the planner and all tools. `end_on_interrupt` is
 called before other modules are imported, which takes seconds.
 """
 
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 """The program was interrupted and has saved nothing (128 + SIGINT)."""
@@ -38,6 +39,20 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if issubclass(kind, KeyboardInterrupt):
         raise SystemExit(EXIT_INTERRUPTED)
     sys.__excepthook__(kind, error, trace)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a tool's command line whose errors are one line."""
+
+    def __init__(self, description: str | None) -> None:
+        """description: the tool's docstring, printed as it is."""
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line on rank 0, and end this process with code 2."""
+        if os.environ.get("RANK", "0") == "0":
+            print(f"rlhf_mc: error: {message} (--help lists the arguments)", file=sys.stderr)
+        sys.exit(2)
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
