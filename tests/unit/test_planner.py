@@ -161,6 +161,24 @@ def test_documented_commands_plan_without_files(
         assert main(shlex.split(command)) == 0, (command, capsys.readouterr().err)
 
 
+def test_figures_of_the_gsm8k_page_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPO / "docs/gsm8k.md").read_text()
+    (command,) = re.findall(r"rlhf_mc\.planner (configs/.*)", page)
+    assert main([*shlex.split(command), "--model", "qwen2.5-0.5b", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (ranks,) = plan["ranks"]
+    update = ranks["phases"]["update_actor"]
+    seconds = plan["times"]["step_seconds"]
+    for text in (
+        f"{sum(update.values()) / GB:.1f} of 85.9 GB",
+        f"{update['activations'] / GB:.1f} of activations, {update['vLLM'] / GB:.1f} of vLLM",
+        f"| host memory | {sum(plan['host_memory']['parts'].values()) / GB:.0f} GB |",
+        f"{plan['storage']['checkpoint'] / GB:.1f} GB, three of them and an export {plan['storage']['space'] / GB:.1f}",
+        f"at least {seconds:.1f} s",
+    ):
+        assert text in page
+
+
 def test_the_missing_model_of_a_config_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([PLAN_70B[0], "--nodes", "8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
