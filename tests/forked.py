@@ -19,7 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 HERE = Path(__file__).parent
-TIMEOUT_SECONDS = 280
+TIMEOUT_SECONDS = 900
+_reserved: list[socket.socket] = []
 
 
 def context() -> ForkServerContext:
@@ -59,11 +60,18 @@ def start(
     return process
 
 
+def free_port() -> int:
+    """Return a port that only a program which names it gets: this process keeps a socket bound to it, beside which a
+    server can listen. The kernel gives it to no other process."""
+    _reserved.append(socket.socket())
+    _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _reserved[-1].bind(("localhost", 0))
+    return int(_reserved[-1].getsockname()[1])
+
+
 def rank_variables(world: int) -> list[dict[str, str]]:
     """Return for each rank the environment that torchrun gives it, with a free port of this machine."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(s.getsockname()[1])}
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 

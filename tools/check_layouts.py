@@ -1,6 +1,6 @@
 """Compare the layouts of every rank of a config with the real models, on one CPU and without weights.
 
-python tools/check_layouts.py CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8]
+python tools/check_layouts.py CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N [--gpus-per-node 8]
 
 Each rank's models are built on torch's meta device, of which config.json is enough: Megatron-Core's for all roles, and
 vLLM's. Names, shapes, types, and how often the ranks hold each element of the checkpoint must be those of the layouts.
@@ -26,6 +26,7 @@ from rlhf_mc.config.validate import validate
 from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.models.shapes import model_shapes
+from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.placement import rollout_layouts
@@ -70,11 +71,16 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("config", help="the config of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    add_model_option(parser)
     parser.add_argument("--nodes", type=NODES, required=True, help="number of nodes")
     parser.add_argument("--gpus-per-node", type=GPUS_PER_NODE, default=8)
     args = parser.parse_intermixed_args()
     world = args.nodes * args.gpus_per_node
-    return exit_code("check_layouts", lambda: check(load_config(args.config, args.overrides), world))
+
+    def run() -> None:
+        check(load_config(args.config, with_model(args.config, args.overrides, args.model)), world)
+
+    return exit_code("check_layouts", run)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_mc import platform
-from rlhf_mc.config.errors import NodeError, UserError
+from rlhf_mc.config.errors import NodeError
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.checks import FP8_MULTIPLES
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
@@ -28,8 +27,6 @@ def check_fp8(section: str, megatron: MegatronConfig) -> None:
     if megatron.fp8 is None:
         return
     key = f"{section}.fp8 is {megatron.fp8!r}"
-    if not platform.use_cuda():
-        raise UserError(f"{key}; fp8 needs a GPU, and this process runs on a CPU: set it to null")
     if not uses_transformer_engine():
         raise NodeError(f"{key}; fp8 needs Transformer Engine, which is not installed: install it, or set it to null")
     import transformer_engine.pytorch as te

@@ -1,6 +1,7 @@
 """Print the memory, the times and the traffic of a run before it is queued, and end with code 2 if it does not fit.
 
-python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] --nodes N [--gpus-per-node 8] [--gpu h100] [--json]
+python -m rlhf_mc.planner CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N [--gpus-per-node 8]
+    [--gpu h100] [--json]
 python -m rlhf_mc.planner CONFIG.yaml ... --search [--top N] [--write PATH.yaml]
 """
 
@@ -12,17 +13,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, end_on_interrupt, number, whole_number
+from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, Parser, end_on_interrupt, number, whole_number
 
 if __name__ == "__main__":
     end_on_interrupt()
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, read_settings, sections_of
+from rlhf_mc.config.load import load_config, read_settings
 from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import lengths_of
 from rlhf_mc.planner.machine import Machine
+from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.planner.report import as_json, host_table, table, traffic_table
 from rlhf_mc.planner.search import search
 from rlhf_mc.planner.search_report import check_new_file, search_json, search_table, write_config
@@ -66,7 +68,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise UserError("--write is for the config that --search finds; add --search")
     capacity = _capacity(arguments)
     gpus_per_node = arguments.gpus_per_node
-    cfg = load_config(arguments.config, arguments.overrides)
+    cfg = load_config(arguments.config, with_model(arguments.config, arguments.overrides, arguments.model))
     plan = plan_run(cfg, capacity)
     shapes = shapes_of(cfg)
     found = judge(cfg, plan, capacity)
@@ -100,12 +102,13 @@ def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
         raise UserError(f"--search ranks by times, and --gpu {arguments.gpu} has none; name one of {', '.join(GPUS)}")
     if arguments.write is not None:
         check_new_file(arguments.write)
-    settings = read_settings(arguments.config, arguments.overrides)
-    cfg = load_config(sections_of(settings))
+    overrides = with_model(arguments.config, arguments.overrides, arguments.model)
+    cfg = load_config(arguments.config, overrides)
     lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
-    choices = search(settings, machine, _capacity(arguments), lengths, arguments.top)
+    choices = search(read_settings(arguments.config, overrides), machine, _capacity(arguments), lengths, arguments.top)
     print(json.dumps(search_json(choices, lengths)) if arguments.json else search_table(choices, lengths))
     if arguments.write is not None:
+        settings = read_settings(arguments.config, arguments.overrides)
         write_config(arguments.write, f"python -m rlhf_mc.planner {shlex.join(argv)}", settings, choices[0])
         if not arguments.json:
             print(f"wrote the first of these to {arguments.write}")
@@ -115,12 +118,11 @@ _bandwidth = number(1e6, "bytes per second of at least 1e6, such as 50e9")
 _bytes = number(1e9, "bytes of at least 1e9, such as 2e12")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m rlhf_mc.planner", description="The memory and the times of a run on GPUs."
-    )
+def _parser() -> Parser:
+    parser = Parser("The memory and the times of a run on GPUs.", "python -m rlhf_mc.planner")
     parser.add_argument("config", help="the config of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    add_model_option(parser)
     parser.add_argument("--nodes", type=NODES, default=1, help="number of nodes")
     parser.add_argument("--gpus-per-node", type=GPUS_PER_NODE, default=8)
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(GPUS)}, or the bytes of its memory")

@@ -44,9 +44,9 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 class Parser(argparse.ArgumentParser):
     """A parser of a tool's command line whose errors are one line."""
 
-    def __init__(self, description: str | None) -> None:
-        """description: the tool's docstring, printed as it is."""
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str | None, program: str | None = None) -> None:
+        """description: printed as it is. program: the command; None: the file's name."""
+        super().__init__(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         """Print the line on rank 0, and end this process with code 2."""

@@ -7,24 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlhf_mc import platform
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.placement import Row, row_of
-from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine
 
 _NOTHING: frozenset[str] = frozenset()
-
-
-def check_offload(rollout: RolloutConfig) -> None:
-    """Raise UserError, before anything is built, if this machine cannot release vLLM's memory."""
-    if rollout.free_cache_engine and not platform.use_cuda():
-        raise UserError(
-            "rollout.free_cache_engine is true; vLLM can release its memory on a GPU only, and this run is on a CPU: "
-            "set it to false"
-        )
 
 
 class OffloadSchedule:

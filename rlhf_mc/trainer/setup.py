@@ -55,9 +55,10 @@ from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_al
 from rlhf_mc.topology.mesh import mesh_of
 from rlhf_mc.trainer.adjustments import Adjustments
 from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
+from rlhf_mc.trainer.gpu_settings import for_this_device
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.memory_check import check_memory
-from rlhf_mc.trainer.offload_schedule import OffloadSchedule, check_offload
+from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.scorable import check_mixture, scorable
 from rlhf_mc.trainer.step_schedule import StepSchedule
@@ -115,10 +116,10 @@ def build_run(cfg: Config) -> Run:
     rank = dist.get_rank()
     world = dist.get_world_size()
     validate(cfg, world)
+    cfg = for_this_device(cfg)
     with working("importing vLLM"):
         on_every_rank(_import_vllm)
     check_free(Path(cfg.trainer.default_local_dir))
-    check_offload(cfg.rollout)
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
     train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=bool(conversations))

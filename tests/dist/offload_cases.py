@@ -56,7 +56,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         vllm_calls.append(f"wake {' '.join(tags)}")
 
     with (
-        mock.patch.object(setup, "check_offload", lambda rollout: None),
+        mock.patch.object(setup, "for_this_device", lambda cfg: cfg),
         mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", record_phase),
         mock.patch.object(loop, "write_views", lambda *args: None),

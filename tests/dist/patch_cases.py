@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.tensor_parallel import random as mcore_random
 from model_cases import make_engine, mesh_groups
+from runs import read_of, wait_until
 from torch.overrides import TorchFunctionMode
 from traffic_cases import recorded
 
@@ -137,14 +137,16 @@ def groups_of_gloo(original: bool = False, variables: Sequence[str] = ()) -> tup
     ones over the last group."""
     patch = PATCHES["torch.distributed.distributed_c10d.ProcessGroupGloo.__init__"]
     timeout = datetime.timedelta(seconds=90)
-    before = len(_gloo_threads())
+    expected = 3 if original or variables else 0
+    before = _gloo_threads()
     with (
         reverted(patch) if original else contextlib.nullcontext(),
         mock.patch.dict(os.environ, dict.fromkeys(variables, "1")),
     ):
         alone = [dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True) for _ in range(2)]
         everyone = dist.new_group(list(range(dist.get_world_size())), timeout=timeout)
-    started = len(_gloo_threads()) - before
+    wait_until(lambda: _gloo_threads() - before >= expected, seconds=10 if expected else 0.1)
+    started = _gloo_threads() - before
     ones = torch.ones(1)
     dist.all_reduce(ones, group=everyone)
     (seconds,) = {
@@ -153,15 +155,11 @@ def groups_of_gloo(original: bool = False, variables: Sequence[str] = ()) -> tup
     return started, seconds, float(ones)
 
 
-def _gloo_threads() -> list[str]:
-    """Return gloo's threads. A new thread has its starter's name until it sets its own, which takes no time that
-    matters; one that has just ended has none."""
-    time.sleep(0.1)
-    threads = []
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):
-            threads += [path.parent.name] * (path.read_text() == "gloo_tcp_loop\n")
-    return threads
+def _gloo_threads() -> int:
+    """Return the number of gloo's threads. A new one has its starter's name until it sets its own; one that has just
+    ended has none."""
+    tasks = [path.name for path in Path("/proc/self/task").iterdir()]
+    return sum(read_of(os.getpid(), f"task/{task}/comm") == b"gloo_tcp_loop\n" for task in tasks)
 
 
 def batched_products(checkpoint: str) -> int:

@@ -30,7 +30,8 @@ def check(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_role_and_vllm_have_a_line(workspace: Path) -> None:
     sizes = [f"actor.megatron.{kind}_model_parallel_size=2" for kind in ("tensor", "pipeline")]
-    done = check(workspace, *sizes, "rollout.tensor_model_parallel_size=2", "--nodes", "2")
+    model = ["model.path=nowhere", "--model", str(workspace / "model")]
+    done = check(workspace, *sizes, *model, "rollout.tensor_model_parallel_size=2", "--nodes", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["actor", "critic", "ref", "rollout"]
@@ -45,6 +46,7 @@ def test_every_role_and_vllm_have_a_line(workspace: Path) -> None:
         (["--nodes", "0"], "--nodes times --gpus-per-node is 0"),
         (["--nodes", "1", "actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size 3"),
         (["--nodes", "1", "model.path=nowhere"], "model.path: nowhere/config.json cannot be read"),
+        (["--nodes", "1", "--model", "qwen"], "--model is 'qwen'"),
     ],
 )
 def test_mistake_is_one_line(workspace: Path, arguments: list[str], message: str) -> None:

@@ -288,8 +288,9 @@ def test_buffer_lost_in_vllms_sleep_is_detected(kept: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [1])
-def test_vllms_sleep_is_rejected_on_a_cpu(pool: Any, workspace: Path, world: int) -> None:
-    sections = {"rollout": {"free_cache_engine": True}}
-    [(ok, value)] = pool(world).outcomes(cases.try_to_build, directory=str(workspace), sections=sections)
-    assert not ok and value[0] == "UserError"
-    assert value[1].startswith("rollout.free_cache_engine is true; ") and "set it to false" in value[1]
+def test_a_config_for_gpus_is_built_on_a_cpu(pool: Any, workspace: Path, world: int) -> None:
+    sections = {
+        "rollout": {"free_cache_engine": True, "gpu_memory_utilization": 0.6, "enforce_eager": True},
+        "actor": {"megatron": {"dtype": "bfloat16", "fp8": "tensorwise"}},
+    }
+    assert pool(world).outcomes(cases.try_to_build, directory=str(workspace), sections=sections) == [(True, None)]

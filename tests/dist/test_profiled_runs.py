@@ -141,4 +141,4 @@ def test_waiting_is_the_time_in_collectives(pool: Any) -> None:
     assert outer >= sum(first.values())
     for name, seconds in first.items():
         assert seconds > DELAY * 0.9, name
-        assert second[name] < DELAY / 2, name
+        assert second[name] < seconds, name

@@ -114,7 +114,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "all.jsonl").write_text("\n".join(gsm8k_lines(NUM_PROMPTS + NUM_VAL)), encoding="utf-8")
     command = ["tools/prepare_data.py", "--dataset", "gsm8k", "--input", f"{directory}/all.jsonl"]
     command += ["--output", str(directory), "--test-rows", str(NUM_VAL)]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=500)
     tree = {
         "data": {
             "train_files": f"{directory}/train.parquet",

@@ -15,7 +15,7 @@ from typing import Any
 import forked
 import pytest
 
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 900
 
 
 def _worker(variables: dict[str, str], pipe: Any) -> None:

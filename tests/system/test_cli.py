@@ -3,8 +3,8 @@ and with which words, is tested in tests/dist/test_bad_input.py."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +15,15 @@ from pathlib import Path
 
 import forked
 import pytest
-from runs import gone, members
+from runs import ends, gone, is_running, kill, last_step, members, read_of, wait_until
 from tiny import make_workspace, write_config
+
+from rlhf_mc.runtime.preemption import ONE_PRESS_SECONDS
 
 pytestmark = pytest.mark.system
 
 EXIT_USER_ERROR = 2
-GONE_WITHIN_SECONDS = 60
+GONE_WITHIN_SECONDS = 300
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ONE_NODE = [str(Path(__file__).parents[2] / "launch" / "torchrun_1node.sh")]
 ENV = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"OMP_NUM_THREADS": "1"}
@@ -47,7 +49,7 @@ def our_lines(stderr: str) -> list[str]:
 
 
 def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=500)
 
 
 # ---------------------------------------------------------------- mistakes
@@ -64,9 +66,7 @@ def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
     ids=["misspelt key", "no config file", "no arguments", "wrong type"],
 )
 def test_one_line_and_exit_code_2(config: Path, arguments: list[str], words: list[str]) -> None:
-    start = time.monotonic()
     done = ended([*PLAIN, *(argument.format(config=config) for argument in arguments)])
-    assert time.monotonic() - start < 30
     assert done.returncode == EXIT_USER_ERROR
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -111,26 +111,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     yield run
     for process in started:
         for pid in members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+            kill(pid)
         process.wait()
 
 
 def workers_of(torchrun: int) -> list[int]:
     """Return the two ranks: torchrun's direct children that run the program."""
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-    return [int(pid) for pid in children if b"rlhf_mc" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"rlhf_mc" in read_of(int(pid), "cmdline")]
 
 
-def wait_for_step(metrics: Path, runs: Callable[[], bool], stderr: Path, step: int = 2) -> None:
-    """Wait until the run has logged the step."""
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        assert runs(), stderr.read_text()
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if lines and json.loads(lines[-1])["step"] >= step:
-            return
-        time.sleep(0.2)
-    pytest.fail(f"no step {step} within 240 s: {stderr.read_text()}")
+def wait_for_step(run: Path, runs: Callable[[], bool], stderr: Path, step: int = 2) -> None:
+    """Wait until the run has logged the step, or fail if it has ended."""
+    wait_until(lambda: last_step(run) >= step or not runs())
+    assert last_step(run) >= step, stderr.read_text()
 
 
 def test_torchrun_ends_when_a_rank_dies(
@@ -138,7 +132,7 @@ def test_torchrun_ends_when_a_rank_dies(
 ) -> None:
     run = tmp_path / "run"
     torchrun = start([*TORCHRUN, str(config), f"trainer.default_local_dir={run}"], "stderr", ENV)
-    wait_for_step(run / "metrics.jsonl", lambda: torchrun.poll() is None, tmp_path / "stderr")
+    wait_for_step(run, lambda: torchrun.poll() is None, tmp_path / "stderr")
     workers = workers_of(torchrun.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
@@ -172,7 +166,7 @@ def test_a_survivor_ends_by_itself(
     for output, env in zip(outputs, forked.rank_variables(world=2), strict=True):
         ranks.append(forked.start(command, output, output, env))
     survivor = ranks[1 - victim]
-    wait_for_step(run / "metrics.jsonl", lambda: all(rank.is_alive() for rank in ranks), outputs[1 - victim])
+    wait_for_step(run, lambda: all(rank.is_alive() for rank in ranks), outputs[1 - victim])
     ranks[victim].kill()
     survivor.join(GONE_WITHIN_SECONDS)
     stderr = outputs[1 - victim].read_text()
@@ -189,35 +183,20 @@ def test_a_survivor_ends_by_itself(
 
 def ready_workers_of(torchrun: subprocess.Popen[bytes], ready: Callable[[int], bool]) -> list[int]:
     """Return torchrun's two ranks, once both are ready."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+
+    def both() -> list[int]:
         assert torchrun.poll() is None
         workers = workers_of(torchrun.pid)
-        if len(workers) == 2 and all(map(ready, workers)):
-            return workers
-        time.sleep(0.02)
-    pytest.fail("torchrun has started no ranks within 120 s")
+        return workers if len(workers) == 2 and all(map(ready, workers)) else []
 
-
-def ends(pid: int) -> bool:
-    """Return whether the process ends within GONE_WITHIN_SECONDS. One that does not is killed."""
-    deadline = time.monotonic() + GONE_WITHIN_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)  # in a session of its own
-    return False
+    assert wait_until(both), "torchrun has started no ranks"
+    return both()
 
 
 def takes_signals(pid: int) -> bool:
     """Return whether the rank blocks SIGINT, for the thread that handles its signals."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    blocked = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
-    return bool(blocked >> (signal.SIGINT - 1) & 1)
+    blocked = re.search(rb"^SigBlk:\s*(\w+)", read_of(pid, "status"), re.MULTILINE)
+    return blocked is not None and bool(int(blocked[1], 16) >> (signal.SIGINT - 1) & 1)
 
 
 @pytest.mark.parametrize("when", ["at once", "while they import"])
@@ -236,7 +215,7 @@ def test_ctrl_c_saves_and_says_so_in_one_line(
     run = tmp_path / "run"
     env = ENV | {"NPROC": "2", "PYTHON": sys.executable}
     torchrun = start([*ONE_NODE, str(config), f"trainer.default_local_dir={run}"], "output", env)
-    wait_for_step(run / "metrics.jsonl", lambda: torchrun.poll() is None, tmp_path / "output", step=1)
+    wait_for_step(run, lambda: torchrun.poll() is None, tmp_path / "output", step=1)
     workers = workers_of(torchrun.pid)
     os.killpg(torchrun.pid, signal.SIGINT)  # as the terminal does
     assert torchrun.wait(GONE_WITHIN_SECONDS) == 75
@@ -255,8 +234,8 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(
     torchrun = start([*ONE_NODE, str(config), f"trainer.default_local_dir={tmp_path / 'run'}"], "output", env)
     workers = ready_workers_of(torchrun, takes_signals)
     os.killpg(torchrun.pid, signal.SIGINT)
-    time.sleep(2)
-    assert all(Path(f"/proc/{pid}").exists() for pid in workers)  # nothing to save yet, but they import first
+    time.sleep(ONE_PRESS_SECONDS + 0.5)
+    assert all(map(is_running, workers))  # nothing to save yet, but they import first
     os.killpg(torchrun.pid, signal.SIGINT)
     assert torchrun.wait(GONE_WITHIN_SECONDS) == 130
     assert [ends(pid) for pid in workers] == [True, True]

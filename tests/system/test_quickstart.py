@@ -28,7 +28,7 @@ def run_dir(quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFa
     command += ["configs/quickstart.yaml", *quickstart_overrides]
     command += [f"trainer.default_local_dir={out}", "trainer.export_freq=5"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return out
 

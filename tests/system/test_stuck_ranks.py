@@ -3,8 +3,6 @@ that names it. Ranks that die are the subject of test_cli.py."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
@@ -16,8 +14,8 @@ from tiny import make_workspace, write_config
 
 pytestmark = pytest.mark.system
 PROGRAM = str(Path(__file__).parent / "freezing.py")
-START_WITHIN_SECONDS = 240
-SLACK_SECONDS = 40
+START_WITHIN_SECONDS = 600
+SLACK_SECONDS = 120
 """Allowed beyond the timeout: the interval of the heartbeats, and a busy machine."""
 
 
@@ -38,8 +36,7 @@ def ranks() -> Iterator[list[BaseProcess]]:
     started: list[BaseProcess] = []
     yield started
     for process in started:
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
 
 

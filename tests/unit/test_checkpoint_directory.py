@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,13 +217,16 @@ def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytes
     """Poll with short collectives, so that a disk slower than the collective timeout does not abort the run."""
     polls = []
     write_bucket = training_tensors.write_bucket
+    was_polled = threading.Event()
 
     def slowly(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.5)
+        was_polled.wait()
         write_bucket(*args, **kwargs)
 
     def counted(flag: bool) -> bool:
         polls.append(flag)
+        if len(polls) == 3:
+            was_polled.set()
         return flag
 
     monkeypatch.setattr(training_tensors, "write_bucket", slowly)

@@ -24,7 +24,7 @@ CONFIGS = sorted((REPO / "configs").glob("**/*.yaml"))
 
 def run_program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "importtime", "-m", "rlhf_mc", *arguments]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -103,9 +103,9 @@ ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] 
 )
 def test_hostile_yaml_is_refused_at_once(config_file: Path, text: str, words: str) -> None:
     config_file.write_text(text)
-    start = time.monotonic()
+    start = time.process_time()
     assert words in error_of(config_file)
-    assert time.monotonic() - start < 20, "without bounds it takes minutes, or all memory"
+    assert time.process_time() - start < 20, "without bounds it takes minutes, or all memory"
 
 
 def test_anchors_are_accepted(config_file: Path) -> None:

@@ -114,10 +114,11 @@ def commands_of(page: Path) -> list[list[str]]:
     return [list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)) for line in lines]
 
 
-def test_commands_of_the_cluster_page_can_be_given() -> None:
+@pytest.mark.parametrize(("page", "least"), [("cluster", 20), ("gsm8k", 8)])
+def test_commands_of_a_page_can_be_given(page: str, least: int) -> None:
     """Check that programs, configs, options and settings of the commands exist."""
-    commands = commands_of(ROOT / "docs" / "cluster.md")
-    assert len(commands) > 20
+    commands = commands_of(ROOT / "docs" / f"{page}.md")
+    assert len(commands) >= least
     options_of_tools = (ROOT / "rlhf_mc" / "checkpoint" / "convert.py").read_text()
     for command in commands:
         for word in command:

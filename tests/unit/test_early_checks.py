@@ -225,7 +225,7 @@ def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.Comp
     (directory / "no_torch" / "torch.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": f"{directory / 'no_torch'}:{REPO}", **env}
     command = [sys.executable, "-m", "rlhf_mc", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=directory)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=directory)
 
 
 def test_user_errors_are_reported_before_torch_is_imported(directory: Path) -> None:

@@ -64,7 +64,7 @@ def test_running_out_of_file_descriptors_is_not_corruption(tmp_path: os.PathLike
     with open(path, "w") as file:
         file.write("{}")
     done = subprocess.run(
-        [sys.executable, "-c", OUT_OF_FILE_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", OUT_OF_FILE_DESCRIPTORS, str(tmp_path)], capture_output=True, text=True, timeout=500
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done

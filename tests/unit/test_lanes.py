@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from runs import kill
 
 TESTS = Path(__file__).parents[1]
 CONFTEST = "from lanes import pytest_addoption, pytest_runtestloop\n"
@@ -24,7 +24,7 @@ def run(directory: Path, file: str) -> tuple[str, int]:
     env |= {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "--lanes", "2", "-p", "no:cacheprovider", str(directory)]
     with (directory / "output").open("w") as output:  # processes that tests leave would hold a pipe open
-        code = subprocess.run(command, cwd=directory, env=env, stdout=output, stderr=output, timeout=120).returncode
+        code = subprocess.run(command, cwd=directory, env=env, stdout=output, stderr=output, timeout=500).returncode
     return (directory / "output").read_text(), code
 
 
@@ -48,10 +48,11 @@ def test_result_of_a_process_reaches_the_summary(tmp_path: Path, body: str, summ
 @pytest.mark.parametrize(
     ("arguments", "body", "summary", "code"),
     [
-        ("", "if os.fork() == 0: time.sleep(60); os._exit(0)", "3 passed", 0),
+        ("", "pid = os.fork()\n    if not pid: time.sleep(6000); os._exit(0)\n    {left}", "3 passed", 0),
         (
             "broken",
-            "multiprocessing.get_context('spawn').Process(target=time.sleep, args=(60,)).start(); pytest.exit('hangs')",
+            "child = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(6000,)); child.start()\n"
+            "    pid = child.pid\n    {left}\n    pytest.exit('hangs')",
             "Exit: hangs",
             1,
         ),
@@ -64,9 +65,9 @@ def test_run_does_not_wait_for_a_process_that_a_test_leaves(
     (tmp_path / "conftest.py").write_text(
         f"{CONFTEST}import pytest\n@pytest.fixture(scope='session')\ndef broken():\n    yield\n    raise ValueError\n"
     )
-    start = time.monotonic()
+    body = body.format(left=f"pathlib.Path({str(tmp_path / 'left')!r}).write_text(str(pid))")
     output, found = run(
-        tmp_path, f"import multiprocessing, os, pytest, time\ndef test_first({arguments}):\n    {body}\n"
+        tmp_path, f"import multiprocessing, os, pathlib, pytest, time\ndef test_first({arguments}):\n    {body}\n"
     )
+    kill(int((tmp_path / "left").read_text()))
     assert summary in output and found == code, output
-    assert time.monotonic() - start < 50, "the run has waited for the process"

@@ -80,7 +80,7 @@ def attempt(slurm: Path, number: int = 0, **settings: str) -> tuple[int, str, in
     env |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node1"}
     env |= {"SLURM_RESTART_COUNT": str(number), **settings}
     command = [ROOT / "launch/slurm_job.sh", "configs/ppo_70b.yaml", f"trainer.default_local_dir={slurm / 'run'}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     requests = slurm / "requeues"
     requeues = len(requests.read_text().splitlines()) if requests.exists() else 0
     requests.unlink(missing_ok=True)
@@ -207,13 +207,13 @@ def test_ending_job_is_not_restarted(slurm: Path) -> None:
 
 def test_newest_checkpoint_is_found_without_torch() -> None:
     program = "import sys, launch.progress; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=500).returncode == 0
 
 
 def preflight(folder: Path, *arguments: str, node: str = "a") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.preflight", arguments[0], str(folder), *arguments[1:]]
     env = {**os.environ, "SLURMD_NODENAME": node}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
 
 def test_preflight_compares_the_nodes(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_sbatch_scripts_add_their_config_unless_another_is_given(
     body.chmod(0o755)
     env = {**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path)}
     command = ["bash", ROOT / "slurm" / script, *arguments.split()]
-    assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout == f"{expected}\n"
+    assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=500).stdout == f"{expected}\n"
 
 
 VERL_SCRIPT = """
@@ -269,7 +269,7 @@ def test_job_takes_a_script_of_verls(tmp_path: Path) -> None:
     script.write_text(VERL_SCRIPT.format(run=tmp_path / "run"))
     converter = [sys.executable, "tools/from_verl.py", str(script)]
     converted = tmp_path / "ours.yaml"
-    converted.write_text(subprocess.run(converter, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout)
+    converted.write_text(subprocess.run(converter, cwd=ROOT, capture_output=True, text=True, timeout=500).stdout)
     assert preflight(tmp_path, "probe", "--verl", str(script), node="a").returncode == 0
     assert preflight(tmp_path, "probe", str(converted), node="b").returncode == 0
     facts = [json.loads((tmp_path / f"preflight.{node}.json").read_text()) for node in ("a", "b")]
@@ -287,7 +287,7 @@ def test_newest_checkpoint_of_a_script_of_verls_is_found(tmp_path: Path) -> None
     (tmp_path / "run.sh").write_text(VERL_SCRIPT.format(run=tmp_path / "run"))
     write_checkpoint(tmp_path / "run", 4)
     command = [sys.executable, "-m", "launch.progress", "--verl", str(tmp_path / "run.sh")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.stdout == "global_step_4\n", done.stderr
 
 
@@ -295,7 +295,7 @@ def in_launcher(command: str, **variables: str) -> list[str]:
     """Return the lines that a command prints after launch/env.sh with no other variables than these."""
     script = f"set -euo pipefail; ulimit -S -n 200; source launch/env.sh; {command}"
     env = {"PATH": os.environ["PATH"], **variables}
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.splitlines()
 
@@ -362,7 +362,7 @@ def test_torchrun_1node_exits_with_the_programs_code(tmp_path: Path, body: str, 
     program = f"import os, pathlib, sys\nsaid = pathlib.Path(os.environ['RLHF_MC_EXIT_CODE_FILE'])\n{body}\n"
     env = replace_program(tmp_path, program)
     command = [ROOT / "launch/torchrun_1node.sh", "x.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == expected, done.stderr
     assert ("has not finished" in done.stderr) == (body == "os._exit(0)")
     assert "Traceback" not in done.stderr
@@ -376,7 +376,7 @@ def test_torchrun_1node_uses_the_users_exit_code_file(tmp_path: Path) -> None:
     }
     (tmp_path / "code").write_text("75\n")  # of an earlier run
     command = [ROOT / "launch/torchrun_1node.sh", "x.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
     assert (done.returncode, (tmp_path / "code").read_text()) == (0, "0"), done.stderr
 
 
@@ -393,7 +393,7 @@ def test_torchrun_1node_forwards_usr1(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGUSR1)
-        process.wait(30)
+        process.wait(500)
     finally:
         process.kill()
     assert (tmp_path / "got").read_text() == "SIGUSR1"

@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from runs import DEADLINE_SECONDS, is_running, wait_until
 
 RANK = """
 import time
@@ -26,13 +25,6 @@ time.sleep(120)
 """
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("by_torchrun", [True, False], ids=["torchrun", "shell"])
 def test_rank_ends_with_torchruns_agent_but_outlives_a_shell(by_torchrun: bool) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
@@ -44,10 +36,7 @@ def test_rank_ends_with_torchruns_agent_but_outlives_a_shell(by_torchrun: bool) 
         assert agent.stdout.readline() == "ready\n"
         agent.kill()
         agent.wait()
-        deadline = time.monotonic() + (30 if by_torchrun else 1)
-        while is_running(rank) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert is_running(rank) != by_torchrun
+        assert wait_until(lambda: not is_running(rank), DEADLINE_SECONDS if by_torchrun else 1.0) == by_torchrun
     finally:
         if is_running(rank):
             os.kill(rank, signal.SIGKILL)
@@ -55,5 +44,5 @@ def test_rank_ends_with_torchruns_agent_but_outlives_a_shell(by_torchrun: bool) 
 
 def test_process_ends_if_its_parent_is_already_gone() -> None:
     program = "from rlhf_mc.runtime.parent_death import exit_with_parent; exit_with_parent(0); print('still here')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
     assert (done.returncode, done.stdout) == (1, "")

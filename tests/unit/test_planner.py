@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from published import LLAMA_3_70B, QWEN_25_05B
+from published import CONFIGS, PLAN_70B
 from test_shipped_configs import REPO
 
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.load import load_config
 from rlhf_mc.planner.__main__ import main
+from rlhf_mc.planner.published import MODELS, PUBLISHED, with_model
+from rlhf_mc.reshard.layout import logical_shapes
 
 GB = 10**9
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> dict[str, str]:
-    """Return by name the override that sets a directory with config.json alone as the model."""
-    found = {}
-    for name, config, architecture in (("70b", LLAMA_3_70B, "Llama"), ("0.5b", QWEN_25_05B, "Qwen2")):
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps({**config, "architectures": [f"{architecture}ForCausalLM"]}))
-        found[name] = f"model.path={directory}"
-    return found
+PLAN_SMALL = [str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), "--model", "qwen2.5-0.5b", "--gpus-per-node", "1"]
 
 
-def plan_70b(models: dict[str, str], *arguments: str) -> list[str]:
-    return [str(REPO / "configs/ppo_70b.yaml"), models["70b"], "--nodes", "8", *arguments]
-
-
-def test_70b_fits_as_its_config_says(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_70b_fits_as_its_config_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Compare with the figures in the config's comments."""
-    assert main(plan_70b(models, "--json")) == 0
+    assert main([*PLAN_70B, "--json"]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert plan["fits"] and [len(ranks["ranks"]) for ranks in plan["ranks"]] == [16] * 4
     first = plan["ranks"][0]
@@ -67,20 +61,20 @@ def test_70b_fits_as_its_config_says(models: dict[str, str], capsys: pytest.Capt
     ],
 )
 def test_advice_makes_it_fit(
-    models: dict[str, str], capsys: pytest.CaptureFixture[str], overrides: list[str], problem: str, advice: str
+    capsys: pytest.CaptureFixture[str], overrides: list[str], problem: str, advice: str
 ) -> None:
     """Check the one line on standard error, and that the settings it names do make the run fit."""
-    assert main(plan_70b(models, *overrides)) == 2
+    assert main([*PLAN_70B, *overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rlhf_mc: error: does not fit: ") and problem in line
     _, _, settings = line.partition("it fits with ")
     assert advice in settings
-    assert main(plan_70b(models, *overrides, *settings.split())) == 0
+    assert main([*PLAN_70B, *overrides, *settings.split()]) == 0
 
 
-def test_host_memory_and_checkpoints(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_and_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     """Compare with the figures in the config's comments."""
-    assert main(plan_70b(models, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9")) == 0
+    assert main([*PLAN_70B, "--json", "--host-memory", "1e12", "--storage-bandwidth", "10e9"]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     parts = plan["host_memory"]["parts"]
     offloads = sum(size for name, size in parts.items() if name.endswith((" params", " optimizer")))
@@ -93,16 +87,16 @@ def test_host_memory_and_checkpoints(models: dict[str, str], capsys: pytest.Capt
     assert storage["save"] == storage["checkpoint"] / 8 / 10e9 < storage["load"]
 
 
-def test_host_memory_is_judged(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(plan_70b(models, "--host-memory", "600e9")) == 2
+def test_host_memory_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN_70B, "--host-memory", "600e9"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "GB of host memory of 600; the largest part is asynchronous save" in line
     assert line.endswith("it fits with trainer.async_save=false")
-    assert main(plan_70b(models, "--host-memory", "600e9", "trainer.async_save=false")) == 0
+    assert main([*PLAN_70B, "--host-memory", "600e9", "trainer.async_save=false"]) == 0
 
 
-def test_no_settings_are_enough(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(plan_70b(models, "--gpu", "16e9")) == 2
+def test_no_settings_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN_70B, "--gpu", "16e9"]) == 2
     assert capsys.readouterr().err.strip().endswith("use more GPUs, or larger tensor- or pipeline-parallel sizes")
 
 
@@ -113,22 +107,23 @@ def test_no_settings_are_enough(models: dict[str, str], capsys: pytest.CaptureFi
         (["--gpu", "80"], ("--gpu is '80'", "80e9")),
         (["--nodes", "3"], ("does not divide the 24 processes",)),
         (["actor.megatron.pipeline_model_parallel_size=3"], ("pipeline_model_parallel_size",)),
-        (["model.path=nowhere"], ("model.path: nowhere/config.json cannot be read",)),
+        (["--model", "Llama-3-7b"], ("--model is 'Llama-3-7b' (near: llama-3-70b); ", "qwen2.5-0.5b, qwen2.5-32b")),
+        (["--model", "configs"], ("--model is 'configs'; it must be a directory with config.json",)),
+        (["critic.model_path=nowhere"], ("critic.model_path: nowhere/config.json", "give critic.model_path=DIRECTORY")),
     ],
 )
 def test_bad_input_is_one_line(
-    models: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], words: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: tuple[str, ...]
 ) -> None:
-    assert main(plan_70b(models, *arguments)) == 2
+    assert main([*PLAN_70B, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rlhf_mc: error: ")
     for word in words:
         assert word in line
 
 
-def test_table_of_one_gpu(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(REPO / "configs/ppo_qwen2.5_0.5b.yaml")
-    assert main([config, models["0.5b"], "--gpus-per-node", "1", "--gpu", "a100"]) == 0
+def test_table_of_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN_SMALL, "--gpu", "a100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rank 0, GB of 85.9 on each device:"
     assert any(line.startswith("  update_actor") for line in lines)
@@ -143,15 +138,90 @@ def test_table_of_one_gpu(models: dict[str, str], capsys: pytest.CaptureFixture[
         ("trainer.max_ckpt_to_keep=1", "2 of them and an export take 28."),
     ],
 )
-def test_checkpoints_of_one_gpu(
-    models: dict[str, str], capsys: pytest.CaptureFixture[str], setting: str, text: str
-) -> None:
-    arguments = [str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), models["0.5b"], "--gpus-per-node", "1"]
+def test_checkpoints_of_one_gpu(capsys: pytest.CaptureFixture[str], setting: str, text: str) -> None:
     keeps = ["trainer.max_ckpt_to_keep=null"] if "save_freq" in setting else []
-    assert main([*arguments, *keeps, setting]) == 0
+    assert main([*PLAN_SMALL, *keeps, setting]) == 0
     out = capsys.readouterr().out
     assert text in out
     assert "traffic: none, there is one rank" in out
+
+
+def test_documented_commands_plan_without_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the commands of README, docs and the comments of the configs that name a published model."""
+    monkeypatch.chdir(REPO)
+    pages = [REPO / "README.md", *REPO.glob("docs/*.md"), *REPO.glob("configs/*.yaml")]
+    texts = [re.sub(r"\n# ", " ", page.read_text()) for page in pages]
+    commands = {
+        found for text in texts for found in re.findall(r"rlhf_mc\.planner (configs/[^`\n]+ --model [^`\n]+)", text)
+    }
+    assert len(commands) >= 6
+    for command in commands:
+        assert main(shlex.split(command)) == 0, (command, capsys.readouterr().err)
+
+
+def test_figures_of_the_gsm8k_page_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPO / "docs/gsm8k.md").read_text()
+    (command,) = re.findall(r"rlhf_mc\.planner (configs/.*)", page)
+    assert main([*shlex.split(command), "--model", "qwen2.5-0.5b", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (ranks,) = plan["ranks"]
+    update = ranks["phases"]["update_actor"]
+    seconds = plan["times"]["step_seconds"]
+    for text in (
+        f"{sum(update.values()) / GB:.1f} of 85.9 GB",
+        f"{update['activations'] / GB:.1f} of activations, {update['vLLM'] / GB:.1f} of vLLM",
+        f"| host memory | {sum(plan['host_memory']['parts'].values()) / GB:.0f} GB |",
+        f"{plan['storage']['checkpoint'] / GB:.1f} GB, three of them and an export {plan['storage']['space'] / GB:.1f}",
+        f"at least {seconds:.1f} s",
+    ):
+        assert text in page
+
+
+def test_the_missing_model_of_a_config_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([PLAN_70B[0], "--nodes", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlhf_mc: error: model.path: models/Meta-Llama-3-70B-Instruct/config.json cannot be read; ")
+    assert "--model" in line and "llama-3-70b" in line
+
+
+@pytest.mark.parametrize("given", ["directory", "config.json", "LLAMA-3-70b"])
+def test_model_may_be_a_directory_a_file_or_a_name(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3-70b"]))
+    model = {"directory": str(tmp_path), "config.json": str(tmp_path / "config.json")}.get(given, given)
+    assert main([PLAN_70B[0], "--model", model, "--nodes", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("leaves 22.5 GB of each device")
+
+
+def test_roles_with_the_actors_path_follow_the_model() -> None:
+    """Check that a critic that names the actor's directory is replaced too, and one with its own is not."""
+    same = ["model.path=models/A", "critic.model_path=models/A/", f"reward_model.model_path={MODELS / 'qwen2.5-7b'}"]
+    cfg = load_config(PLAN_70B[0], with_model(PLAN_70B[0], same, "qwen2.5-32b"))
+    assert cfg.model.path == cfg.critic.model_path == str(MODELS / "qwen2.5-32b")
+    assert cfg.reward_model.model_path == str(MODELS / "qwen2.5-7b")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3-70b", 70.55),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-7b", 7.616),
+        ("qwen2.5-32b", 32.764),
+        ("qwen3-30b-a3b", 30.53),
+    ],
+)
+def test_published_models_have_their_published_size(name: str, billions: float) -> None:
+    shape = ModelShape.from_hf_config(CONFIGS[name])
+    assert sum(map(math.prod, logical_shapes(shape).values())) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_every_published_model_is_in_the_wheel() -> None:
+    assert '"rlhf_mc.planner": ["models/*/config.json"]' in (REPO / "setup.py").read_text()
+    assert {path.name for path in MODELS.iterdir()} == set(PUBLISHED)
 
 
 def test_torch_is_not_imported() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from published import LLAMA_3_70B, QWEN_25_05B, write_model
+from published import model_path
 from test_shipped_configs import REPO
 
 from rlhf_mc.config.load import read_settings
@@ -23,15 +23,15 @@ from rlhf_mc.planner.search import EQUAL, MARGIN, search
 from rlhf_mc.planner.start import Capacity
 
 SMALL = "configs/ppo_qwen2.5_0.5b.yaml"
-MODELS = {"configs/ppo_70b.yaml": LLAMA_3_70B, SMALL: QWEN_25_05B}
+MODELS = {"configs/ppo_70b.yaml": "llama-3-70b", SMALL: "qwen2.5-0.5b"}
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs the command with config.json alone as the model: (code, output, errors)."""
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs the command with the published model: (code, output, errors)."""
 
     def call(config: str, *arguments: str) -> tuple[int, str, str]:
-        code = main([str(REPO / config), f"model.path={write_model(tmp_path, MODELS[config])}", *arguments])
+        code = main([str(REPO / config), "--model", MODELS[config], *arguments])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -66,11 +66,11 @@ def test_written_config_is_the_users_and_fits(
 
     # All that the user has set is kept, unless it was searched for.
     assert path.read_text().startswith("# Written by: python -m rlhf_mc.planner ")
-    users = read_settings(REPO / config, [f"model.path={tmp_path}", *changes])
+    users = read_settings(REPO / config, changes)
     assert read_settings(path) == {**users, **best["settings"]}
 
     # The command plans the written config as the search did.
-    assert main([str(path), *machine, "--json"]) == 0
+    assert main([str(path), *machine, "--model", MODELS[config], "--json"]) == 0
 
 
 def test_table(run: Any) -> None:
@@ -115,9 +115,9 @@ def test_existing_file_is_not_replaced(run: Any, tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_less_memory_takes_more_of_what_saves_it(tmp_path: Path) -> None:
+def test_less_memory_takes_more_of_what_saves_it() -> None:
     """Search for two nodes of one GPU each: over both nodes tensor parallelism is used only if nothing else fits."""
-    settings = read_settings(REPO / SMALL, [f"model.path={write_model(tmp_path / 'model', QWEN_25_05B)}"])
+    settings = read_settings(REPO / SMALL, [model_path("qwen2.5-0.5b")])
     rates = GPUS["h100"].rates
     assert rates is not None
     found = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
-from published import QWEN_25_05B
+from published import model_path
 from test_shipped_configs import REPO
 
 from rlhf_mc.config.errors import UserError
@@ -28,55 +26,49 @@ SHORT = tuple(
 """Budgets for a small device."""
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN_25_05B, "architectures": ["Qwen2ForCausalLM"]}))
-    return f"model.path={tmp_path}"
-
-
-def config(model: str, *overrides: str) -> Config:
-    return load_config(str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), [model, *SHORT, *overrides])
+def config(*overrides: str) -> Config:
+    return load_config(str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), [model_path("qwen2.5-0.5b"), *SHORT, *overrides])
 
 
 @pytest.mark.parametrize(
     ("capacity", "where"),
     [(Capacity(1, 80 * GB), "of each GPU"), (Capacity(1, 80 * GB, cuda=False), "of a node")],
 )
-def test_one_line_where_it_fits(model: str, capacity: Capacity, where: str) -> None:
-    line = check_start(config(model), capacity)
+def test_one_line_where_it_fits(capacity: Capacity, where: str) -> None:
+    line = check_start(config(), capacity)
     assert re.fullmatch(rf"memory as planned: (gen|update_\w+) takes most, [\d.]+ of the 80\.0 GB {where}", line)
 
 
-def test_refused_or_warned(model: str) -> None:
+def test_refused_or_warned() -> None:
     """Check that both lines name the memory and settings with which the run fits."""
     capacity = Capacity(1, 22 * GB)
     with pytest.raises(UserError) as error:
-        check_start(config(model), capacity)
+        check_start(config(), capacity)
     refused = str(error.value)
     assert refused.startswith("does not fit: phase ") and refused.endswith(
         "; with trainer.planner=warn it starts all the same"
     )
-    warned = check_start(config(model, "trainer.planner=warn"), capacity)
+    warned = check_start(config("trainer.planner=warn"), capacity)
     assert warned.startswith("WARNING: as planned it does not fit: ")
     for line in (refused, warned):
         found = re.search(r"it fits with ([^;]+)", line)
         assert found is not None
         settings = found.group(1).split()
-        assert check_start(config(model, *settings), capacity).startswith("memory as planned")
+        assert check_start(config(*settings), capacity).startswith("memory as planned")
 
 
-def test_cpu_has_its_own_settings(model: str) -> None:
+def test_cpu_has_its_own_settings() -> None:
     """Check that on a CPU nothing is gained by an offload, and the KV cache is named."""
-    cfg = config(model, "rollout.cpu_kvcache_space_gb=40")
+    cfg = config("rollout.cpu_kvcache_space_gb=40")
     with pytest.raises(UserError, match=r"largest part is vLLM, .* it fits with rollout\.cpu_kvcache_space_gb=\d+;"):
         check_start(cfg, Capacity(1, 45 * GB, cuda=False))
     with pytest.raises(UserError, match="use fewer ranks on a node, or one with more memory"):
-        check_start(config(model), Capacity(1, 2 * GB, cuda=False))
+        check_start(config(), Capacity(1, 2 * GB, cuda=False))
 
 
-def test_ranks_of_a_node_share_its_memory(model: str) -> None:
+def test_ranks_of_a_node_share_its_memory() -> None:
     """Check that a rank may take more than an equal share where its neighbours take less."""
-    cfg = config(model, "actor.megatron.pipeline_model_parallel_size=2")
+    cfg = config("actor.megatron.pipeline_model_parallel_size=2")
     plan = plan_run(cfg, Capacity(2, GB, False, 2))
     first, last = (next(ranks.fullest.total for ranks in plan if rank in ranks.ranks) for rank in (0, 1))
     assert abs(first - last) > 0.2 * GB
@@ -86,11 +78,10 @@ def test_ranks_of_a_node_share_its_memory(model: str) -> None:
         check_start(cfg, Capacity(2, share - GB, False, 2))
 
 
-def test_saving_may_take_most(model: str) -> None:
+def test_saving_may_take_most() -> None:
     """Check that a run which trains its models in turn, offloaded, must still hold both in a save."""
     offloads = [f"actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
     cfg = config(
-        model,
         *offloads,
         "reshard.share_weights=false",
         "actor.ppo_max_token_len_per_gpu=1024",

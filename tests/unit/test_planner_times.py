@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from families import shape_of
-from published import LLAMA_3_70B
-from test_shipped_configs import REPO
+from published import PLAN_70B
 
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.generation_time import decode_weight_bytes, ring_seconds
@@ -19,18 +17,11 @@ from rlhf_mc.planner.machine import Machine
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
-    """Return the override that sets a directory with config.json alone as the model."""
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_70B, "architectures": ["LlamaForCausalLM"]}))
-    return f"model.path={tmp_path}"
-
-
-@pytest.fixture
-def times(model: str, capsys: pytest.CaptureFixture[str]) -> Any:
+def times(capsys: pytest.CaptureFixture[str]) -> Any:
     """Return the times of the 70B config with these overrides or options, whether it fits or not."""
 
     def of(*arguments: str) -> dict[str, Any]:
-        main([str(REPO / "configs/ppo_70b.yaml"), model, "--nodes", "8", *arguments, "--json"])
+        main([*PLAN_70B, *arguments, "--json"])
         return json.loads(capsys.readouterr().out)["times"]
 
     return of
@@ -138,16 +129,16 @@ def test_rings_inside_and_across_nodes() -> None:
         (["--network-bandwidth", "fast"], "'fast' is no number of bytes per second"),
     ],
 )
-def test_bad_input(model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     try:
-        code: Any = main([str(REPO / "configs/ppo_70b.yaml"), model, "--nodes", "8", *arguments])
+        code: Any = main([*PLAN_70B, *arguments])
     except SystemExit as error:
         code = error.code
     assert code == 2
     assert words in capsys.readouterr().err
 
 
-def test_no_times_of_a_gpu_without_a_name(model: str, times: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_times_of_a_gpu_without_a_name(times: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert times("--gpu", "80e9") is None
-    assert main([str(REPO / "configs/ppo_70b.yaml"), model, "--nodes", "8", "--gpu", "85e9"]) == 0
+    assert main([*PLAN_70B, "--gpu", "85e9"]) == 0
     assert "no times: of a GPU that is given by its bytes" in capsys.readouterr().out

@@ -8,7 +8,6 @@ import gzip
 import json
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,18 +148,13 @@ def test_a_phase_that_raises_leaves_the_next_ones_alone() -> None:
     assert work.amounts.keys() == {"second", phase_work.WHOLE}
 
 
-def test_phases_cost_nothing_without_a_profile() -> None:
-    """Bound a phase and a named range at 10 us: a step has some 15 phases, a micro-batch 5 ranges."""
-    timer = PhaseTimer()
-
-    def seconds(repeats: int = 200) -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            with timer.phase("gen"), platform.named_range("forward"):
-                pass
-        return (time.perf_counter() - start) / repeats
-
-    assert min(seconds() for _ in range(20)) < 1e-5
+def test_ranges_cost_nothing_without_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that torch's profiler is not called: a step has some 15 phases, a micro-batch 5 ranges."""
+    monkeypatch.setattr(platform, "record_function", None)
+    with PhaseTimer().phase("gen"), platform.named_range("forward"):
+        pass
+    with pytest.raises(TypeError), platform.recorded_ranges(), platform.named_range("forward"):
+        pass
 
 
 @contextlib.contextmanager

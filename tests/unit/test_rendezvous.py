@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import forked
 import pytest
 import torch
 
@@ -19,9 +19,7 @@ from rlhf_mc.topology.rendezvous import _check_device, _store, _wait_for_all
 
 @pytest.fixture(autouse=True)
 def address(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        monkeypatch.setenv("MASTER_PORT", str(s.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(forked.free_port()))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(rendezvous, "_LONGEST_PAUSE", 0.1)  # rank 0 waits 4 times as long for the others
@@ -30,10 +28,12 @@ def address(monkeypatch: pytest.MonkeyPatch) -> None:
 def join(ranks: list[int], world: int, seconds: float) -> list[JoinError | None]:
     """Return each rank's error. The ranks are threads of this process, each with its own connection."""
     stores = []  # rank 0's is the server, and must outlive the other ranks' checks
+    all_connected = threading.Barrier(len(ranks))
 
     def join_rank(rank: int) -> None:
         store = _store(rank, world, 20.0)
         stores.append(store)
+        all_connected.wait()
         _wait_for_all(store, rank, world, seconds)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -44,20 +44,18 @@ def join(ranks: list[int], world: int, seconds: float) -> list[JoinError | None]
 
 
 def test_all_ranks_join() -> None:
-    start = time.monotonic()
-    assert join([0, 1, 2], world=3, seconds=60.0) == [None] * 3
-    assert time.monotonic() - start < 30
+    assert join([0, 1, 2], world=3, seconds=3000.0) == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("ranks", "world", "words"),
     [
-        ([0, 2], 3, "2 of 3 ranks have joined within 0.3 s; missing: rank 1."),
-        ([0], 20, "1 of 20 ranks have joined within 0.3 s; missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 11 more."),
+        ([0, 2], 3, "2 of 3 ranks have joined within 1 s; missing: rank 1."),
+        ([0], 20, "1 of 20 ranks have joined within 1 s; missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 11 more."),
     ],
 )
 def test_missing_ranks_are_named_once(ranks: list[int], world: int, words: str) -> None:
-    errors = join(ranks, world, seconds=0.3)
+    errors = join(ranks, world, seconds=1.0)
     assert all(str(error).startswith(words) for error in errors), errors
     assert [error.prints for error in errors if error is not None].count(True) == 1
 
@@ -80,7 +78,7 @@ code = exit_code("rlhf_mc", lambda: raise_limit({world}, {rank}))
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 sys.exit(code)"""
     env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": "0"}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500)
 
 
 def test_the_soft_limit_on_open_files_is_raised() -> None:

@@ -353,13 +353,13 @@ def test_default_score_is_counted_and_logged(
         ("raise KeyError(1)", ["raised"] * 3, "the call for this row and 2 others raised KeyError: 1"),
         ("return [1.0, None, 1.0]", [None, "invalid", None], "returned None, expected a number"),
         ("os._exit(0)", ["exited"] * 3, "its worker process ended, with exit code 0"),
-        ("time.sleep(1000)", ["timeout"] * 3, "no score after 0.5 s (reward.timeout_seconds)"),
+        ("time.sleep(1000)", ["timeout"] * 3, "no score after 1.5 s (reward.timeout_seconds)"),
     ],
 )
 def test_batched_function_that_fails(
     build: Build, capfd: pytest.CaptureFixture[str], statement: str, failures: list[str | None], words: str
 ) -> None:
-    limit = 0.5 if "sleep" in statement else 60.0
+    limit = 1.5 if "sleep" in statement else 60.0
     manager = build(BAD_BATCH.format(statement=statement), on_error="default_score", timeout_seconds=limit)
     assert [row.failure for row in manager.submit(prompts(3), ["", "bad", ""]).result()] == failures
     assert words in capfd.readouterr().err.splitlines()[0]

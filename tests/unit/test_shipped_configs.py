@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
-from published import LLAMA_3_70B, QWEN_3_30B_A3B, QWEN_25_05B, QWEN_25_7B, QWEN_25_32B, write_model
+from published import CONFIGS, LLAMA_3_70B, model_path
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
@@ -28,13 +27,13 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 # (config, GPUs, model, GB that the planner leaves of each GPU, GB of a node's host memory)
-CLUSTERS: list[tuple[str, int, dict[str, Any], float, float]] = [
-    ("ppo_qwen2.5_0.5b", 1, QWEN_25_05B, 17.2, 21),
-    ("ppo_qwen2.5_0.5b", 8, QWEN_25_05B, 27.6, 68),
-    ("ppo_qwen2.5_7b", 8, QWEN_25_7B, 14.3, 450),
-    ("ppo_qwen2.5_32b", 16, QWEN_25_32B, 15.4, 1142),
-    ("ppo_qwen3_30b_a3b", 16, QWEN_3_30B_A3B, 19.5, 1033),
-    ("ppo_70b", 64, LLAMA_3_70B, 22.5, 676),
+CLUSTERS: list[tuple[str, int, str, float, float]] = [
+    ("ppo_qwen2.5_0.5b", 1, "qwen2.5-0.5b", 17.2, 21),
+    ("ppo_qwen2.5_0.5b", 8, "qwen2.5-0.5b", 27.6, 68),
+    ("ppo_qwen2.5_7b", 8, "qwen2.5-7b", 14.3, 450),
+    ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", 15.4, 1142),
+    ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", 19.5, 1033),
+    ("ppo_70b", 64, "llama-3-70b", 22.5, 676),
 ]
 GB = 10**9
 MARGIN = 14 * GB
@@ -42,24 +41,22 @@ MARGIN = 14 * GB
 
 
 @pytest.mark.parametrize(("name", "world", "model"), [cluster[:3] for cluster in CLUSTERS])
-def test_config_fits_its_world_size_and_model(name: str, world: int, model: dict[str, Any]) -> None:
+def test_config_fits_its_world_size_and_model(name: str, world: int, model: str) -> None:
     cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
     validate(cfg, world)
     for role, megatron in layouts(cfg).items():
-        check_layout(ModelShape.from_hf_config(model, value_head=role == "critic"), megatron)
-    shape = ModelShape.from_hf_config(model)
+        check_layout(ModelShape.from_hf_config(CONFIGS[model], value_head=role == "critic"), megatron)
+    shape = ModelShape.from_hf_config(CONFIGS[model])
     check_vllm(shape, cfg.rollout.tensor_model_parallel_size)
     assert cfg.data.max_prompt_length + cfg.data.max_response_length <= shape.max_position_embeddings
     assert cfg.trainer.resume_mode == "auto" and cfg.trainer.save_freq > 0
 
 
 @pytest.mark.parametrize(("name", "world", "model", "spare", "host"), CLUSTERS)
-def test_config_fits_its_machine(
-    name: str, world: int, model: dict[str, Any], spare: float, host: float, tmp_path: Path
-) -> None:
+def test_config_fits_its_machine(name: str, world: int, model: str, spare: float, host: float) -> None:
     """Plan the run on GPUs of 80 GiB, and compare with the figures in the config's comments."""
     config = str(REPO / "configs" / f"{name}.yaml")
-    cfg = load_config(config, [f"model.path={write_model(tmp_path / 'model', model)}"])
+    cfg = load_config(config, [model_path(model)])
     gpus_per_node = min(world, 8)
     capacity = Capacity(world, 80 << 30, True, gpus_per_node, 2e12)
     plan = plan_run(cfg, capacity)
@@ -77,12 +74,12 @@ def test_config_fits_its_machine(
 
 OFFLOADS = [f"megatron.{part}_offload=false" for part in ("param", "grad", "optimizer")]
 # (config, GPUs, model, settings of actor and critic that would leave less than the margin)
-TOO_FULL: list[tuple[str, int, dict[str, Any], list[str]]] = [
-    ("ppo_qwen2.5_0.5b", 1, QWEN_25_05B, ["ppo_max_token_len_per_gpu=32768"]),
-    ("ppo_qwen2.5_7b", 8, QWEN_25_7B, [*OFFLOADS[1:], "ppo_max_token_len_per_gpu=8192"]),
-    ("ppo_qwen2.5_32b", 16, QWEN_25_32B, [*OFFLOADS, "ppo_max_token_len_per_gpu=6144"]),
-    ("ppo_qwen3_30b_a3b", 16, QWEN_3_30B_A3B, [*OFFLOADS, "ppo_max_token_len_per_gpu=6144"]),
-    ("ppo_70b", 64, LLAMA_3_70B, [*OFFLOADS, "ppo_max_token_len_per_gpu=16384"]),
+TOO_FULL: list[tuple[str, int, str, list[str]]] = [
+    ("ppo_qwen2.5_0.5b", 1, "qwen2.5-0.5b", ["ppo_max_token_len_per_gpu=32768"]),
+    ("ppo_qwen2.5_7b", 8, "qwen2.5-7b", [*OFFLOADS[1:], "ppo_max_token_len_per_gpu=8192"]),
+    ("ppo_qwen2.5_32b", 16, "qwen2.5-32b", [*OFFLOADS, "ppo_max_token_len_per_gpu=6144"]),
+    ("ppo_qwen3_30b_a3b", 16, "qwen3-30b-a3b", [*OFFLOADS, "ppo_max_token_len_per_gpu=6144"]),
+    ("ppo_70b", 64, "llama-3-70b", [*OFFLOADS, "ppo_max_token_len_per_gpu=16384"]),
 ]
 
 
@@ -90,10 +87,11 @@ TOO_FULL: list[tuple[str, int, dict[str, Any], list[str]]] = [
     ("name", "world", "model", "change"),
     [(name, world, model, change) for name, world, model, changes in TOO_FULL for change in changes],
 )
-def test_config_needs_its_settings(name: str, world: int, model: dict[str, Any], change: str, tmp_path: Path) -> None:
+def test_config_needs_its_settings(name: str, world: int, model: str, change: str) -> None:
     """Plan the run without an offload, or with the next larger micro-batch."""
-    path = f"model.path={write_model(tmp_path / 'model', model)}"
-    cfg = load_config(str(REPO / "configs" / f"{name}.yaml"), [path, f"actor.{change}", f"critic.{change}"])
+    cfg = load_config(
+        str(REPO / "configs" / f"{name}.yaml"), [model_path(model), f"actor.{change}", f"critic.{change}"]
+    )
     capacity = Capacity(world, 80 << 30)
     assert judge(cfg, plan_run(cfg, capacity), capacity).spare < MARGIN
 

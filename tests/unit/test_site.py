@@ -19,14 +19,14 @@ EXAMPLE = ROOT / "launch" / "site.example.ini"
 def settings(command: str, file: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": os.environ["PATH"], "RLHF_MC_SITE": str(file), **variables}
     program = [sys.executable, ROOT / "launch" / "site_settings.py", command]
-    return subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(program, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
 
 def sourced(file: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command after launch/env.sh."""
     env = {"PATH": os.environ["PATH"], "RLHF_MC_SITE": str(file), **variables}
     script = f"set -euo pipefail; source launch/env.sh; {command}"
-    return subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -106,7 +106,7 @@ def test_tools_run_in_the_container_too(tmp_path: Path) -> None:
         file = write(tmp_path, f"[container]\nruntime = {runtime}\nimage = IMAGE\n" if runtime else "")
         command = [ROOT / "launch" / "tool.sh", *program]
         env["RLHF_MC_SITE"] = str(file)
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
         assert done.stdout.splitlines() == expected, done.stderr
 
 
@@ -126,7 +126,7 @@ def test_modules_are_loaded_first(tmp_path: Path) -> None:
     module = 'module() { [[ "$*" == "load a/1 b" && -z "${unset}" ]] && export LOADED=$*; }; export -f module; '
     script = f'{module} set -euo pipefail; source launch/env.sh; echo "$LOADED $-"'
     env = {"PATH": os.environ["PATH"], "RLHF_MC_SITE": str(file)}
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert re.fullmatch(r"load a/1 b \w*e\w*u\w*\n", done.stdout), done.stderr
     done = sourced(write(tmp_path, "[launch]\nmodules = c\n"), "echo started")
     assert (done.returncode, done.stdout) == (2, "") and "site: error: [launch] modules: this shell" in done.stderr
@@ -175,12 +175,12 @@ def test_mistake_stops_the_launchers_before_anything_is_started(tmp_path: Path) 
     env = {**os.environ, "RLHF_MC_SITE": str(file), "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT)}
     for launcher in ("slurm_job.sh", "torchrun_1node.sh"):
         done = subprocess.run(
-            [ROOT / "launch" / launcher, "x.yaml"], env=env, capture_output=True, text=True, timeout=60
+            [ROOT / "launch" / launcher, "x.yaml"], env=env, capture_output=True, text=True, timeout=500
         )
         assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     env["RLHF_MC_SITE"] = str(write(tmp_path, CONTAINER))
     command = [ROOT / "launch" / "torchrun_1node.sh", "x.yaml"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 2 and "[container] runtime pyxis starts containers by srun" in done.stderr
     assert "no such file" in settings("check", tmp_path / "none.ini").stderr.lower()
     (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")  # an older one
@@ -214,7 +214,7 @@ def ignored(path: str) -> bool:
 
 
 def test_image_has_every_tracked_file_and_nothing_of_the_host() -> None:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=500)
     tracked = listed.stdout.splitlines()
     assert len(tracked) > 100 and [path for path in tracked if ignored(path)] == []
     copied = re.findall(r"^COPY (?!--from)(\S+) ", (ROOT / "Dockerfile").read_text(), re.MULTILINE)

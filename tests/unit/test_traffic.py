@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from published import LLAMA_3_70B
+from published import model_path
 from test_shipped_configs import REPO
 
 from rlhf_mc.config.load import load_config
@@ -36,16 +33,15 @@ def test_received_bytes(kind: str, group: tuple[int, ...], expected: tuple[int, 
     assert Collective("", kind, group, 100, 1).received(0, NODE) == expected  # type: ignore[arg-type]
 
 
-def traffic_70b(directory: Path, *overrides: str, world: int = WORLD) -> dict[tuple[str, str, str], Transfer]:
-    (directory / "config.json").write_text(json.dumps({**LLAMA_3_70B, "architectures": ["LlamaForCausalLM"]}))
-    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [f"model.path={directory}", *overrides])
+def traffic_70b(*overrides: str, world: int = WORLD) -> dict[tuple[str, str, str], Transfer]:
+    cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [model_path("llama-3-70b"), *overrides])
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     return {(t.phase, t.name, t.kind): t for t in plan_traffic(cfg, shapes, world, NODE, lengths_of(cfg, None, None))}
 
 
-def test_70b_by_hand(tmp_path: Path) -> None:
+def test_70b_by_hand() -> None:
     """TP 8 x PP 4 (4 chunks) x DP 2, rollout TP 8, 1024 sequences of 3072 tokens."""
-    found = traffic_70b(tmp_path)
+    found = traffic_70b()
     states = 512 * 3072 * 8192 * 2  # bytes, of a replica
     # Each of a stage's 20 layers gathers its tokens twice forward and twice backward, and twice for weights' gradients.
     gathers = found["update_actor", "tensor parallel", "all_gather"]
@@ -63,11 +59,10 @@ def test_70b_by_hand(tmp_path: Path) -> None:
     assert found["gen", "responses", "all_gather"].count == 1
 
 
-def test_tensor_parallelism_over_two_nodes(tmp_path: Path) -> None:
+def test_tensor_parallelism_over_two_nodes() -> None:
     """Check that each of the 8 members on a node receives an eighth of its bytes from the other node."""
-    inside = traffic_70b(tmp_path)["old_log_prob", "tensor parallel", "all_gather"]
+    inside = traffic_70b()["old_log_prob", "tensor parallel", "all_gather"]
     over_two = traffic_70b(
-        tmp_path,
         "actor.megatron.tensor_model_parallel_size=16",
         "actor.megatron.pipeline_model_parallel_size=2",
         "actor.megatron.virtual_pipeline_model_parallel_size=null",
@@ -76,10 +71,10 @@ def test_tensor_parallelism_over_two_nodes(tmp_path: Path) -> None:
     assert over_two.inter_node == pytest.approx(over_two.intra_node / 7)
 
 
-def test_recomputation_repeats_the_forward_pass(tmp_path: Path) -> None:
+def test_recomputation_repeats_the_forward_pass() -> None:
     key = ("update_actor", "tensor parallel", "reduce_scatter")
     none, selective, full = (
-        traffic_70b(tmp_path, f"actor.megatron.recompute_granularity={value}")[key].intra_node
+        traffic_70b(f"actor.megatron.recompute_granularity={value}")[key].intra_node
         for value in ("null", "selective", "full")
     )
     assert (selective - none, full - none) == pytest.approx((none / 4, none / 2), rel=0.05)
