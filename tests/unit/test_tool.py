@@ -77,7 +77,6 @@ def test_ctrl_c_at_work_cleans_up(tmp_path: Path) -> None:
         ([*PLANNER, "x"], "--host-memory", "nan"),
         ([*PLANNER, "x"], "--storage-bandwidth", "inf"),
         (["tools/prepare_data.py"], "--test-rows", "-1"),
-        (["tools/check_layouts.py", "x"], "--nodes", "0"),
     ],
 )
 def test_numbers_out_of_range_are_one_line(tmp_path: Path, program: list[str], argument: str, text: str) -> None:
