@@ -53,7 +53,7 @@ def test_mistake_is_one_line(workspace: Path, arguments: list[str], message: str
     done = check(workspace, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("check_layouts: error: ") and message in line
+    assert ": error: " in line and message in line
 
 
 WRONG_ROW = f"""
@@ -91,4 +91,4 @@ def test_wrong_row_of_the_table_is_one_line(
     done = forked.run([str(program), str(workspace / "config.yaml"), "--nodes", "1", "--gpus-per-node", "1"])
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
-    assert line.startswith("check_layouts: error: ") and message in line
+    assert ": error: " in line and message in line
