@@ -107,6 +107,9 @@ class RewardConfig:
     A part is the name of a rule (docs/rewards.md), custom, remote, reward_model, or a name of reward_models. {}: one
     part of weight 1, which is the reward model, else the user's function or the endpoint, else the rule of the data
     source."""
+    math_rule: Literal["math", "math_string"] = "math"
+    """Rule of the data sources of MATH that mixture does not list. math: math-verify compares the answers.
+    math_string: verl's comparison of strings."""
     on_error: Literal["error", "default_score"] = "error"
     """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
     returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.

@@ -15,6 +15,16 @@ from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 from rlhf_mc.config.verl_correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
 from rlhf_mc.config.verl_keys import OFF
+from rlhf_mc.config.verl_layout import (
+    expert_parallel,
+    expert_tensor,
+    fsdp_offload,
+    gradient_checkpointing,
+    sequence_parallel,
+    training_only,
+    ulysses,
+    virtual_chunks,
+)
 from rlhf_mc.config.verl_line import Line, Settings, number, renamed, same
 
 
@@ -107,20 +117,6 @@ def _dynamic(key: str, value: Any, verl: Settings) -> Line:
     if bool(value) == is_dynamic(verl):
         return Line("implied", "by actor.use_dynamic_bsz, one switch for all passes")
     return Line("not needed", "actor.use_dynamic_bsz is one switch for all passes; no number depends on it")
-
-
-def _virtual(key: str, value: Any, verl: Settings) -> Line:
-    return same(key, None if value == 1 else value)
-
-
-def _sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
-    if number(verl, key.replace("sequence_parallel", "tensor_model_parallel_size"), 1) == 1:
-        return Line("implied", "no effect where the tensor-parallel size is 1")
-    return same(key, value)
-
-
-def _training_only(key: str, value: Any, verl: Settings) -> Line:
-    return Line("not needed", "it does nothing for a model that is never trained")
 
 
 def _frequency(key: str, value: Any, verl: Settings) -> Line:
@@ -254,13 +250,6 @@ def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
     return Line("not supported", "only the actor and the reference start from a Megatron checkpoint, the same one")
 
 
-def _expert_tensor(key: str, value: Any, verl: Settings) -> Line:
-    tp = number(verl, key.replace("expert_tensor_parallel_size", "tensor_model_parallel_size"), 1)
-    if value in (None, tp):
-        return Line("implied", "experts are sharded over the tensor-parallel ranks too")
-    return Line("not supported", f"it is the tensor-parallel size, {tp}")
-
-
 def _max_positions(key: str, value: Any, verl: Settings) -> Line:
     longest = number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
     if type(value) is int and value >= longest:
@@ -350,11 +339,15 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("critic.use_dynamic_bsz", _dynamic),
     ("reward_model.use_dynamic_bsz", _dynamic),
     ("*.log_prob_use_dynamic_bsz", _dynamic),
-    ("*.megatron.virtual_pipeline_model_parallel_size", _virtual),
-    *((f"{role}.megatron.{name}", _training_only) for role in FROZEN_ROLES for name in TRAINING_ONLY),
-    *((f"{role}.megatron.override*.recompute_granularity", _training_only) for role in FROZEN_ROLES),
-    ("*.megatron.sequence_parallel", _sequence_parallel),
-    ("*.expert_tensor_parallel_size", _expert_tensor),
+    ("*.megatron.virtual_pipeline_model_parallel_size", virtual_chunks),
+    *((f"{role}.megatron.{name}", training_only) for role in FROZEN_ROLES for name in TRAINING_ONLY),
+    *((f"{role}.megatron.override*.recompute_granularity", training_only) for role in FROZEN_ROLES),
+    ("*.megatron.sequence_parallel", sequence_parallel),
+    ("*.megatron.expert_tensor_parallel_size", expert_tensor),
+    ("*.megatron.expert_model_parallel_size", expert_parallel),
+    ("*.enable_gradient_checkpointing", gradient_checkpointing),
+    *((f"*.fsdp{section}.*offload*", fsdp_offload) for section in ("", "_config")),
+    ("*.ulysses_sequence_parallel_size", ulysses),
     ("*.megatron.*dist_checkpointing*", _dist_checkpoint),
     ("trainer.save_freq", _frequency),
     ("trainer.test_freq", _frequency),
