@@ -51,6 +51,7 @@ _OF_EACH_MODEL = {
     "optim.lr": Range(0, 1e6),
     "optim.min_lr": Range(0, 1e6),
     "optim.lr_warmup_steps": Range(0, 1_000_000_000),
+    "optim.lr_warmup_steps_ratio": _FRACTION,
     "optim.weight_decay": _COEFFICIENT,
     "optim.betas": Range(0, 1),
     "optim.eps": Range(1e-30, 1e6),  # near the smallest float32

@@ -83,7 +83,9 @@ def layout_notes(verl: Settings, found: Mapping[str, Any]) -> Iterator[tuple[str
 def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
     """Convert enable_gradient_checkpointing, which verl reads with FSDP alone."""
     if not is_fsdp(verl):
-        return Line("not needed", "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too")
+        return Line(
+            "not needed", "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too"
+        )
     role = "critic" if key.startswith("critic.") else "actor"
     return renamed(f"{role}.megatron.recompute_granularity", FULL if value else None)
 
