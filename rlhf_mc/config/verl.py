@@ -276,10 +276,10 @@ def _reward_notes(verl: Settings) -> Iterator[tuple[str, str]]:
     if verl.get("custom_reward_function.path") in OFF:
         yield (
             "note: rewards",
-            "data sources of code (codecontests, apps, codeforces, taco), hiyouga/geometry3k and searchR1_* have no rule"
-            " here (verl's reward_score/prime_code.py, geo3k.py, search_r1_like_qa_em.py): for them set"
-            " custom_reward_function.path to a file of your own, or to one with the line `from verl.utils.reward_score"
-            " import default_compute_score`, and custom_reward_function.name to default_compute_score",
+            "no rule scores codecontests, apps, codeforces, taco (in verl prime_code.py), hiyouga/geometry3k (geo3k.py)"
+            " and searchR1_* (search_r1_like_qa_em.py). For them, set custom_reward_function.path to a function of your"
+            " own, or to a file with the line `from verl.utils.reward_score import default_compute_score`, and"
+            " custom_reward_function.name to default_compute_score",
         )
 
 

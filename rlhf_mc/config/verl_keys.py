@@ -125,7 +125,7 @@ RULES: list[Rule] = [
             "trainer.use_legacy_worker_impl trainer.del_local_ckpt_after_load trainer.esi_redundant_time hydra.*"
             " transfer_queue.* hybrid_engine *.enable_resource_pool reward_model.use_reward_loop"
             " reward_model.reward_loop_class* trainer.use_v1 trainer.v1.*async.* trainer.v1.sync*"
-            " trainer.v1.sampler.* rollout.layered_summon rollout.disaggregation.* skip.*.dump_dir skip.*.steps"
+            " trainer.v1.sampler.[!c]* rollout.layered_summon rollout.disaggregation.* skip.*.dump_dir skip.*.steps"
             " skip.*.action rollout.agent.custom_async_server.name",
         ),
         ("there is no Ray", "ray_init* ray_kwargs* *.ray_init* trainer.*ray_*"),
@@ -246,6 +246,11 @@ RULES: list[Rule] = [
         ("a step trains on what its own weights generated", "trainer.v1.trainer_mode", ("sync",)),
         ("weights are read in megatron.dtype", "*.torch_dtype", ("bfloat16", "bf16", "auto", None)),
         (
+            "a frozen model has megatron.dtype",
+            "ref.fsdp_config.model_dtype",
+            ("fp32", "float32", "bf16", "bfloat16", None),
+        ),
+        (
             "main parameters, gradients and Adam's state are float32, and computation is bfloat16",
             "*.fsdp_config.model_dtype *.fsdp.model_dtype *.mixed_precision.reduce_dtype"
             " *.mixed_precision.buffer_dtype",
@@ -296,7 +301,8 @@ RULES: list[Rule] = [
         ("config.json is used as it is: edit it in a copy of model.path", "*.override_config*"),
         (
             "rows are read from data.train_files",
-            "data.custom_cls* data.sampler* data.datagen* data.tool_config_path *.external_lib",
+            "data.custom_cls* data.sampler* data.datagen* data.tool_config_path *.external_lib"
+            " trainer.v1.sampler.custom_sampler*",
         ),
         ("this correction is not known here", "algorithm.rollout_correction*"),
         ("prompts are not reweighted", "algorithm.use_pf_ppo algorithm.pf_ppo*"),
@@ -305,7 +311,7 @@ RULES: list[Rule] = [
         ("there are no turns and no tools: a response is generated at once", "rollout.multi_turn* rollout.agent*"),
         (
             "vLLM generates every response to its end",
-            "rollout.ignore_eos rollout.skip_rollout rollout.over_sample_rate rollout.limit_images rollout.mtp*",
+            "rollout.ignore_eos rollout.skip_rollout rollout.over_sample_rate rollout.mtp*",
         ),
         (
             "rewards are computed by rules, by custom_reward_function.path or by reward_model.model_path",
@@ -366,8 +372,7 @@ CONVERTED_HINTS = {
     "*.dist_checkpointing_path *.use_dist_checkpointing": "use model.dist_checkpointing_path",
     "*.expert_tensor_parallel_size": "experts are sharded over the tensor-parallel ranks too: leave it out",
     "*.checkpoint.save_contents *.checkpoint.load_contents": "a checkpoint holds all that a resume needs: leave it out",
-    "*.ppo_micro_batch_size *.log_prob_micro_batch_size *.micro_batch_size *.forward_micro_batch_size": "micro-batches are"
-    " per GPU: use ..._micro_batch_size_per_gpu",
+    "*.{ppo_,log_prob_,forward_,}micro_batch_size": "use ..._micro_batch_size_per_gpu: sequences of each GPU",
     "*.enable_gradient_checkpointing": "use megatron.recompute_granularity: full",
     "*.fsdp*.*param_offload *.fsdp*.offload_policy *.fsdp*.optimizer_offload": "use megatron.param_offload and"
     " megatron.optimizer_offload",
@@ -393,7 +398,7 @@ def rule_of(key: str) -> Rule | None:
 def hint_of(key: str) -> str | None:
     """Return what to do with verl's key in a config of ours, or None where it is not in the table."""
     for patterns, hint in CONVERTED_HINTS.items():
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split()):
+        if any(fnmatch.fnmatchcase(key, name) for pattern in patterns.split() for name in _alternatives(pattern)):
             return hint
     rule = rule_of(key)
     return rule.hint() if rule is not None else None

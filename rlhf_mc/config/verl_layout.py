@@ -1,5 +1,5 @@
-"""verl's layouts: settings of its Megatron sections whose value changes, what FSDP's settings become, and the defaults of
-each model's layout. Numbers that are trained do not depend on any of them.
+"""verl's layouts: settings of its Megatron sections whose value changes, what FSDP's settings become, and the defaults
+of each model's layout. Numbers that are trained do not depend on any of them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def layout_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) 
     if is_fsdp(verl):
         yield from _fsdp_defaults(found, roles)
     else:
-        for role, name in ((role, name) for role in roles for name in _OWN.get(role, ())):
-            key = f"{role}.megatron.{name}"
+        for key in (f"{role}.megatron.{name}" for role in roles for name in _OWN.get(role, ())):
+            name = key.rpartition(".")[2]
             default = _VERL_MEGATRON[name]
             if key not in found and found.get(f"actor.megatron.{name}", default) != default:
                 yield Line("default", "ours: the actor's", key, default)
@@ -57,7 +57,8 @@ def layout_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) 
 
 
 def _fsdp_defaults(found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
-    actor, critic = "actor.megatron.recompute_granularity", "critic.megatron.recompute_granularity"
+    actor = "actor.megatron.recompute_granularity"
+    critic = "critic.megatron.recompute_granularity"
     if actor not in found:
         yield Line("default", "verl's enable_gradient_checkpointing is true; ours: null", actor, FULL)
     if "critic" in roles and critic not in found and found.get(actor, FULL) != FULL:
@@ -72,8 +73,8 @@ def layout_notes(verl: Settings, found: Mapping[str, Any]) -> Iterator[tuple[str
     if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in found:
         yield (
             "note: layout",
-            "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, and their sizes are 1 unless"
-            " they are given. Add `--nodes N --gpus-per-node N --gpu h100` and the planner chooses them (docs/planner.md)",
+            "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, of size 1 if none is given."
+            " With `--nodes N --gpus-per-node N --gpu h100` tools/from_verl.py chooses them by the planner's search",
         )
 
 
@@ -92,7 +93,8 @@ def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
 
 def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
     """Convert FSDP's param_offload, optimizer_offload and offload_policy."""
-    role, _, name = key.partition(".")[0], "", key.rpartition(".")[2]
+    role = key.partition(".")[0]
+    name = key.rpartition(".")[2]
     if name == "offload_policy":
         return renamed(f"{role}.megatron.param_offload", True) if value else Line("implied", "off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):

@@ -236,8 +236,8 @@ def _model_path(key: str, value: Any, verl: Settings) -> Line | None:
 
 def _images(key: str, value: Any, verl: Settings) -> Line:
     """Refuse columns of images, unless verl's whole config names them and the model reads text."""
-    is_whole = {"data.image_key", "data.video_key"} <= verl.keys()
-    if value is None or (is_whole and not _VISION.search(str(verl.get("model.path")))):
+    has_all = {"data.image_key", "data.video_key"} <= verl.keys()
+    if value is None or (has_all and not _VISION.search(str(verl.get("model.path")))):
         return Line("not needed", "the model reads text, and other columns are not read")
     return Line("not supported", "prompts have text alone; remove it by '~' if the data has no such column")
 

@@ -170,7 +170,8 @@ def test_every_default_that_differs_is_written_out() -> None:
         ("actor_rollout_ref.actor.grad_clip", 0.5, ("renamed", "actor.optim.clip_grad", 0.5)),
         ("critic.grad_clip", 0.5, ("renamed", "critic.optim.clip_grad", 0.5)),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps", -1, ("implied", None, None)),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", 0.1, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", 0.1,
+         ("same", "actor.optim.lr_warmup_steps_ratio", 0.1)),
         ("actor_rollout_ref.actor.optim.min_lr_ratio", 0.1, ("renamed", "actor.optim.min_lr", 1e-7)),
         ("actor_rollout_ref.actor.optim.min_lr_ratio", "x", ("not supported", None, None)),
         ("trainer.logger", 1, ("same", "trainer.logger", ["jsonl"])),
@@ -178,14 +179,14 @@ def test_every_default_that_differs_is_written_out() -> None:
         ("actor_rollout_ref.actor.megatron.context_parallel_size", 1, ("implied", None, None)),
         ("actor_rollout_ref.actor.megatron.context_parallel_size", 2, ("not supported", None, None)),
         ("actor_rollout_ref.actor.megatron.sequence_parallel", True, ("implied", None, None)),
-        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4, ("not supported", None, None)),
+        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size", 4, ("not needed", None, None)),
         ("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size", 1,
          ("same", "actor.megatron.virtual_pipeline_model_parallel_size", None)),
         ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity", "full",
          ("renamed", "actor.megatron.recompute_granularity", "full")),
         ("actor_rollout_ref.ref.megatron.optimizer_offload", True, ("not needed", None, None)),
-        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], ("not supported", None, None)),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, ("not needed", None, None)),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", ["model"], ("not needed", None, None)),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, ("renamed", "actor.megatron.param_offload", True)),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "bf16", ("not supported", None, None)),
         ("actor_rollout_ref.model.lora_rank", 0, ("implied", None, None)),
         ("actor_rollout_ref.model.lora_rank", 32, ("not supported", None, None)),
@@ -194,7 +195,7 @@ def test_every_default_that_differs_is_written_out() -> None:
         ("actor_rollout_ref.rollout.do_sample", False, ("not supported", None, None)),
         ("actor_rollout_ref.rollout.max_model_len", 1024, ("implied", None, None)),
         ("actor_rollout_ref.rollout.max_model_len", 1023, ("not supported", None, None)),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space", 4, ("not supported", None, None)),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space", 4, ("not needed", None, None)),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample", True, ("implied", None, None)),
         ("actor_rollout_ref.rollout.val_kwargs.top_p", 0.7, ("not needed", None, None)),
         ("actor_rollout_ref.rollout.multi_turn.enable", True, ("not supported", None, None)),
@@ -238,7 +239,7 @@ def test_a_setting_has_this_answer(key: str, value: Any, expected: tuple[Any, ..
 
 def test_settings_that_depend_on_others() -> None:
     ratio = "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
-    assert line_of(ratio, 0.1, trainer__total_training_steps=55) == ("renamed", "actor.optim.lr_warmup_steps", 5)
+    assert line_of(ratio, 0.1, actor__optim__lr_warmup_steps=7)[0] == "not needed"
     assert line_of("trainer.max_actor_ckpt_to_keep", 3, trainer__save_freq=5) == (
         "renamed", "trainer.max_ckpt_to_keep", 3)  # fmt: skip
     assert line_of("reward_model.model.path", "rm", reward_model__enable=True)[:2] == (
