@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
@@ -20,7 +21,7 @@ from rlhf_mc.config.verl_correction import rejection_lower_bound
 from rlhf_mc.config.verl_keys import OFF, Kind, rule_of
 from rlhf_mc.config.verl_layout import layout_defaults, layout_notes
 from rlhf_mc.config.verl_line import Line, Settings, number
-from rlhf_mc.config.verl_values import converted, uses_critic
+from rlhf_mc.config.verl_values import OF_SEQUENCES, converted, uses_critic
 from rlhf_mc.config.yaml_reader import yaml_text
 
 _MOST_NAMED = 10
@@ -245,12 +246,15 @@ def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
     for key, value, text in DEFAULTS:
         if key not in found and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
             yield Line("default", text, key, value)
+    loss = found.get("actor.policy_loss.loss_mode")
+    if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in found:
+        yield Line("default", f"verl's {loss} has no other; ours: token-mean", "actor.loss_agg_mode", OF_SEQUENCES)
     roles = _roles(verl)
+    yield from layout_defaults(verl, found, roles)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
         if is_used and key not in found and source in found and found[source] != our_default(key):
             yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, found[source])
-    yield from layout_defaults(verl, found, roles)
     lower = f"{_CORRECTION}rollout_rs_threshold_lower"
     if f"{_CORRECTION}rollout_rs_threshold" in found and lower not in found:
         bound = rejection_lower_bound(verl)

@@ -220,7 +220,8 @@ RULES: list[Rule] = [
         (
             "it changes speed or memory alone",
             "*.use_prefix_grouper *.use_liger *.checkpoint.mbridge_config* rollout.scheduling_policy"
-            " rollout.checkpoint_engine.* rollout.skip_dump_dir rollout.n_gpus_per_node",
+            " rollout.checkpoint_engine.* rollout.skip_dump_dir rollout.n_gpus_per_node"
+            " algorithm.filter_groups.max_inflight_gen_batches",
         ),
         ("an engine shards experts over its tensor-parallel ranks", "rollout.enable_expert_parallel"),
         ("rollout.quantization says how weights are quantized", "rollout.use_block_quant_rollout"),

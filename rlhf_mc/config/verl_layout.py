@@ -43,7 +43,7 @@ def layout_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) 
     """Yield verl's defaults of each model's layout that differ from what the model would have here. found: our
     settings. roles: the models besides the actor."""
     if is_fsdp(verl):
-        yield from _fsdp_defaults(found, roles)
+        yield from _fsdp_defaults(verl, found, roles)
     else:
         for key in (f"{role}.megatron.{name}" for role in roles for name in _OWN.get(role, ())):
             name = key.rpartition(".")[2]
@@ -56,7 +56,11 @@ def layout_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) 
             yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
 
 
-def _fsdp_defaults(found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+def _fsdp_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+    for role, budget in (("actor", 16384), ("critic", 32768)):
+        line = token_budget(f"{role}.ppo_max_token_len_per_gpu", budget, verl)
+        if role in ("actor", *roles) and line.ours not in found and line.value != budget:
+            yield Line("default", line.text, line.ours, line.value)
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
     if actor not in found:
@@ -64,7 +68,7 @@ def _fsdp_defaults(found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]
     if "critic" in roles and critic not in found and found.get(actor, FULL) != FULL:
         yield Line("default", "verl's enable_gradient_checkpointing is true; ours: the actor's", critic, FULL)
     freed = "actor.megatron.grad_offload"
-    if freed not in found and any(found.get(f"actor.megatron.{name}_offload") for name in ("param", "optimizer")):
+    if freed not in found:
         yield Line("default", "FSDP has no gradients outside the update; ours: false", freed, True)
 
 
@@ -96,7 +100,7 @@ def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
     role = key.partition(".")[0]
     name = key.rpartition(".")[2]
     if name == "offload_policy":
-        return renamed(f"{role}.megatron.param_offload", True) if value else Line("implied", "off")
+        return renamed(f"{role}.megatron.param_offload", value=True) if value else Line("implied", "off")
     if name in TRAINING_ONLY and role not in ("actor", "critic"):
         return Line("not needed", "it does nothing for a model that is never trained")
     return renamed(f"{role}.megatron.{name}", bool(value))
@@ -111,6 +115,17 @@ def ulysses(key: str, value: Any, verl: Settings) -> Line:
     role = key.partition(".")[0]
     text = "with sequence_parallel a rank has as many of the tokens between layers, and of the heads in attention"
     return renamed(f"{role}.megatron.tensor_model_parallel_size", value, text)
+
+
+def token_budget(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a token budget, which with Ulysses is of each of the ranks that share a micro-batch."""
+    role = key.partition(".")[0]
+    own = [verl.get(f"{role}.{section}ulysses_sequence_parallel_size") for section in ("", "fsdp_config.", "fsdp.")]
+    actor = [verl.get(f"actor.{section}ulysses_sequence_parallel_size") for section in ("", "fsdp_config.")]
+    sizes = [size for size in (own if role == "critic" else [*own, *actor]) if type(size) is int]
+    if not is_fsdp(verl) or type(value) is not int or not sizes or sizes[0] == 1:
+        return same(key, value)
+    return same(key, value * sizes[0], f"{value} of each of {sizes[0]} ranks")
 
 
 def virtual_chunks(key: str, value: Any, verl: Settings) -> Line:

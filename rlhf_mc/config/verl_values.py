@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS
+from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 from rlhf_mc.config.verl_correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
@@ -22,6 +22,7 @@ from rlhf_mc.config.verl_layout import (
     fsdp_offload,
     gradient_checkpointing,
     sequence_parallel,
+    token_budget,
     training_only,
     ulysses,
     virtual_chunks,
@@ -47,6 +48,8 @@ _KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+":
 """verl's KL estimators by another name here. Its k3 is clipped at 10, and k2's gradient is that of k2+."""
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
+OF_SEQUENCES = "seq-mean-token-mean"
+"""The aggregation of losses of sequences, which verl's code fixes, whatever its loss_agg_mode."""
 _SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
@@ -314,6 +317,13 @@ def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
     return None
 
 
+def _aggregation(key: str, value: Any, verl: Settings) -> Line:
+    loss = verl.get("actor.policy_loss.loss_mode")
+    if loss not in SEQUENCE_LOSSES or value == OF_SEQUENCES:
+        return same(key, value)
+    return renamed(key, OF_SEQUENCES, f"verl's {loss} too; its entropy and KL losses have {value}, here this one")
+
+
 def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
     # verl's coefficient of the KL loss is constant.
     if value == "adaptive" and not verl.get("algorithm.use_kl_in_reward"):
@@ -387,6 +397,8 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("*.enable_gradient_checkpointing", gradient_checkpointing),
     *((f"*.fsdp{section}.*offload*", fsdp_offload) for section in ("", "_config")),
     ("*.ulysses_sequence_parallel_size", ulysses),
+    ("*_max_token_len_per_gpu", token_budget),
+    ("actor.loss_agg_mode", _aggregation),
     ("*.megatron.*dist_checkpointing*", _dist_checkpoint),
     ("trainer.save_freq", _frequency),
     ("trainer.test_freq", _frequency),
