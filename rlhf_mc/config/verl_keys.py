@@ -99,7 +99,7 @@ RULES: list[Rule] = [
     # ---- not needed: what is computed does not depend on it. implied, with values: other values are not supported
     *_rules(
         "not needed",
-        ("models are trained by Megatron-Core", "actor.strategy critic.strategy model_engine"),
+        ("models are trained by Megatron-Core", "actor.strategy critic.strategy model_engine actor.model_engine"),
         ("models are run by Megatron-Core", "ref.strategy reward_model.strategy reward_model.rollout.*"),
         ("actor and critic are one checkpoint: trainer.async_save", "critic.checkpoint.async_save"),
         ("vLLM generates", "rollout.name"),
@@ -200,7 +200,7 @@ RULES: list[Rule] = [
             "strategy,forward_only,turbo_config*,mixed_precision}",
         ),
         ("sequences are packed without padding", "*.pad_to_length* *.pad_bshd_to_minibatch_max"),
-        ("it is of policy loss sapo, which is not supported", "actor.tau_pos actor.tau_neg"),
+        ("it is of policy loss sapo, which is not supported", "*.tau_pos *.tau_neg"),
         ("it is of another engine: vLLM generates", "rollout.engine_kwargs.[!v]*"),
         (
             "it changes vLLM's speed and memory, and vLLM's own default is used",

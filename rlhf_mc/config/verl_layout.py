@@ -33,7 +33,7 @@ _OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
 
 def is_fsdp(verl: Settings) -> bool:
     """Return whether verl trains with FSDP, as it does unless its settings name Megatron."""
-    engine = verl.get("model_engine") or verl.get("actor.strategy")
+    engine = verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
     if engine is not None:
         return engine != "megatron"
     return not any(".megatron." in key for key in verl)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import from_verl
-import published
 import pytest
 
 from rlhf_mc.config.errors import UserError
@@ -389,7 +389,22 @@ def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
 
 
 def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = published.write_model(tmp_path / "model", published.QWEN_25_32B)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 32768,
+    }
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
     given = ["data.train_files=[a]", f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo",
              "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_dynamic_bsz=True",
              "actor_rollout_ref.actor.strategy=fsdp2"]  # fmt: skip
