@@ -19,7 +19,7 @@ from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.verl_correction import rejection_lower_bound
 from rlhf_mc.config.verl_keys import OFF, Kind, rule_of
-from rlhf_mc.config.verl_layout import layout_defaults, layout_notes
+from rlhf_mc.config.verl_layout import layout_defaults, layout_hints
 from rlhf_mc.config.verl_line import Line, Settings, number
 from rlhf_mc.config.verl_values import OF_SEQUENCES, converted, uses_critic
 from rlhf_mc.config.yaml_reader import yaml_text
@@ -96,11 +96,11 @@ class Conversion:
     """Value by section.key, in the order of schema.py."""
     report: list[tuple[str, Line]] = field(default_factory=list)
     """(verl's key as written, or our key for a default; what becomes of it)."""
-    notes: list[tuple[str, str]] = field(default_factory=list)
-    """Of the reading, before the report: (kind and subject; what was done)."""
     nodes: int = 1
     processes: int = 8
     """Processes per node."""
+    hints: list[tuple[str, str]] = field(default_factory=list)
+    """(subject; what holds for all settings, or what to do), before the report."""
 
     def refused(self) -> list[tuple[str, Line]]:
         """Return the lines of the settings that are not supported."""
@@ -109,12 +109,12 @@ class Conversion:
     def text(self) -> str:
         """Return the report, one line for each setting, by kind."""
         order: tuple[Kind, ...] = ("not supported", "default", "renamed", "same", "implied", "not needed")
-        lines = [f"{subject}: {text}" for subject, text in self.notes]
+        lines = []
         for kind in order:
             for key, line in self.report:
                 if line.kind == kind:
                     lines.append(f"{kind:<13}  {key}{_outcome(key, line)}")
-        return "\n".join(lines)
+        return "\n".join([*(f"{subject}: {text}" for subject, text in self.hints), *lines])
 
     def overrides(self) -> list[str]:
         """Return the settings as overrides for load_config. Raise UserError if a setting is not supported."""
@@ -155,7 +155,7 @@ def convert(given: Mapping[str, Given]) -> Conversion:
         assert line.ours is not None
         result.report.append((line.ours, line))
         found[line.ours] = line.value
-    result.notes += [("verl's defaults", f"those of version {VERL}"), *layout_notes(verl, found), *_reward_notes(verl)]
+    result.hints += [("verl's defaults", f"those of version {VERL}"), *layout_hints(verl, found), *_reward_hints(verl)]
     result.settings = dict(sorted(found.items(), key=lambda setting: dotted_keys().index(setting[0])))
     return result
 
@@ -275,7 +275,7 @@ def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
         yield Line("default", "of project_name and experiment_name", "trainer.default_local_dir", path)
 
 
-def _reward_notes(verl: Settings) -> Iterator[tuple[str, str]]:
+def _reward_hints(verl: Settings) -> Iterator[tuple[str, str]]:
     """Yield what to do for the data sources that verl scores and no rule here."""
     if verl.get("custom_reward_function.path") in OFF:
         yield (

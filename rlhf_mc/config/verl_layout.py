@@ -72,7 +72,7 @@ def _fsdp_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) -
         yield Line("default", "FSDP has no gradients outside the update; ours: false", freed, True)
 
 
-def layout_notes(verl: Settings, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def layout_hints(verl: Settings, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (subject, what to do) where a layout cannot be converted."""
     if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in found:
         yield (

@@ -125,7 +125,7 @@ def test_verls_complete_config_is_converted(name: str, tmp_path: Path) -> None:
     assert len({key for key, line in conversion.report if line.kind != "default"}) == len(
         {plain_key(word.partition("=")[0]) for word in words}
     ), "each setting has a line"
-    assert ("verl's defaults", "those of version 0.10.0.dev of 2026-08-22") in conversion.notes
+    assert ("verl's defaults", "those of version 0.10.0.dev of 2026-08-22") in conversion.hints
     assert VERL.split()[0] in (DEFAULTS_OF_VERL / f"{name}.txt").read_text().splitlines()[0]
     loaded(conversion, tmp_path / "ours.yaml")
 
