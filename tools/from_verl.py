@@ -5,10 +5,12 @@
     python tools/from_verl.py key=value ... > ours.yaml
     ... --env NAME=VALUE      a variable of the script's environment, or one that only running the script would tell
     ... --env NAME            the same, with the value that this process has; HOME and PWD are taken without it
+    ... --nodes N --gpus-per-node N --gpu h100      a layout for this machine, by the planner's search
 
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
 the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser.
-Overrides on this command line replace the file's, and '~key' removes one.
+Overrides on this command line replace the file's, and '~key' removes one. With a machine, the planner chooses layout,
+offload, recomputation and token budgets for it; the directory of the model must be there.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
 standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'
@@ -17,9 +19,13 @@ to run without it. docs/from_verl.md lists the differences.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf_mc.runtime.tool import end_on_interrupt
 
@@ -27,8 +33,9 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.load import load_config, read_settings, validate
 from rlhf_mc.config.verl_input import converted_arguments, split_environment
+from rlhf_mc.planner.__main__ import main as planner_main
 
 
 def problem_of(text: str, processes: int) -> str | None:
@@ -43,8 +50,34 @@ def problem_of(text: str, processes: int) -> str | None:
     return None
 
 
+def machine_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options that name a machine, as the planner reads them, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--nodes", "--gpus-per-node", "--gpu"):
+        parser.add_argument(name)
+    named, others = parser.parse_known_args(arguments)
+    given = {name.replace("_", "-"): value for name, value in vars(named).items() if value is not None}
+    return [f"--{name}={value}" for name, value in given.items()], others
+
+
+def with_layout(text: str, machine: list[str]) -> tuple[dict[str, Any], int, int] | None:
+    """Return the settings of a config with those that the planner finds, nodes and processes per node; None: an error
+    was printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        ours = Path(directory) / "ours.yaml"
+        found = Path(directory) / "found.yaml"
+        ours.write_text(text)
+        with contextlib.redirect_stdout(sys.stderr):
+            if planner_main([str(ours), *machine, "--search", "--top=1", f"--write={found}"]) != 0:
+                return None
+        settings = read_settings(found)
+    sizes = dict(option.removeprefix("--").split("=") for option in machine)
+    return settings, int(sizes.get("nodes", 1)), int(sizes.get("gpus-per-node", 8))
+
+
 def main(arguments: list[str]) -> int:
     """Print the config and the report. Return the exit code."""
+    machine, arguments = machine_options(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0 if arguments else 2
@@ -60,7 +93,14 @@ def main(arguments: list[str]) -> int:
         print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
         return 2
     source = split_environment(arguments)[0][0]
-    text = conversion.yaml("verl's overrides" if "=" in source else source)
+    source = "verl's overrides" if "=" in source else source
+    text = conversion.yaml(source)
+    if machine:
+        found = with_layout(text, machine)
+        if found is None:
+            return 2
+        conversion.settings, conversion.nodes, conversion.processes = found
+        text = conversion.yaml(source)
     if problem := problem_of(text, conversion.nodes * conversion.processes):
         print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)
     print(text, end="")

@@ -91,6 +91,16 @@ def mapping_keys() -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
+def value_problem(key: str, value: Any) -> str | None:
+    """Return why a setting cannot have this value, or None."""
+    hint = _leaf_hints()[key]
+    try:
+        _convert(value, hint)
+    except TypeError:
+        return f"found {_show(value)}, expected {_describe(hint)}"
+    return None
+
+
 def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str]) -> dict[str, _Setting]:
     reading = _Reading()
     if isinstance(source, str | Path):

@@ -16,6 +16,8 @@ class OptimConfig:
     """Learning rate at the end of the decay, after the last step."""
     lr_warmup_steps: int = 0
     """PPO steps of linear warm-up W: step s has the learning rate lr * s / W."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Share of the run's PPO steps that are warm-up, where lr_warmup_steps is 0."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Decay from lr, at the end of the warm-up, to min_lr, after the last step."""
     weight_decay: float = 0.01

@@ -51,6 +51,7 @@ _OF_EACH_MODEL = {
     "optim.lr": Range(0, 1e6),
     "optim.min_lr": Range(0, 1e6),
     "optim.lr_warmup_steps": Range(0, 1_000_000_000),
+    "optim.lr_warmup_steps_ratio": _FRACTION,
     "optim.weight_decay": _COEFFICIENT,
     "optim.betas": Range(0, 1),
     "optim.eps": Range(1e-30, 1e6),  # near the smallest float32
@@ -81,7 +82,7 @@ RANGES = {
     "data.max_response_length": Range(1, 10_000_000),
     "data.train_batch_size": _SEQUENCES,
     "data.gen_batch_size": _SEQUENCES,
-    "actor.clip_ratio_low": Range(0, 1, open=True),
+    "actor.clip_ratio_low": _POSITIVE,
     "actor.clip_ratio_high": _POSITIVE,
     "actor.clip_ratio_c": Range(1, 1e6, open=True),
     "actor.entropy_coeff": Range(-1e6, 1e6),

@@ -55,7 +55,7 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = None
     """Sequences of one micro-batch of the update, without use_dynamic_bsz."""
     clip_ratio_low: float = 0.2
-    """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low."""
+    """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low. 1 or more: not clipped."""
     clip_ratio_high: float = 0.2
     """Upper clip range of the policy ratio: it is clipped at 1 + clip_ratio_high."""
     clip_ratio_c: float = 3.0

@@ -12,60 +12,39 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, mapping_keys
+from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.verl_correction import rejection_lower_bound
 from rlhf_mc.config.verl_keys import OFF, Kind, rule_of
+from rlhf_mc.config.verl_layout import layout_defaults, layout_hints
 from rlhf_mc.config.verl_line import Line, Settings, number
-from rlhf_mc.config.verl_values import converted, uses_critic
+from rlhf_mc.config.verl_values import OF_SEQUENCES, converted, uses_critic
 from rlhf_mc.config.yaml_reader import yaml_text
 
 _MOST_NAMED = 10
-_INHERITED = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "param_offload",
-    "grad_offload",
-    "optimizer_offload",
-    "use_distributed_optimizer",
-    "recompute_granularity",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "dtype",
-)
-"""Settings of megatron that a role inherits from the actor here, and in verl does not."""
-_VERL_MEGATRON: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "expert_model_parallel_size": 1,
-    "param_offload": False,
-    "grad_offload": False,
-    "optimizer_offload": False,
-    "use_distributed_optimizer": True,
-    "recompute_granularity": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "dtype": "bfloat16",
-}
-"""verl's defaults of these."""
+VERL = "0.10.0.dev of 2026-08-22"
+"""The version of verl whose defaults are written out, those of its generated ppo_megatron_trainer and ppo_trainer."""
 
 _CORRECTION = "algorithm.rollout_correction."
-_LORA = ("model.lora_rank", "model.lora.rank")
+_LORA = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
 _SWITCHES: dict[str, tuple[str, ...]] = {
     "reward_model.sandbox_fusion.": ("reward_model.sandbox_fusion.url",),
     "reward_model.reward_manager.module.": ("reward_model.reward_manager.module.path",),
     "reward_model.": ("reward_model.enable",),
     "rollout.multi_turn.": ("rollout.multi_turn.enable",),
-    "model.lora": _LORA,
-    "model.target_modules": _LORA,
-    "model.exclude_modules": _LORA,
+    **{
+        f"{model}.{section}": tuple(f"{model}.{name}" for name in _LORA)
+        for model in ("model", "critic.model")
+        for section in ("lora", "target_modules", "exclude_modules")
+    },
     "model.tiled_mlp.": ("model.tiled_mlp.enabled",),
     "model.mtp.": ("model.mtp.enable",),
+    "critic.model.tiled_mlp.": ("critic.model.tiled_mlp.enabled",),
+    "critic.model.mtp.": ("critic.model.mtp.enable",),
+    "distillation.": ("distillation.enabled",),
     "rollout.mtp": ("model.mtp.enable",),
     "algorithm.filter_groups.": ("algorithm.filter_groups.enable",),
     "algorithm.pf_ppo.": ("algorithm.use_pf_ppo",),
@@ -91,6 +70,7 @@ REFERENCES: tuple[tuple[str, str], ...] = (
     ("rollout.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
     ("ref.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
     ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
     ("reward_model.forward_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"),
     ("critic.loss_agg_mode", "actor.loss_agg_mode"),
     ("critic.loss_scale_factor", "actor.loss_scale_factor"),
@@ -121,6 +101,8 @@ class Conversion:
     nodes: int = 1
     processes: int = 8
     """Processes per node."""
+    hints: list[tuple[str, str]] = field(default_factory=list)
+    """(subject; what holds for all settings, or what to do), before the report."""
 
     def refused(self) -> list[tuple[str, Line]]:
         """Return the lines of the settings that are not supported."""
@@ -134,7 +116,7 @@ class Conversion:
             for key, line in self.report:
                 if line.kind == kind:
                     lines.append(f"{kind:<13}  {key}{_outcome(key, line)}")
-        return "\n".join(lines)
+        return "\n".join([*(f"{subject}: {text}" for subject, text in self.hints), *lines])
 
     def overrides(self) -> list[str]:
         """Return the settings as overrides for load_config. Raise UserError if a setting is not supported."""
@@ -167,7 +149,7 @@ def convert(given: Mapping[str, Given]) -> Conversion:
     result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
     found: dict[str, Any] = {}
     for key, item in given.items():
-        line = _line(key, item.value, verl)
+        line = _checked(_line(key, item.value, verl))
         result.report.append((item.written, line))
         if line.ours is not None:
             _put(found, line.ours, line.value)
@@ -175,6 +157,7 @@ def convert(given: Mapping[str, Given]) -> Conversion:
         assert line.ours is not None
         result.report.append((line.ours, line))
         found[line.ours] = line.value
+    result.hints += [("verl's defaults", f"those of version {VERL}"), *layout_hints(verl, found), *_reward_hints(verl)]
     result.settings = dict(sorted(found.items(), key=lambda setting: dotted_keys().index(setting[0])))
     return result
 
@@ -227,6 +210,14 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     return Line(rule.kind, rule.text)
 
 
+def _checked(line: Line) -> Line:
+    """Return the line, or a refusal where our setting does not have such a value."""
+    if line.ours is None or line.ours not in dotted_keys():
+        return line
+    problem = value_problem(line.ours, line.value)
+    return line if problem is None else Line("not supported", problem)
+
+
 def _equal(value: Any, other: Any) -> bool:
     """Return whether two values are equal; true is not 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
@@ -257,12 +248,15 @@ def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
     for key, value, text in DEFAULTS:
         if key not in found and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
             yield Line("default", text, key, value)
+    loss = found.get("actor.policy_loss.loss_mode")
+    if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in found:
+        yield Line("default", f"verl's {loss} has no other; ours: token-mean", "actor.loss_agg_mode", OF_SEQUENCES)
     roles = _roles(verl)
+    yield from layout_defaults(verl, found, roles)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
         if is_used and key not in found and source in found and found[source] != our_default(key):
             yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, found[source])
-    yield from _layout_defaults(found, roles)
     lower = f"{_CORRECTION}rollout_rs_threshold_lower"
     if f"{_CORRECTION}rollout_rs_threshold" in found and lower not in found:
         bound = rejection_lower_bound(verl)
@@ -272,12 +266,27 @@ def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
     if "reward_model" in roles and path is not None and "reward_model.model.input_tokenizer" not in verl:
         text = "it reads conversations in its own chat template; ours: the actor's tokens"
         yield Line("default", text, "reward_model.tokenizer_path", path)
+    if found.get("custom_reward_function.path") is None and "reward.math_rule" not in found:
+        text = "verl's comparison of strings; ours: math, which finds more answers equal (docs/rewards.md)"
+        yield Line("default", text, "reward.math_rule", "math_string")
     if found.get("actor.megatron.param_offload"):
         yield Line("default", "weights that vLLM shares cannot be offloaded", "reshard.share_weights", False)
     if "trainer.default_local_dir" not in found:
         project = verl.get("trainer.project_name") or "verl_examples"
         path = f"checkpoints/{project}/{verl.get('trainer.experiment_name') or 'gsm8k'}"
         yield Line("default", "of project_name and experiment_name", "trainer.default_local_dir", path)
+
+
+def _reward_hints(verl: Settings) -> Iterator[tuple[str, str]]:
+    """Yield what to do for the data sources that verl scores and no rule here."""
+    if verl.get("custom_reward_function.path") in OFF:
+        yield (
+            "note: rewards",
+            "no rule scores codecontests, apps, codeforces, taco (in verl prime_code.py), hiyouga/geometry3k (geo3k.py)"
+            " and searchR1_* (search_r1_like_qa_em.py). For them, set custom_reward_function.path to a function of your"
+            " own, or to a file with the line `from verl.utils.reward_score import default_compute_score`, and"
+            " custom_reward_function.name to default_compute_score",
+        )
 
 
 def _roles(verl: Settings) -> list[str]:
@@ -288,26 +297,6 @@ def _roles(verl: Settings) -> list[str]:
         "reward_model": bool(verl.get("reward_model.enable")),
     }
     return [role for role, is_present in present.items() if is_present]
-
-
-def _layout_defaults(found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
-    """Yield the defaults of each model's layout: verl's roles do not inherit the actor's."""
-    for role in roles:
-        for name in _INHERITED:
-            key = f"{role}.megatron.{name}"
-            actor = found.get(f"actor.megatron.{name}", _VERL_MEGATRON[name])
-            training = name in (
-                "grad_offload",
-                "optimizer_offload",
-                "use_distributed_optimizer",
-                "recompute_granularity",
-            )
-            if key not in found and actor != _VERL_MEGATRON[name] and not (training and role != "critic"):
-                yield Line("default", "ours: the actor's", key, _VERL_MEGATRON[name])
-    for role in ("actor", *roles):
-        key = f"{role}.megatron.sequence_parallel"
-        if key not in found and number(found, f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
-            yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
 
 
 # ---------------------------------------------------------------- output

@@ -7,14 +7,26 @@ implied or refused by their name alone are in verl_keys.py.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS
+from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 from rlhf_mc.config.verl_correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
 from rlhf_mc.config.verl_keys import OFF
+from rlhf_mc.config.verl_layout import (
+    expert_parallel,
+    expert_tensor,
+    fsdp_offload,
+    gradient_checkpointing,
+    sequence_parallel,
+    token_budget,
+    training_only,
+    ulysses,
+    virtual_chunks,
+)
 from rlhf_mc.config.verl_line import Line, Settings, number, renamed, same
 
 
@@ -36,6 +48,8 @@ _KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+":
 """verl's KL estimators by another name here. Its k3 is clipped at 10, and k2's gradient is that of k2+."""
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
+OF_SEQUENCES = "seq-mean-token-mean"
+"""The aggregation of losses of sequences, which verl's code fixes, whatever its loss_agg_mode."""
 _SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 
@@ -70,18 +84,11 @@ def _warmup_steps(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _warmup_ratio(key: str, value: Any, verl: Settings) -> Line:
-    ours = key.removesuffix("_ratio")
     if value in OFF:
         return Line("implied", "no warm-up by ratio")
-    if number(verl, ours) > 0:
-        return Line("not needed", f"{ours} comes before it, in verl too")
-    total = number(verl, "trainer.total_training_steps")
-    if total and isinstance(value, (int, float)):
-        return renamed(ours, int(value * total), f"{value} of trainer.total_training_steps, {total}")
-    return Line(
-        "not supported",
-        f"the number of steps depends on the data: give {ours}, or trainer.total_training_steps too",
-    )
+    if number(verl, key.removesuffix("_ratio")) > 0:
+        return Line("not needed", f"{key.removesuffix('_ratio')} comes before it, in verl too")
+    return same(key, value)
 
 
 def _min_lr(key: str, value: Any, verl: Settings) -> Line:
@@ -107,20 +114,6 @@ def _dynamic(key: str, value: Any, verl: Settings) -> Line:
     if bool(value) == is_dynamic(verl):
         return Line("implied", "by actor.use_dynamic_bsz, one switch for all passes")
     return Line("not needed", "actor.use_dynamic_bsz is one switch for all passes; no number depends on it")
-
-
-def _virtual(key: str, value: Any, verl: Settings) -> Line:
-    return same(key, None if value == 1 else value)
-
-
-def _sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
-    if number(verl, key.replace("sequence_parallel", "tensor_model_parallel_size"), 1) == 1:
-        return Line("implied", "no effect where the tensor-parallel size is 1")
-    return same(key, value)
-
-
-def _training_only(key: str, value: Any, verl: Settings) -> Line:
-    return Line("not needed", "it does nothing for a model that is never trained")
 
 
 def _frequency(key: str, value: Any, verl: Settings) -> Line:
@@ -223,6 +216,45 @@ def _most_batches(key: str, value: Any, verl: Settings) -> Line:
     return same(key, value)
 
 
+def _micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
+    if value in OFF or is_dynamic(verl):
+        return Line("implied", "none" if value in OFF else "micro-batches are by token budget")
+    ranks = number(verl, "trainer.nnodes", 1) * number(verl, "trainer.n_gpus_per_node", 8)
+    if type(value) is not int or value % ranks:
+        return Line("not supported", f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
+    ours = key.replace("reward_model.micro", "reward_model.forward_micro")
+    return renamed(f"{ours}_per_gpu", value // ranks, f"over {ranks} GPUs")
+
+
+_VISION = re.compile(r"[-_.\d]vl\d*([-_./]|$)|llava|minicpm-?[ov]|[-_]omni|[-_]vision|glm-?4\.?[15]v", re.IGNORECASE)
+"""Names of models that read images."""
+
+
+def _model_path(key: str, value: Any, verl: Settings) -> Line | None:
+    if not _VISION.search(str(value)):
+        return None
+    return Line("not supported", f"{value} is a vision-language model by its name: prompts have text alone")
+
+
+def _images(key: str, value: Any, verl: Settings) -> Line:
+    """Refuse columns of images, unless verl's whole config names them and the model reads text."""
+    has_all = {"data.image_key", "data.video_key"} <= verl.keys()
+    if value is None or (has_all and not _VISION.search(str(verl.get("model.path")))):
+        return Line("not needed", "the model reads text, and other columns are not read")
+    return Line("not supported", "prompts have text alone; remove it by '~' if the data has no such column")
+
+
+def _truncated_weights(key: str, value: Any, verl: Settings) -> Line | None:
+    if not isinstance(value, str):
+        return None
+    try:
+        return same(key, float(value))
+    except ValueError:
+        text = "IcePop's bounds, between which weights are kept; here they are truncated at one upper bound"
+        return Line("not supported", f"{value}: {text}")
+
+
 def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
     if value == 0.2 or {"actor.clip_ratio_low", "actor.clip_ratio_high"} <= verl.keys():
         return Line("not needed", "verl reads clip_ratio_low and clip_ratio_high")
@@ -233,11 +265,10 @@ def _clip_ratio(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _save_contents(key: str, value: Any, verl: Settings) -> Line:
-    contents = [str(name) for name in _listed(value)]
-    if {"model", "optimizer", "extra"} <= set(contents):
-        hf = "; the actor is exported as a Hugging Face checkpoint by trainer.export_freq, and at the end"
-        return Line("implied", "all that a resume needs" + (hf if "hf_model" in contents else ""))
-    return Line("not supported", "a checkpoint holds model, optimizer and extra: all that a resume needs")
+    frequency = number(verl, "trainer.save_freq", -1)
+    if key == "actor.checkpoint.save_contents" and "hf_model" in _listed(value) and frequency > 0:
+        return renamed("trainer.export_freq", frequency, "hf_model; a checkpoint holds all that a resume needs")
+    return Line("not needed", "a checkpoint holds all that a resume needs, and the last step exports the actor to hf/")
 
 
 def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
@@ -252,13 +283,6 @@ def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
     if key.startswith("ref.") and path and verl.get("ref.megatron.dist_checkpointing_path") == path:
         return Line("implied", "the reference starts from the actor's weights")
     return Line("not supported", "only the actor and the reference start from a Megatron checkpoint, the same one")
-
-
-def _expert_tensor(key: str, value: Any, verl: Settings) -> Line:
-    tp = number(verl, key.replace("expert_tensor_parallel_size", "tensor_model_parallel_size"), 1)
-    if value in (None, tp):
-        return Line("implied", "experts are sharded over the tensor-parallel ranks too")
-    return Line("not supported", f"it is the tensor-parallel size, {tp}")
 
 
 def _max_positions(key: str, value: Any, verl: Settings) -> Line:
@@ -291,6 +315,13 @@ def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
     if not verl.get(f"{key.rpartition('.')[0]}.enable"):
         return Line("not needed", "there is no overlong buffer: enable is false")
     return None
+
+
+def _aggregation(key: str, value: Any, verl: Settings) -> Line:
+    loss = verl.get("actor.policy_loss.loss_mode")
+    if loss not in SEQUENCE_LOSSES or value == OF_SEQUENCES:
+        return same(key, value)
+    return renamed(key, OF_SEQUENCES, f"verl's {loss} too; its entropy and KL losses have {value}, here this one")
 
 
 def _adaptive(key: str, value: Any, verl: Settings) -> Line | None:
@@ -347,14 +378,27 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("*.optim.min_lr", _min_lr),
     ("*.optim.min_lr_ratio", _min_lr_ratio),
     ("*_micro_batch_size_per_gpu", _micro_batch),
+    *((f"*.{name}micro_batch_size", _micro_batch_of_all) for name in ("ppo_", "log_prob_", "forward_", "")),
+    ("model.path", _model_path),
+    ("critic.model.path", _model_path),
+    ("data.image_key", _images),
+    ("data.video_key", _images),
+    ("data.audio_key", _images),
+    ("algorithm.rollout_correction.rollout_is_threshold", _truncated_weights),
     ("critic.use_dynamic_bsz", _dynamic),
     ("reward_model.use_dynamic_bsz", _dynamic),
     ("*.log_prob_use_dynamic_bsz", _dynamic),
-    ("*.megatron.virtual_pipeline_model_parallel_size", _virtual),
-    *((f"{role}.megatron.{name}", _training_only) for role in FROZEN_ROLES for name in TRAINING_ONLY),
-    *((f"{role}.megatron.override*.recompute_granularity", _training_only) for role in FROZEN_ROLES),
-    ("*.megatron.sequence_parallel", _sequence_parallel),
-    ("*.expert_tensor_parallel_size", _expert_tensor),
+    ("*.megatron.virtual_pipeline_model_parallel_size", virtual_chunks),
+    *((f"{role}.megatron.{name}", training_only) for role in FROZEN_ROLES for name in TRAINING_ONLY),
+    *((f"{role}.megatron.override*.recompute_granularity", training_only) for role in FROZEN_ROLES),
+    ("*.megatron.sequence_parallel", sequence_parallel),
+    ("*.megatron.expert_tensor_parallel_size", expert_tensor),
+    ("*.megatron.expert_model_parallel_size", expert_parallel),
+    ("*.enable_gradient_checkpointing", gradient_checkpointing),
+    *((f"*.fsdp{section}.*offload*", fsdp_offload) for section in ("", "_config")),
+    ("*.ulysses_sequence_parallel_size", ulysses),
+    ("*_max_token_len_per_gpu", token_budget),
+    ("actor.loss_agg_mode", _aggregation),
     ("*.megatron.*dist_checkpointing*", _dist_checkpoint),
     ("trainer.save_freq", _frequency),
     ("trainer.test_freq", _frequency),
@@ -363,6 +407,7 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("*.checkpoint.save_contents", _save_contents),
     ("*.checkpoint.load_contents", _save_contents),
     ("rollout.max_model_len", _model_length),
+    ("rollout.engine_kwargs.vllm.max_model_len", _model_length),
     ("rollout.prompt_length", _length),
     ("rollout.response_length", _length),
     ("rollout.val_kwargs.do_sample", _greedy),
@@ -390,6 +435,7 @@ CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] 
     ("reward_model.enable", _reward_enable),
     ("reward_model.model.input_tokenizer", _input_tokenizer),
     ("reward.num_workers", _reward_workers),
+    ("reward_model.num_workers", _reward_workers),
 )
 """Converters by pattern of verl's key. One that returns None leaves the setting to schema.py and verl_keys.py."""
 

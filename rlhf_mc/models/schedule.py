@@ -17,14 +17,15 @@ def learning_rate_schedule(optimizer: Any, optim: OptimConfig, total_steps: int)
     min_lr 0 every step still moves the weights.
     """
     # Megatron-Core's position 0 is learning rate 0 under a warm-up: a first PPO step that changes nothing.
-    first = 1 if optim.lr_warmup_steps > 0 else 0
+    warmup = optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * total_steps)
+    first = 1 if warmup > 0 else 0
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=optim.lr_warmup_steps,
-        lr_decay_steps=first + max(total_steps, optim.lr_warmup_steps, 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=first + max(total_steps, warmup, 1),
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

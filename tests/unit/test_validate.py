@@ -218,7 +218,7 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
         (("data.train_max_samples=0",), ("data.train_max_samples is 0", "-1 or at least 1")),
         (("rollout.n=0",), ("rollout.n is 0",)),
         (("rollout.max_num_batched_tokens=100",), ("rollout.max_num_seqs, 256",)),
-        (("actor.clip_ratio_low=1",), ("actor.clip_ratio_low is 1.0",)),
+        (("actor.clip_ratio_low=0",), ("actor.clip_ratio_low is 0.0",)),
         (("actor.clip_ratio_high=0",), ("actor.clip_ratio_high is 0.0",)),
         (("actor.clip_ratio_c=1",), ("actor.clip_ratio_c is 1.0", "above 1")),
         (("algorithm.gamma=1.01",), ("algorithm.gamma is 1.01",)),
