@@ -85,4 +85,4 @@ class MegatronConfig:
     per block of 128 (9.0), or per 32 values (10.0). Weights stay in bfloat16. A micro-batch is padded to a multiple of
     16, 128 or 32 tokens per tensor-parallel rank. Log-probs differ more from vLLM's
     (trainer.max_rollout_logprob_diff). Delayed scaling is not offered: its scales depend on earlier steps, and
-    checkpoints do not hold them. null: no fp8."""
+    checkpoints do not hold them. On a CPU it is ignored. null: no fp8."""

@@ -63,7 +63,7 @@ def test_a_part_of_rank_0_alone_waits_for_no_other_rank(monkeypatch: pytest.Monk
 
 
 def test_a_part_that_is_stopped_shows_where_it_was() -> None:
-    code = "from gpu_parts.processes import *; show_stack_when_stopped(); print(flush=True); time.sleep(60)"
+    code = "from gpu_parts.processes import *; show_stack_when_stopped(); print(flush=True); time.sleep(600)"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(Path(COMMAND).parent)},

@@ -26,7 +26,7 @@ def getting_stuck(original: Callable[..., Any], stop: Callable[[], None]) -> Cal
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _step >= FIRST_STEP:
-            time.sleep(0.5)  # long enough for a heartbeat from this line
+            time.sleep(1.0)  # long enough for a heartbeat from this line
             Path(os.environ["SINCE"]).write_text(str(time.time()))
             stop()
         return original(*args, **kwargs)

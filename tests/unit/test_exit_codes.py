@@ -63,6 +63,8 @@ ERROR_ON_ALL_RANKS = """
 import time
 from torch import distributed as dist
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.runtime import error_report
+error_report.REPORT_SECONDS = 300.0
 dist.init_process_group("gloo")
 def f():
     time.sleep(1.5 * dist.get_rank())

@@ -334,7 +334,7 @@ def test_launchers_end_a_process_at_once_after_an_error_of_nccl() -> None:
 
 SIGNAL_WAITER = """
 import pathlib, signal
-signal.alarm(60)  # no process is left behind
+signal.alarm(600)  # no process is left behind
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
 print("ready", flush=True)
 pathlib.Path("got").write_text(signal.Signals(signal.sigwait([signal.SIGTERM, signal.SIGUSR1])).name)
