@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"
         print(f"rlhf_mc: error: {message}; remove one with '~key', or change it with key=value", file=sys.stderr)
         return 2
-    source = split_environment(arguments)[0][0]
-    source = "verl's overrides" if "=" in source else source
+    file = next(iter(split_environment(arguments)[0]), "=")
+    source = "verl's overrides" if "=" in file else file
     text = conversion.yaml(source)
     if machine:
         found = with_layout(text, machine)
