@@ -10,7 +10,8 @@
 Of a script, the overrides of its one command with `-m verl.trainer.main_ppo` (or recipe.dapo.main_dapo) are read, and
 the variables that the script assigns are replaced; nothing is run. `pip install shfmt-py` brings the parser.
 Overrides on this command line replace the file's, and '~key' removes one. With a machine, the planner chooses layout,
-offload, recomputation and token budgets for it; the directory of the model must be there.
+offload, recomputation and token budgets for it; the directory of the model must be there, or --model names its shape as
+for the planner.
 
 The config goes to the standard output; a report on each setting, and on verl's defaults that differ from ours, to the
 standard error. With a setting that is not supported no config is written and the exit code is 2: remove each by '~key'
@@ -53,7 +54,7 @@ def problem_of(text: str, processes: int) -> str | None:
 def machine_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the options that name a machine, as the planner reads them, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--nodes", "--gpus-per-node", "--gpu"):
+    for name in ("--nodes", "--gpus-per-node", "--gpu", "--model"):
         parser.add_argument(name)
     named, others = parser.parse_known_args(arguments)
     given = {name.replace("_", "-"): value for name, value in vars(named).items() if value is not None}
