@@ -228,6 +228,7 @@ def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.Comp
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=directory)
 
 
+@pytest.mark.slow
 def test_user_errors_are_reported_before_torch_is_imported(directory: Path) -> None:
     config = str(directory / "config.yaml")
     for arguments in (

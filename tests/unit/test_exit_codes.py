@@ -25,6 +25,7 @@ def run_with_full_disk(code: str, **env: str) -> subprocess.CompletedProcess[byt
         return subprocess.run(command, env={**os.environ, **env}, stdout=disk, stderr=disk, timeout=500)
 
 
+@pytest.mark.slow
 @needs_dev_full
 @pytest.mark.parametrize(
     ("code", "expected"),
@@ -73,6 +74,7 @@ exit_now(exit_code("x", f))
 """
 
 
+@pytest.mark.slow
 def test_error_of_all_ranks_is_reported_once(tmp_path: Path) -> None:
     """Run without torchrun's agent: the store that decides which rank reports ends with rank 0."""
     output = tmp_path / "output"

@@ -17,6 +17,8 @@ from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.runtime import preemption
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests, job_end
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import subprocess, sys, time
 from rlhf_mc.config.schema import TrainerConfig

@@ -62,6 +62,7 @@ def test_manager_uses_the_rule_of_each_row() -> None:
     assert [row.parts for row in scores] == [{"exact_match": 1.0}, {"gsm8k_strict": 0.0}, {"math": 1.0}]
 
 
+@pytest.mark.slow
 def test_endless_comparison_is_stopped_at_its_time_limit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
