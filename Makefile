@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make test        every test"
-	@echo "make test-fast   the one-process tests, within a minute"
+	@echo "make test-fast   the quick tests of one process, within a minute"
 	@echo "make coverage    the lines of rlhf_mc/ that no test runs on this machine (build/coverage/lines.txt)"
 	@echo "make checks      ruff, mypy, import-linter, hadolint, sizes"
 	@echo "make lock        resolve requirements/gpu.txt again; keeps each version that still fits"
@@ -52,7 +52,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest tests --lanes 2 --durations=10
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest tests/unit --lanes 3 --durations=5
+	$(BIN)/python -m pytest tests/unit -m "not slow" --lanes 3 --durations=5
 
 coverage: $(STAMP)
 	rm -rf build/coverage

@@ -7,11 +7,16 @@ import errno
 import resource
 from collections.abc import Iterator
 
+from rlhf_mc.config.masking import cut, masked
+
 
 class UserError(ValueError):
     """A mistake in a setting, a file or a user-defined function. The message is one line: the key, row, tensor or rank,
     the value that was found, and the values that are allowed. The entry point prints only this line, and every rank
-    exits with a non-zero code."""
+    exits with a non-zero code. It has no secrets, and the length of a text that is cut."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(cut(masked(str(message))))
 
 
 class NodeError(UserError):

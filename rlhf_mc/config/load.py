@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import masked_argument
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, roles
@@ -152,7 +153,7 @@ class _Reading:
     def override(self, override: str) -> dict[str, _Setting]:
         """Return the setting of an override `section.key=value`."""
         key, equals, text = override.partition("=")
-        origin = f"override {_shortened(repr(override))}"
+        origin = f"override {_shortened(repr(masked_argument(override, dotted_keys())))}"
         if not equals or not key.strip():
             raise UserError(f"{origin}: expected section.key=value")
         parts = key.strip().split(".")

@@ -6,19 +6,13 @@ a chat template may hold one.
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys, to_dict
+from rlhf_mc.config.masking import HIDDEN, SECRET, is_hidden, masked, masked_argument
 from rlhf_mc.config.schema import Config
-
-HIDDEN = "***"
-"""In place of a secret."""
-_SECRET = re.compile(r"(token|key|secret|password)$", re.IGNORECASE)
-_WITHIN = re.compile(r"(token|key|secret|password)[\"']?\s*:", re.IGNORECASE)
-"""A secret's name in an override whose value is a mapping."""
 
 
 def recorded(cfg: Config) -> dict[str, Any]:
@@ -27,32 +21,46 @@ def recorded(cfg: Config) -> dict[str, Any]:
 
 
 def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return resolved settings with HIDDEN for each keyword argument whose name ends in token, key, secret or password,
-    in any case."""
-    found = copy.deepcopy(settings)
+    """Return resolved settings with HIDDEN for each keyword argument with the name of a secret, in any case, and with
+    every other text masked (masking.py)."""
+    found: dict[str, Any] = _masked(settings)
     for setting in mapping_keys():
         *sections, name = setting.split(".")
         section: Any = found
         for part in sections:
             section = section.get(part) if isinstance(section, dict) else None
         if name.endswith("kwargs") and isinstance(section, dict) and name in section:
-            section[name] = _hidden(section[name])
+            section[name] = _masked(section[name], hides=True)
     return found
 
 
 def command_without_secrets(command: Sequence[str]) -> list[str]:
-    """Return a command with HIDDEN for the value of each override whose key ends as a secret's, or whose value is a
-    mapping with such a key."""
-    return [_argument(argument) for argument in command]
+    """Return a command with each of its arguments masked."""
+    return [masked_argument(argument, dotted_keys()) for argument in command]
 
 
-def _hidden(value: Any) -> Any:
+def check_not_hidden(cfg: Config) -> None:
+    """Raise UserError if a setting was taken from a record, which has no secrets."""
+    for key, text in _texts("", to_dict(cfg)):
+        if is_hidden(text):
+            raise UserError(
+                f"{key} is {text!r}, as a secret is recorded; give its value again (key=value on the command line)"
+            )
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each text of plain values with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield from _texts(f"{key}.{name}".lstrip("."), inner)
+
+
+def _masked(value: Any, hides: bool = False) -> Any:
+    """Return plain values with each text masked; with `hides` also HIDDEN for each entry with the name of a secret."""
     if isinstance(value, dict):
-        return {name: HIDDEN if _SECRET.search(str(name)) else _hidden(inner) for name, inner in value.items()}
-    return [_hidden(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _argument(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    is_secret = _SECRET.search(key) is not None and key not in dotted_keys()
-    return f"{key}={HIDDEN}" if equals and (is_secret or _WITHIN.search(value)) else argument
+        return {n: HIDDEN if hides and SECRET.search(str(n)) else _masked(inner, hides) for n, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked(inner, hides) for inner in value]
+    return masked(value) if isinstance(value, str) else value

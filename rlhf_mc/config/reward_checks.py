@@ -4,9 +4,15 @@ are known, in rewards/mixture.py.
 
 from __future__ import annotations
 
+import re
+
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.schema import Config, of_each_reward_model, reward_models, value_of
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""A part of a host's name."""
 
 
 def check_rewards(cfg: Config) -> None:
@@ -48,13 +54,47 @@ def _overlong_buffer(cfg: Config) -> str | None:
 
 def _remote(cfg: Config) -> str | None:
     remote = cfg.reward.remote
+    variable = remote.api_key_env
+    if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        return (
+            f"reward.remote.api_key_env must be the name of an environment variable (letters, digits, _); it is another"
+            f" text of {len(variable)} characters, not shown here: it may be the key"
+        )
     if remote.url is None:
         for key in ("model", "api_key_env"):
             if (value := getattr(remote, key)) is not None:
                 return f"reward.remote.{key} is {value!r}; that needs reward.remote.url, which is null"
         return None
-    if not remote.url.startswith(("http://", "https://")):
-        return f"reward.remote.url is {remote.url!r}; it must begin with http:// or https://"
+    if problem := _url_problem(remote.url, variable is not None):
+        # The text may have a password in a place where a valid URL has none.
+        before, at, after = remote.url.rpartition("@")
+        return f"reward.remote.url is {masked(HIDDEN + at + after if at else before + after)!r}; {problem}"
     if remote.api == "openai" and remote.model is None:
         return "reward.remote.api is openai; that needs reward.remote.model, which is null"
+    return None
+
+
+def _url_problem(text: str, has_key: bool) -> str | None:
+    """Return why requests to the URL cannot be made, without repeating a part of it, or None."""
+    import httpx  # a tenth of a second, for runs with an endpoint alone
+
+    if not text.lower().startswith(("http://", "https://")):
+        return "it must begin with http:// or https://"
+    if wrong := next((c for c in text if c.isspace() or not c.isprintable() or c in '"<>\\^`{|}'), None):
+        return f"the character {wrong!r} must be written as %{ord(wrong):02X}, or left out"
+    try:
+        url = httpx.URL(text)
+        host = url.raw_host.decode() if url.host else ""  # each decodes names in another way
+    except (httpx.InvalidURL, UnicodeError):
+        return "its host or port is not valid"
+    if not host:
+        return "it has no host"
+    if ":" not in host and not (len(host) <= 253 and all(map(_LABEL.fullmatch, host.removesuffix(".").split(".")))):
+        return "its host is not valid"
+    if url.port is not None and not 1 <= url.port <= 65535:
+        return f"its port {url.port} is not between 1 and 65535"
+    if url.fragment:
+        return "the part after # is never sent; leave it out"
+    if url.userinfo and has_key:
+        return "with reward.remote.api_key_env it may have no user: only one of them can be sent"
     return None

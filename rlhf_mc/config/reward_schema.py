@@ -71,7 +71,8 @@ class RemoteRewardConfig:
     """An HTTP endpoint that scores responses: the part `remote` of the score. It must be the same for all ranks."""
 
     url: str | None = None
-    """Address of the endpoint. With api openai the base, such as http://host:8000/v1; null: none."""
+    """Address of the endpoint, with user:password@ if it asks for them. With api openai the base, such as
+    http://host:8000/v1; null: none."""
     api: Literal["http", "openai"] = "http"
     """http: each request is the JSON of a reward function's arguments and `prompt`; the answer is a number or
     {"score": number, ...}. openai: a chat completion of `model`; the last number of its reply is the score."""
@@ -85,7 +86,8 @@ class RemoteRewardConfig:
     api_key_env: str | None = None
     """Environment variable with the key that is sent as Authorization: Bearer; null: no key."""
     timeout_seconds: float = 60.0
-    """Time limit of each request. reward.timeout_seconds limits a response's requests together."""
+    """Time limit of each request, up to the last byte of its answer. reward.timeout_seconds limits the requests of a
+    response together."""
     max_retries: int = 3
     """Repetitions of a request that gets no answer, or an HTTP status for overload (429, 503, ...)."""
     max_concurrency: int = 32

@@ -4,6 +4,7 @@ advantage estimator, a policy loss.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -12,6 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.masking import one_line
+
+MOST_ERROR_CHARACTERS = 1000
+"""Length of the text of a user's exception in a message."""
 
 
 def load_attribute(section: str, path: str, name: str) -> Any:
@@ -44,13 +49,20 @@ def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
         raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-ins have no signature; the first call shows whether it works
-        return function
-    try:
         signature.bind(None)
+    except ValueError:  # some built-ins have no signature; the first call shows whether it works
+        pass
     except TypeError as error:
         raise UserError(f"{where}: {name}{signature} cannot be called as {name}(inputs): {error}") from error
-    return function
+
+    @functools.wraps(function)
+    def call(inputs: Any) -> Any:
+        try:
+            return function(inputs)
+        except SystemExit as error:  # it would end the rank, or a program that uses the Python API
+            raise UserError(f"{where}: {name} raised {describe_error(error)}") from error
+
+    return call
 
 
 def describe_error(error: BaseException) -> str:
@@ -59,4 +71,4 @@ def describe_error(error: BaseException) -> str:
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     line = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame is not None else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{line}"
+    return f"{type(error).__name__}: {one_line(str(error), MOST_ERROR_CHARACTERS)}{line}"

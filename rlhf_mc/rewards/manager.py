@@ -11,6 +11,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, problem_of
 from rlhf_mc.rewards.results import Failure, Row, Score
+from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import name_of
 from rlhf_mc.rewards.worker import Worker
 from rlhf_mc.runtime.console import say
@@ -28,8 +29,10 @@ _MAX_REPORTED = 5
 class PendingScores:
     """Scores that workers are computing, in the order of the rows."""
 
-    def __init__(self, parts: Sequence[Future[Scores]], num_rows: int, workers: Sequence[Worker]) -> None:
+    def __init__(self, parts: Sequence[Future[Scores]], num_rows: int, workers: Sequence[Worker], names: Names) -> None:
         """Part p has the scores of rows p, p + len(parts), ... (round-robin), which worker p computes."""
+        self.names = names
+        """Limits the numbers of the scores of all ranks together."""
         self._parts = parts
         self._workers = workers
         self._num_rows = num_rows
@@ -70,6 +73,7 @@ class RewardManager:
         self._custom = custom
         self._reward = reward
         self._failures = 0
+        self._names = Names()
         self._workers: list[Worker] = []
         self._threads = ThreadPoolExecutor(reward.num_workers)
         if custom.path is not None or reward.remote.url is not None:
@@ -119,7 +123,7 @@ class RewardManager:
         has_functions = any(not self.mixture.is_by_models(row.parts) for row in rows)
         workers = self._start_workers(min(self._reward.num_workers, len(rows))) if has_functions else []
         parts = [self._threads.submit(self._score, worker, rows[p :: len(workers)]) for p, worker in enumerate(workers)]
-        return PendingScores(parts, len(rows), workers)
+        return PendingScores(parts, len(rows), workers, self._names)
 
     def close(self) -> None:
         """End the workers."""

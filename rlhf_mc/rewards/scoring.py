@@ -7,10 +7,8 @@ This is the boundary to the user's code: its result becomes a Score, its excepti
 from __future__ import annotations
 
 import asyncio
-import numbers
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
@@ -19,10 +17,8 @@ from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_
 from rlhf_mc.rewards.mixture import problem_of
 from rlhf_mc.rewards.remote import RemoteReward
 from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, Row, RowFailure, Score
+from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
 from rlhf_mc.rewards.rules import RULES
-
-MAX_FLOAT32 = 3.4028234663852886e38
-"""Scores become float32 tensors."""
 
 Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""
@@ -98,7 +94,7 @@ class Scorer:
                 result = checked(returned)
                 named = returned.get("pred") if isinstance(returned, dict) else None
             elif part == REMOTE:
-                result = self._checked_remote(from_remote)
+                result = dict(_raised(from_remote))
                 named = None
             else:
                 result = _apply_rule(part, row)
@@ -123,14 +119,6 @@ class Scorer:
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise RowFailure("raised", f"raised {describe_error(error)}") from error
         return await self._await(result) if custom.is_async else result
-
-    def _checked_remote(self, answer: Any) -> dict[str, float]:
-        """Return the endpoint's answer as numbers."""
-        assert self._remote is not None
-        try:
-            return checked(_raised(answer))
-        except RowFailure as error:
-            raise RowFailure(error.failure.kind, error.failure.problem, self._remote.name) from error
 
     async def _call_batched(self, custom: CustomFunction, rows: Sequence[Row]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
@@ -194,46 +182,11 @@ def _apply_rule(part: str, row: Row) -> dict[str, float]:
     return {"acc": result["score"], **result} if rule.needs_truth else result
 
 
-def checked(result: Any) -> dict[str, float]:
-    """Return a function's result as numbers, without the entries that are not numbers (texts for a reader)."""
-    if not isinstance(result, dict):
-        return {"score": _number("", result)}
-    if "score" not in result:
-        raise RowFailure("invalid", f"returned a dict without 'score'; its keys are {sorted(map(str, result))}")
-    return {
-        str(key): _number(f"{key}: ", value) for key, value in result.items() if key == "score" or _is_number(value)
-    }
-
-
 def list_of(results: Any, count: int) -> list[Any]:
     """Return a batched function's results, one for each row."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__iter__"):
-        _refuse("", results, f"expected a list of {count} scores")
+        refuse("", results, f"expected a list of {count} scores")
     found = list(results)
     if len(found) != count:
         raise RowFailure("invalid", f"returned {len(found)} scores for {count} responses")
     return found
-
-
-def _number(key: str, value: Any) -> float:
-    if not _is_number(value):
-        _refuse(key, value, "expected a number")
-    try:
-        number = float(value)
-    except (OverflowError, ValueError) as error:
-        _refuse(key, value, f"expected a number: {error}")
-    if not abs(number) <= MAX_FLOAT32:
-        raise RowFailure("invalid", f"returned {key}{number}, expected a finite number (of 32 bits)")
-    return number
-
-
-def _refuse(key: str, value: Any, expected: str) -> NoReturn:
-    text = " ".join(repr(value).split())
-    text = text if len(text) <= 80 else f"{text[:77]}..."
-    raise RowFailure("invalid", f"returned {key}{text}, {expected}")
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether the value is a number or a bool. NumPy's bool, unlike its other numbers, is no numbers.Real."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, numbers.Real) or (numpy is not None and isinstance(value, numpy.bool_))

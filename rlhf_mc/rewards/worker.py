@@ -22,7 +22,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.results import Failure, Row, Score
 from rlhf_mc.rewards.scoring import Scorer, name_of
-from rlhf_mc.runtime.parent_death import exit_with_parent
+from rlhf_mc.runtime import guard
 
 _READY = 1
 """Message that the user's function is loaded."""
@@ -40,12 +40,11 @@ of a forward pass."""
 IMPORT_SECONDS = 60.0
 """Least time that a worker has to import the user's file: the limit of a response may be shorter."""
 _EXTRA_SECONDS = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Worker:
-    """The rank's handle of a worker process. One thread at a time may use it. Create and use it in threads that live as
-    long as the rank: Linux ends the process with the thread that started it (runtime/parent_death.py)."""
+    """The rank's handle of a worker process and of the guard around it (runtime/guard.py). One thread at a time may
+    use it."""
 
     def __init__(self, custom: CustomRewardFunctionConfig, reward: RewardConfig) -> None:
         self._custom = custom
@@ -64,7 +63,10 @@ class Worker:
             f"from rlhf_mc.rewards.worker import main\nmain({theirs.fileno()}, {number}, {os.getpid()})"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code], pass_fds=[theirs.fileno(), number], stdin=subprocess.DEVNULL
+            [sys.executable, "-u", "-c", code],
+            pass_fds=[theirs.fileno(), number],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # torchrun kills the rank's group, and with it the guard
         )
         theirs.close()
         os.close(number)
@@ -141,9 +143,13 @@ class Worker:
         return [sent[min(place, len(sent) - 1)]]
 
     def close(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.wait()
+        """End the process and all that it has started."""
+        self._process.send_signal(guard.END)
+        try:
+            self._process.wait(2 * guard.END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._connection.close()
         self._current_row.close()
 
@@ -204,12 +210,11 @@ class _Bundles:
 def main(descriptor: int, row_descriptor: int, parent: int) -> None:
     """Score the rows that the rank sends, until it ends. This is the worker process's program. row_descriptor: of the
     shared memory with the place of the current row."""
-    exit_with_parent(parent)
+    guard.guarded(parent, (descriptor, row_descriptor))
     connection = Connection(descriptor)
     current_row = mmap.mmap(row_descriptor, _PLACE.size)
     os.close(row_descriptor)
-    # Schedulers and shells signal whole process groups; the rank alone acts on a signal.
-    for number in _SIGNALS:
+    for number in guard.GROUP_SIGNALS:
         signal.signal(number, lambda number, frame: None)
     # Processes that a reward function starts must have the default handling, since the function may want to end them.
     # So the signals that the rank blocks are unblocked here, and a forked child restores the default handlers (a new
@@ -244,6 +249,6 @@ def main(descriptor: int, row_descriptor: int, parent: int) -> None:
 
 def _restore_signals(connection: Connection) -> None:
     """Restore the default signal handlers in a forked child, and close its copy of the pipe."""
-    for number in _SIGNALS:
+    for number in guard.GROUP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     connection.close()

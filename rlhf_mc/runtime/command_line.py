@@ -11,6 +11,7 @@ import rlhf_mc
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.config.recorded import command_without_secrets, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.config.verl_input import converted_arguments, split_environment
 from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
@@ -83,8 +84,9 @@ class CommandLine:
             return f"rlhf_mc {rlhf_mc.__version__}"
         config = load_config(self.config, self.overrides)
         files = [self.config] if self.config is not None else []
-        command = " ".join(shlex.join([*files, *self.overrides]).splitlines())
-        return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{commented_yaml(config)}".rstrip("\n")
+        command = " ".join(shlex.join(command_without_secrets([*files, *self.overrides])).splitlines())
+        settings = commented_yaml(config, recorded(config)).rstrip("\n")
+        return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{settings}"
 
 
 def parse(argv: list[str]) -> CommandLine:

@@ -9,6 +9,8 @@ import threading
 import time
 from typing import Protocol, TextIO
 
+from rlhf_mc.config.masking import masked
+
 
 class BottomLine(Protocol):
     """The line at the bottom of a terminal, below all others."""
@@ -31,13 +33,13 @@ def set_bottom_line(line: BottomLine | None) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Print the lines to the stream, above the bottom line, and flush. Raise OSError or ValueError if the stream is
-    full or closed."""
+    """Print the lines to the stream, without secrets, above the bottom line, and flush. Raise OSError or ValueError if
+    the stream is full or closed."""
     global _last_line
     with lock if _bottom_line is not None else contextlib.nullcontext():
         if _bottom_line is not None:
             _bottom_line.clear()
-        stream.write(text + "\n")  # one call, so that the lines of two threads do not mix
+        stream.write(masked(text) + "\n")  # one call, so that the lines of two threads do not mix
         stream.flush()
         _last_line = time.monotonic()
 

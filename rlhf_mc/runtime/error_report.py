@@ -11,6 +11,7 @@ import re
 import sys
 import time
 
+from rlhf_mc.config.masking import masked
 from rlhf_mc.runtime.console import write_line
 
 REPORT_SECONDS = 5.0
@@ -28,7 +29,8 @@ def report(text: str, key: str, of_this_node: bool = False) -> None:
     """Print the text, whose last line is the message, once for all ranks that report the same key.
 
     of_this_node: the error is about this node's files, so other nodes may not have it."""
-    if _is_first_to_report(key, of_this_node):
+    # A key of torch's store may be neither long nor other than UTF-8, nor may the name of a file.
+    if _is_first_to_report(hashlib.sha256(key.encode(errors="replace")).hexdigest(), of_this_node):
         write_line(text)
     write_torchrun_error_file(text.splitlines()[-1])
 
@@ -36,6 +38,7 @@ def report(text: str, key: str, of_this_node: bool = False) -> None:
 def write_torchrun_error_file(line: str) -> None:
     """Write the line to torchrun's error file: torchrun shows it in the summary that it prints after the ranks' end."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    line = masked(line)
     if path:
         info = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
@@ -114,9 +117,10 @@ def _is_first_on_node(key: str) -> bool | None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return None
-    name = f"reported_{hashlib.sha256(key.encode(errors='replace')).hexdigest()}"
     try:
-        os.close(os.open(os.path.join(os.path.dirname(os.path.dirname(path)), name), os.O_CREAT | os.O_EXCL))
+        os.close(
+            os.open(os.path.join(os.path.dirname(os.path.dirname(path)), f"reported_{key}"), os.O_CREAT | os.O_EXCL)
+        )
     except FileExistsError:
         return False
     except OSError:

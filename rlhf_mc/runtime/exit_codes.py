@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from rlhf_mc.config.errors import JoinError, NodeError, UserError
+from rlhf_mc.config.masking import cut
 from rlhf_mc.runtime import error_report
 from rlhf_mc.runtime.console import write_line
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
@@ -21,6 +22,8 @@ EXIT_USER_ERROR = 2
 """A mistake in what the user gave: a setting, a file, a function."""
 EXIT_REQUEUE = 75
 """The run was asked to stop. Started again, it resumes from its newest checkpoint (EX_TEMPFAIL)."""
+MOST_STACK_CHARACTERS = 40_000
+"""Length of the stack that is printed: an exception's text may be endless, and is in it."""
 END_SECONDS = 120.0
 """Time for the libraries to free what they hold after a run's last file is written."""
 
@@ -63,8 +66,9 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
             # Each surviving rank has another message (with addresses); one of them is enough.
             error_report.report(where + lost, key="lost contact")
         else:
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            error_report.report(f"{traceback.format_exc()}\n{where}{line}", key=line)
+            line = cut(f"{type(error).__name__}: {error}".splitlines()[0])
+            stack = cut(traceback.format_exc(), MOST_STACK_CHARACTERS)
+            error_report.report(f"{stack}\n{where}{line}", key=line)
         return EXIT_ERROR
 
 

@@ -10,17 +10,33 @@ import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def exit_with_parent(parent: int) -> None:
     """Have this process killed when its parent ends, at once if the parent has ended already.
 
     On a system without prctl nothing happens, so the caller needs another way to notice the parent's end."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_with_parent(parent, signal.SIGKILL)
+
+
+def signal_with_parent(parent: int, number: signal.Signals) -> None:
+    """Have the signal sent to this process when its parent, or the parent's thread that has started it, ends. Exit at
+    once if the parent has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(option, value, 0, 0, 0)
 
 
 def exit_with_launcher() -> None:

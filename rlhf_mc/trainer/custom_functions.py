@@ -33,6 +33,8 @@ def estimator_of(algorithm: AlgorithmConfig) -> EstimatorFunction:
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 4 responses,"
     try:
         estimate = function(inputs)
+    except UserError:
+        raise
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"{where} raised {describe_error(error)}") from error
     if problem := _fault(estimate, inputs, needs_of(algorithm).critic):
@@ -65,6 +67,8 @@ def policy_loss_of(actor: ActorConfig) -> PolicyLoss:
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 3 tokens,"
     try:
         result = function(inputs)
+    except UserError:
+        raise
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"{where} raised {describe_error(error)}") from error
     if problem := _loss_fault(result):

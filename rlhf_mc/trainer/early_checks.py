@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.paths import check_present
+from rlhf_mc.config.recorded import check_not_hidden
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
@@ -17,6 +18,7 @@ from rlhf_mc.models.checks import check_layout, check_length
 from rlhf_mc.models.shapes import model_shapes
 from rlhf_mc.observability.trackers import check_loggers
 from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.rewards.remote import RemoteReward
 
 
 def world_size() -> int:
@@ -32,6 +34,9 @@ def check_early(cfg: Config, world: int) -> None:
     """Raise UserError if the settings, the files that they name, or a config.json show that the run cannot start on
     `world` ranks."""
     validate(cfg, world)
+    check_not_hidden(cfg)
+    if cfg.reward.remote.url is not None:
+        RemoteReward(cfg.reward.remote, cfg.reward.timeout_seconds)
     check_present(cfg)
     check_loggers(cfg.trainer.logger)
     _check_models(cfg)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import rlhf_mc
 from rlhf_mc import durable
+from rlhf_mc.config.masking import cut, masked
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.recorded import command_without_secrets, recorded
 from rlhf_mc.config.schema import Config
@@ -88,7 +89,7 @@ def _write_end(root: Path, step: int, how: str, text: str) -> None:
     rows = json_objects(root / STARTS_FILE)
     if not rows or rows[-1].get("process") != os.getpid() or "end" in rows[-1]:
         return  # this process has failed before its start was recorded
-    rows[-1]["end"] = {"time": _now(), "step": step, "how": how, "text": text}
+    rows[-1]["end"] = {"time": _now(), "step": step, "how": how, "text": cut(masked(text))}
     _replace(root, rows)
 
 

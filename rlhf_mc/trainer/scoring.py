@@ -48,7 +48,7 @@ def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
     # Tuples are pickled four times as fast.
     for r, part in enumerate(gather_results(lambda: [score.as_tuple() for score in pending.result()])):
         out[r::world] = [Score(*fields) for fields in part]
-    return out
+    return pending.names.limit(out)
 
 
 def log_prob_head(vocab_size: int, temperature: float) -> Head:

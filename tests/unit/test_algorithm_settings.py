@@ -141,6 +141,7 @@ ESTIMATE = "from rlhf_mc.algorithms.advantages import Estimate\ndef estimate(inp
         ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
         ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),
         ("return Estimate(inputs.rewards + inputs.values)", "raised TypeError: "),
+        ("import sys; sys.exit(0)", "raised SystemExit: 0 (mine.py:3)"),
         ("return 1 / 0", "raised ZeroDivisionError: division by zero (mine.py:3)"),
     ],
 )
@@ -150,7 +151,7 @@ def test_estimators_that_return_something_else_are_refused(
     (tmp_path / "mine.py").write_text(ESTIMATE + body)
     algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm
     with pytest.raises(
-        UserError, match=r"^algorithm\.custom_estimator\.path .*mine\.py: estimate, called with"
+        UserError, match=r"^algorithm\.custom_estimator\.path .*mine\.py: estimate(, called with| raised SystemExit)"
     ) as caught:
         estimator_of(algorithm)
     assert words in str(caught.value)
@@ -172,6 +173,7 @@ def test_estimator_with_a_critic_must_return_returns(config_file: Path, tmp_path
         ("return inputs.log_probs, {}", "returned a loss that is not a scalar tensor with a gradient"),
         ("return inputs.result(-inputs.log_probs)[0], {'a': 1.0}", "returned the statistic 'a'"),
         ("return inputs.result(-inputs.log_probs)[0], {'a': inputs.log_probs.sum()}", "without a gradient"),
+        ("import sys; sys.exit(0)", "raised SystemExit: 0 (mine.py:2)"),
         ("raise KeyError('x')", "raised KeyError: 'x' (mine.py:2)"),
     ],
 )
@@ -181,10 +183,24 @@ def test_losses_that_return_something_else_are_refused(
     (tmp_path / "mine.py").write_text(f"def policy_loss(inputs):\n    {body}")
     actor = load(config_file, *loss_settings(tmp_path / "mine.py")).actor
     with pytest.raises(
-        UserError, match=r"^actor\.policy_loss\.custom_loss\.path .*mine\.py: policy_loss, called"
+        UserError, match=r"^actor\.policy_loss\.custom_loss\.path .*mine\.py: policy_loss(, called| raised SystemExit)"
     ) as caught:
         policy_loss_of(actor)
     assert words in str(caught.value)
+
+
+def test_functions_that_exit_later_are_named(config_file: Path, tmp_path: Path) -> None:
+    """Exit in the second call: the first one is the example's."""
+    ends = "    calls.append(0)\n    if len(calls) > 1: sys.exit(0)\n    return "
+    for name, result in (("estimate", "Estimate(inputs.rewards)"), ("policy_loss", "(inputs.log_probs.sum(), {})")):
+        imports = f"import sys\n{ESTIMATE.partition('def')[0]}"
+        (tmp_path / f"{name}.py").write_text(f"{imports}calls = []\ndef {name}(inputs):\n{ends}{result}\n")
+    estimator = estimator_of(load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm)
+    policy_loss = policy_loss_of(load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor).function
+    for function, words in ((estimator, "estimate.py: estimate"), (policy_loss, "policy_loss.py: policy_loss")):
+        with pytest.raises(UserError, match=f"path .*{words} raised SystemExit: 0 ") as caught:
+            function(None)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
 
 
 def test_functions_that_cannot_be_called_are_refused(config_file: Path, tmp_path: Path) -> None:

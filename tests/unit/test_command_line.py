@@ -64,6 +64,7 @@ def test_print_config_prints_overridden_settings_without_torch() -> None:
     assert "yaml" in modules and "torch" not in modules
 
 
+@pytest.mark.slow
 def test_only_rank_0_prints() -> None:
     assert run_program("--version", RANK="0").stdout == f"rlhf_mc {rlhf_mc.__version__}\n"
     assert run_program("--version", RANK="1").stdout == ""

@@ -83,6 +83,20 @@ def test_every_path_setting_is_classified() -> None:
     assert named == {*paths.INPUT_FILES, *paths.INPUT_DIRECTORIES, paths.OUTPUT, *paths.OTHER_OUTPUTS}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.remote.url=http://h:x"], "reward.remote.url is 'http://h:x'; its host or port is not valid"),
+        (["reward.remote.api_key_env=NO_SUCH_KEY"], "the environment variable NO_SUCH_KEY is not set"),
+        (["reward.remote.url=http://***@h"], "as a secret is recorded; give its value again"),
+    ],
+)
+def test_endpoint_is_checked_before_torch_is_imported(directory: Path, overrides: list[str], message: str) -> None:
+    endpoint = ["custom_reward_function.path=null", "reward.remote.url=http://h"]
+    check(directory, *endpoint)
+    assert message in error_of(directory, *endpoint, *overrides)
+
+
 EXTRA = {
     "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
     "algorithm.custom_estimator.path": ["algorithm.adv_estimator=custom"],
@@ -228,6 +242,7 @@ def run_program(directory: Path, *arguments: str, **env: str) -> subprocess.Comp
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=directory)
 
 
+@pytest.mark.slow
 def test_user_errors_are_reported_before_torch_is_imported(directory: Path) -> None:
     config = str(directory / "config.yaml")
     for arguments in (

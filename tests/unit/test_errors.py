@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def test_disk_error_message_follows_errno(number: int, words: str) -> None:
     assert words in message
     assert ("space" in message) == (number == errno.ENOSPC)
     assert words or reason_of(OSError(number, "x")) == "x"
+
+
+@pytest.mark.parametrize("length", [4000, 4001, 1_000_000])
+def test_text_of_an_error_is_cut_once(length: int) -> None:
+    """Pickle it, as the ranks do, and add to it, as the loop does."""
+    text = str(UserError("x" * length))
+    assert text == ("x" * length if length <= 4000 else "x" * 3960 + f"... ({length:,} characters)")
+    assert str(pickle.loads(pickle.dumps(UserError(text)))) == text
+    assert len(str(UserError(f"{text}; saved"))) <= 4000
 
 
 OUT_OF_FILE_DESCRIPTORS = """

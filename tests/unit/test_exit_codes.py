@@ -25,6 +25,7 @@ def run_with_full_disk(code: str, **env: str) -> subprocess.CompletedProcess[byt
         return subprocess.run(command, env={**os.environ, **env}, stdout=disk, stderr=disk, timeout=500)
 
 
+@pytest.mark.slow
 @needs_dev_full
 @pytest.mark.parametrize(
     ("code", "expected"),
@@ -68,20 +69,39 @@ error_report.REPORT_SECONDS = 300.0
 dist.init_process_group("gloo")
 def f():
     time.sleep(1.5 * dist.get_rank())
-    raise UserError("no")
+    raise {error}
 exit_now(exit_code("x", f))
 """
 
 
-def test_error_of_all_ranks_is_reported_once(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "line", "most"),
+    [
+        ("UserError('no')", "x: error: no\n", 20),
+        ("UserError(12_345 * 'é')", f"x: error: {3960 * 'é'}... (12,345 characters)\n", 8_100),
+        ("UserError('in \\ud800')", "x: error: in \\ud800\n", 20),
+    ],
+    ids=["short", "long", "lone surrogate"],
+)
+def test_error_of_all_ranks_is_reported_once(tmp_path: Path, error: str, line: str, most: int) -> None:
     """Run without torchrun's agent: the store that decides which rank reports ends with rank 0."""
     output = tmp_path / "output"
     processes = []
     with open(output, "wb") as file:
         for variables in forked.rank_variables(2):
             env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-            command = [sys.executable, "-c", PRELUDE + ERROR_ON_ALL_RANKS]
+            env |= {"PYTHONIOENCODING": "utf-8:backslashreplace"}
+            command = [sys.executable, "-c", PRELUDE + ERROR_ON_ALL_RANKS.format(error=error)]
             processes.append(subprocess.Popen(command, env=env | variables, stdout=file, stderr=file))
         assert [process.wait(500) for process in processes] == [2, 2]
     text = output.read_text()
-    assert text.count("x: error: no") == 1 and "Exception raised" not in text, text
+    assert text.count(line) == 1 and "Exception raised" not in text and len(text.encode()) <= most, text
+
+
+def test_endless_text_of_a_librarys_error_is_cut() -> None:
+    command = [sys.executable, "-c", f"{PRELUDE}\ndef f(): raise OSError('y' * 1_000_000)\nexit_now(exit_code('x', f))"]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and len(done.stderr) < 50_000 and lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == f"x: error on rank 0: OSError: {'y' * 3951}... (1,000,009 characters)"

@@ -186,6 +186,7 @@ def test_expert_tensor_parallelism() -> None:
         assert_same(got, {name: (unsplit if ".experts." in name else split)[name] for name in split})
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_plans_of_experts_are_exact_and_minimal(data: st.DataObject) -> None:

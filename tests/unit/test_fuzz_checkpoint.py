@@ -25,6 +25,8 @@ from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.training_state import CONFIG, STATE, reading_state, stored_config, stored_origin
 from rlhf_mc.config.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 STEP = 3
 METADATA = ".metadata"
 FILES = ("__0_0.distcp", METADATA, STATE, CONFIG)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).resolve().parents[2]
 SHIPPED = [path.read_bytes() for path in sorted((REPO / "configs").glob("**/*.yaml"))]
 MINIMAL = {

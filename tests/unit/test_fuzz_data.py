@@ -25,6 +25,8 @@ from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import check_columns, columns_of
 from rlhf_mc.data.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 texts = st.text(max_size=20)
 messages = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", ""]) | texts, "content": texts | st.none()}, optional={"name": texts}

@@ -25,6 +25,8 @@ from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.reshard.layout import check_mcore, check_vllm, logical_shapes
 from rlhf_mc.trainer.value_heads import check_value_head
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 json_values = st.recursive(

@@ -64,6 +64,7 @@ def fewest_bytes(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
     return best(0, (mesh.world // rollout_tp,) * rollout_tp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_rollout_groups_receive_the_fewest_bytes(name: str) -> None:
     shape = SHAPES[name]
@@ -83,6 +84,7 @@ def test_rollout_groups_receive_the_fewest_bytes(name: str) -> None:
     assert num_better > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks_per_node", [3, 4, 8])
 def test_rollout_groups_span_no_more_nodes(ranks_per_node: int) -> None:
     def nodes(groups: list[list[int]]) -> int:

@@ -311,6 +311,7 @@ ROPE = st.dictionaries(st.sampled_from(["type", "factor", "rope_theta", "beta_fa
 ANYTHING = SCALARS | ROPE | st.lists(SCALARS, max_size=2)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(sorted(FAMILIES)),

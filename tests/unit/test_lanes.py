@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from runs import kill
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 CONFTEST = "from lanes import pytest_addoption, pytest_runtestloop\n"
 

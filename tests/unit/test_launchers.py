@@ -16,6 +16,8 @@ import pytest
 
 from rlhf_mc.checkpoint import directory
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STAND_INS = {
     "scontrol": """

@@ -34,6 +34,7 @@ MOE_LAYOUT = MegatronConfig(
 )
 
 
+@pytest.mark.slow
 def test_70b_on_one_replica() -> None:
     """Build every shard of the actor and the critic, with one layer in each virtual pipeline chunk instead of 5: 32
     ranks, of which the config has two replicas."""

@@ -176,6 +176,7 @@ FULL_ROW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
     [
@@ -197,6 +198,7 @@ def test_plot_is_a_png_for_any_metrics(tmp_path: Path, rows: list[dict]) -> None
         assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 20  # something is drawn
 
 
+@pytest.mark.slow
 def test_plot_shows_the_numbers(tmp_path: Path) -> None:
     """Check that another reward curve changes the picture, and that a metric without a panel does not."""
     pictures = []

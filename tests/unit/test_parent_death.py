@@ -10,6 +10,8 @@ import sys
 import pytest
 from runs import DEADLINE_SECONDS, is_running, wait_until
 
+pytestmark = pytest.mark.slow
+
 RANK = """
 import time
 from rlhf_mc.runtime.parent_death import exit_with_launcher

@@ -43,6 +43,7 @@ def rollout_ranks(mesh: SimulatedMesh, draw) -> list[tuple[int, int]]:
     return [(t, tp) for t in draw(st.permutations([r % tp for r in range(mesh.world)]))]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_training_to_rollout_is_exact_and_minimal(data) -> None:
@@ -65,6 +66,7 @@ def test_training_to_rollout_is_exact_and_minimal(data) -> None:
         assert sum(plan.received_from_other_nodes[r] for r in node) == plan.itemsize * len(missing)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_import_and_export_are_exact(data) -> None:
@@ -76,6 +78,7 @@ def test_import_and_export_are_exact(data) -> None:
     check_movement(make_plan(mesh.layouts(), file, 8, 4096), mesh.expected(), content, file, 4096)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_plans_between_training_layouts_are_exact(data) -> None:

@@ -146,6 +146,7 @@ def test_checkpoints_of_one_gpu(capsys: pytest.CaptureFixture[str], setting: str
     assert "traffic: none, there is one rank" in out
 
 
+@pytest.mark.slow
 def test_documented_commands_plan_without_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "machine", "changes"),
     [
@@ -82,6 +83,7 @@ def test_table(run: Any) -> None:
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_no_plan_fits(run: Any) -> None:
     code, _, err = run("configs/ppo_70b.yaml", "--search")
     assert code == 2
@@ -115,6 +117,7 @@ def test_existing_file_is_not_replaced(run: Any, tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_less_memory_takes_more_of_what_saves_it() -> None:
     """Search for two nodes of one GPU each: over both nodes tensor parallelism is used only if nothing else fits."""
     settings = read_settings(REPO / SMALL, [model_path("qwen2.5-0.5b")])

@@ -71,6 +71,7 @@ def test_70b_by_hand(times: Any) -> None:
     assert sum(found["shares"].values()) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_directions(times: Any) -> None:
     as_shipped = times()["phases"]
 

@@ -62,6 +62,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_unless_the_user_chooses() -> None:
     def faults(mode: str, **chosen: str) -> int:
         environment = {**os.environ, "RLHF_MC_DEVICE": "cpu", **chosen}

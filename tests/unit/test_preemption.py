@@ -23,6 +23,8 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import subprocess, sys, time
 from rlhf_mc.config.schema import TrainerConfig

@@ -159,6 +159,7 @@ def test_full_hh_rlhf(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_real_gsm8k(tmp_path: Path) -> None:
     """Convert gsm8k_train.jsonl and gsm8k_test.jsonl of $RLHF_MC_DATA; each reference answer scores 1."""
     if not (DATA / "gsm8k_train.jsonl").is_file():

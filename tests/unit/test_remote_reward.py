@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
+import itertools
 import json
 import threading
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import yaml
+from config_files import MINIMAL
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.reward_checks import check_rewards
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RemoteRewardConfig, RewardConfig
+from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import remote
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.results import Row, RowFailure
+from rlhf_mc.rewards.metrics import reward_metrics
+from rlhf_mc.rewards.results import Row, RowFailure, Score
+from rlhf_mc.rewards.returned import MOST_NAMES, Names
 
-Answer = Callable[[str, dict[str, Any], Any], tuple[int, str]]
+Answer = Callable[[str, dict[str, Any], Any], tuple[int, str | bytes | Iterator[bytes]]]
 
 
 class Server(ThreadingHTTPServer):
@@ -29,11 +41,14 @@ class Server(ThreadingHTTPServer):
 
 
 class Endpoint:
-    """A server whose answers a test chooses: answer(path, request, headers) returns the status and the body."""
+    """A server whose answers a test chooses: answer(path, request, headers) returns the status and the body. A body in
+    pieces is sent without its length until the client has closed the connection."""
 
     def __init__(self) -> None:
         self.answer: Answer = lambda path, request, headers: (200, "1.0")
         self.requests: list[dict[str, Any]] = []
+        self.encoding = "identity"
+        self.num_sent = 0
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,9 +57,15 @@ class Endpoint:
                 endpoint.requests.append(request)
                 status, body = endpoint.answer(self.path, request, self.headers)
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Encoding", endpoint.encoding)
+                body = body.encode() if isinstance(body, str) else body
+                if isinstance(body, bytes):
+                    self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body.encode())
+                for piece in [body] if isinstance(body, bytes) else body:
+                    self.wfile.write(piece)
+                    endpoint.num_sent += len(piece)
+                self.close_connection = not isinstance(body, bytes)
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -97,14 +118,14 @@ def test_openai_endpoint_judges_by_the_template(endpoint: Endpoint, monkeypatch:
     endpoint.answer = answer
     template = "{prompt} {response} of {ground_truth} {other}"
     settings = {"api": "openai", "model": "judge", "template": template, "api_key_env": "JUDGE_KEY"}
-    assert ask(url=f"{endpoint.url}/v1/", **settings) == [0.75]
+    assert ask(url=f"{endpoint.url}/v1/", **settings) == [{"score": 0.75}]
     message = {"role": "user", "content": "2+2={response}? 0 of 4 {other}"}
     assert seen == [("/v1/chat/completions", "judge", [message], "Bearer secret")]
 
 
 def test_overloaded_endpoint_is_asked_again(endpoint: Endpoint) -> None:
     endpoint.answer = lambda path, request, headers: (503, "busy") if len(endpoint.requests) < 3 else (200, "0.5")
-    assert ask(url=endpoint.url, max_retries=2) == [0.5]
+    assert ask(url=endpoint.url, max_retries=2) == [{"score": 0.5}]
     assert len(endpoint.requests) == 3
 
 
@@ -128,6 +149,17 @@ def test_requests_are_concurrent_up_to_the_limit(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "settings", "words"),
     [
+        (200, "[" * 100_000, {}, "the answer is not JSON: brackets are nested too deep"),
+        (
+            200,
+            '{"score": 1, "why": ' + "[" * 990 + "]" * 990 + "}",
+            {"api": "openai"},
+            "the answer is not JSON: brackets are nested too deep",
+        ),
+        (200, "9" * 5000, {}, "the answer is not JSON: Exceeds the limit"),
+        (200, "1e999", {}, "returned inf, expected a finite number"),
+        (200, '{"why": "' + "x" * 5000 + '"}', {}, "returned a dict without 'score'"),
+        (500, "\x1b[31m" + "x" * 9000, {"max_retries": 0}, "HTTP status 500: \\x1b[31mxxx"),
         (503, "busy", {"max_retries": 1}, "HTTP status 503: busy (2 attempts)"),
         (404, "no such page", {}, "HTTP status 404: no such page (1 attempts)"),
         (200, "<html>", {}, "the answer is not JSON"),
@@ -140,18 +172,194 @@ def test_answer_without_a_score(
 ) -> None:
     endpoint.answer = lambda path, request, headers: (status, body)
     [failure] = ask(url=endpoint.url, **settings)
-    assert isinstance(failure, RowFailure) and failure.failure.kind == "endpoint"
-    assert words in failure.failure.problem and failure.failure.origin == f"reward.remote.url {endpoint.url}"
+    assert isinstance(failure, RowFailure) and failure.failure.kind == (
+        "invalid" if "returned" in words else "endpoint"
+    )
+    assert words in failure.failure.problem and len(failure.failure.problem) < 300
+    assert failure.failure.origin == f"reward.remote.url {endpoint.url}"
 
 
 def test_slow_endpoint_is_limited_by_request_and_by_response(endpoint: Endpoint) -> None:
     may_answer = threading.Event()
     endpoint.answer = lambda path, request, headers: (may_answer.wait(), (200, "1"))[1]
     [failure] = ask(url=endpoint.url, timeout_seconds=0.05, max_retries=1)
-    assert "Timeout" in str(failure) and "(2 attempts)" in str(failure)  # of connecting, on a busy machine
+    assert "no complete answer after 0.05 s (reward.remote.timeout_seconds) (2 attempts)" in str(failure)
     [failure] = ask(url=endpoint.url, limit=0.1)
     may_answer.set()
     assert "no score after 0.1 s (reward.timeout_seconds)" in str(failure)
+
+
+def test_answer_that_never_ends_is_limited_by_the_time_of_the_request(endpoint: Endpoint) -> None:
+    """Send a byte more often than any limit of the time between two of them would notice."""
+    closed = threading.Event()
+
+    def bytes_one_by_one() -> Iterator[bytes]:
+        try:
+            while True:
+                time.sleep(0.02)
+                yield b" "
+        finally:
+            closed.set()
+
+    endpoint.answer = lambda path, request, headers: (200, bytes_one_by_one())
+    [failure] = ask(url=endpoint.url, timeout_seconds=0.3, max_retries=0)
+    assert "no complete answer after 0.3 s (reward.remote.timeout_seconds) (1 attempts)" in str(failure)
+    assert closed.wait(30), "the connection is closed"
+
+
+def test_answer_is_read_up_to_a_limit(endpoint: Endpoint) -> None:
+    endpoint.answer = lambda path, request, headers: (200, itertools.repeat(b" " * (1 << 16)))
+    [failure] = ask(url=endpoint.url)
+    assert "the answer has more than 4 MiB" in str(failure)
+    assert endpoint.num_sent < 64 << 20, "what the sockets hold may be sent too"
+
+
+def test_compressed_answer_is_limited_in_memory(endpoint: Endpoint) -> None:
+    endpoint.encoding = "gzip"
+    endpoint.answer = lambda path, request, headers: (200, gzip.compress(b"0.5"))
+    assert ask(url=endpoint.url) == [{"score": 0.5}]
+    bomb = gzip.compress(bytes(256 << 20), 1)
+    assert len(bomb) < remote.MOST_BYTES
+    endpoint.answer = lambda path, request, headers: (200, bomb)
+    tracemalloc.start()
+    [failure] = ask(url=endpoint.url)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "the answer has more than 4 MiB, decompressed" in str(failure) and peak < 64 << 20
+    endpoint.answer = lambda path, request, headers: (200, "0.5")
+    assert "the answer is not gzip, as its Content-Encoding says" in str(ask(url=endpoint.url))
+    endpoint.encoding = "br"
+    assert "the answer has the Content-Encoding br; gzip and none are accepted" in str(ask(url=endpoint.url))
+
+
+def test_hostile_answers_are_failures_of_their_rows(endpoint: Endpoint) -> None:
+    """Continue after them in a worker, with reward.on_error default_score."""
+    answers = ["[" * 100_000, "{" * 3, "0.5", '{"score": {"score": 1}}']
+    endpoint.answer = lambda path, request, headers: (200, answers[int(request["solution_str"])])
+    prompts = [Prompt(i, [1], "", "mine", "4", {}, "t.parquet", i) for i in range(4)]
+    cfg = RewardConfig(on_error="default_score", remote=RemoteRewardConfig(endpoint.url))
+    manager = RewardManager(CustomRewardFunctionConfig(), cfg)
+    try:
+        scores = manager.submit(prompts, ["0", "1", "2", "3"]).result()
+    finally:
+        manager.close()
+    assert [row.failure for row in scores] == ["endpoint", "endpoint", None, "invalid"]
+
+
+def test_numbers_of_an_endpoint_are_bounded_and_the_bound_is_said_once(
+    endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    many = {f"k{i}": i for i in range(3000)}
+    endpoint.answer = lambda path, request, headers: (200, json.dumps({**many, "acc": 1, "score": 0.5, "x\n\ud800": 1}))
+    [found] = ask(url=endpoint.url)
+    assert found["score"] == 0.5 and found["acc"] == 1 and len(found) == MOST_NAMES + 3
+    names = Names()
+    scores = [Score(0.5, extra={f"{row}_{i}": i for i in range(40)} | {"acc": 1.0}) for row in range(4)]
+    limited = names.limit(scores) + names.limit(scores)
+    metrics = reward_metrics(["mine"] * 8, limited)
+    assert sum(key.startswith("reward_extra/") for key in metrics) == MOST_NAMES + 1 and limited[0] == scores[0]
+    assert all(score.accuracy == 1.0 for score in limited)
+    [line] = capfd.readouterr().err.splitlines()
+    assert "more than 100 different names of numbers; the others, such as '2_20'" in line
+    endpoint.answer = lambda path, request, headers: (200, json.dumps({"score": 1, "a\nb\ud800\x1b": 2, "c" * 5000: 3}))
+    [found] = ask(url=endpoint.url)
+    assert set(found) == {"score", "a b\\ud800\\x1b", "c" * 80 + "... (5,000 characters)"}
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("htp://h", "must begin with http:// or https://"),
+        ("user:PASS@h", "'***@h'; it must begin with http:// or https://"),
+        ("http://", "it has no host"),
+        ("http://:80/x", "it has no host"),
+        ("http://h:x", "its host or port is not valid"),
+        ("http://h:0", "its port 0 is not between 1 and 65535"),
+        ("http://h:99999", "its port 99999 is not between 1 and 65535"),
+        ("http://u:PASS/x@h", "'***@h'; its host or port is not valid"),
+        ("http://u:PA SS@h", "'***@h'; the character ' ' must be written as %20, or left out"),
+        ("http://h/\n", "the character '\\n' must be written as %0A"),
+        ("http://[::1", "its host or port is not valid"),
+        ("http://a..b", "its host is not valid"),
+        ("http://-a.b", "its host is not valid"),
+        ("http://xn--/", "its host or port is not valid"),
+        ("http://\u2603.b", "its host or port is not valid"),
+        ("http://256.1.1.1", "its host or port is not valid"),
+        ("http://h/v1#x", "the part after # is never sent"),
+        ("http://h?api_key=PASS#x", "'http://h?api_key=***#x'"),
+    ],
+)
+def test_malformed_url_is_found_with_the_settings(url: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_rewards(remote_config(url=url))
+    assert words in str(caught.value) and str(caught.value).startswith("reward.remote.url is ")
+    assert "PASS" not in str(caught.value) and "PA SS" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://h", "HTTPS://a_b.c.:8000/v1?k=1", "http://[::1]:80", "http://ex\u00e4mple.de", "http://u:p@10.0.0.1/x@y"],
+)
+def test_url_that_can_be_used(url: str) -> None:
+    check_rewards(remote_config(url=url))
+    remote.RemoteReward(RemoteRewardConfig(url), 1.0)
+
+
+def remote_config(**settings: Any) -> Config:
+    return load_config({**yaml.safe_load(MINIMAL), "reward": {"remote": settings}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "words"),
+    [
+        ({}, {"JUDGE_KEY": "sk-PASS\n"}, "the key in JUDGE_KEY has 8 characters, and character 8 is white space"),
+        ({}, {"JUDGE_KEY": "sk-P\u00c4SS"}, "and character 5 is white space, a line break or no ASCII"),
+        ({}, {"JUDGE_KEY": ""}, "the environment variable JUDGE_KEY is not set"),
+        ({"api_key_env": "sk-PASS"}, {}, "must be the name of an environment variable"),
+        (
+            {"url": "http://u:PASS@h"},
+            {"JUDGE_KEY": "k"},
+            "'***@h'; with reward.remote.api_key_env it may have no user",
+        ),
+        ({}, {"JUDGE_KEY": "k", "HTTPS_PROXY": "htp://u:PASS@x"}, "the proxies or certificates of the environment"),
+        ({}, {"JUDGE_KEY": "k", "SSL_CERT_FILE": "/nowhere"}, "the proxies or certificates of the environment"),
+    ],
+)
+def test_start_finds_what_the_endpoint_cannot_use_without_printing_it(
+    settings: dict[str, Any],
+    environment: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    cfg = remote_config(**{"url": "http://h", "api_key_env": "JUDGE_KEY", **settings})
+    with pytest.raises(UserError) as caught:
+        check_rewards(cfg)
+        remote.RemoteReward(cfg.reward.remote, 1.0)
+    text = str(caught.value)
+    assert words in text and "\n" not in text and "PASS" not in text and "P\u00c4SS" not in text
+
+
+def test_user_of_the_url_is_sent_and_never_shown(endpoint: Endpoint) -> None:
+    seen = []
+
+    def answer(path: str, request: dict[str, Any], headers: Any) -> tuple[int, str]:
+        seen.append((path, headers["Authorization"]))
+        return 500, "no"
+
+    endpoint.answer = answer
+    url = endpoint.url.replace("//", "//me:PA%2FSS@") + "/v1?token=T0"
+    [failure] = ask(url=url, api="openai", model="judge", max_retries=0)
+    assert seen == [("/v1/chat/completions?token=T0", f"Basic {base64.b64encode(b'me:PA/SS').decode()}")]
+    assert failure.failure.origin == f"reward.remote.url {endpoint.url.replace('//', '//***@')}/v1?token=***"
+
+
+def test_key_that_the_endpoint_repeats_is_hidden(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-PASS")
+    endpoint.answer = lambda path, request, headers: (401, f"no such key: {headers['Authorization']}")
+    [failure] = ask(url=endpoint.url, api_key_env="JUDGE_KEY")
+    assert failure.failure.problem == "HTTP status 401: no such key: Bearer *** (1 attempts)"
 
 
 def test_missing_key_is_found_before_training(endpoint: Endpoint) -> None:

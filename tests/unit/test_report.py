@@ -338,6 +338,7 @@ def test_samples_are_of_some_steps(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the tool
 
 
+@pytest.mark.slow
 def test_tool(root: Path, tmp_path: Path) -> None:
     """Write page and plot, with a program that does not import torch; refuse an empty directory in one line."""
     code = f"import sys, runpy; sys.argv = sys.argv[1:]; sys.path.insert(0, {str(TOOL.parents[1])!r})\n"

@@ -170,6 +170,7 @@ def test_last_boxed(text: str, inside: str | None) -> None:
     assert math_rule.last_boxed(text) == inside
 
 
+@pytest.mark.slow
 def test_math_answers() -> None:
     """Check the rule's scores on a table of pairs, including its known mistakes."""
 

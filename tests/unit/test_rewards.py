@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ends, wait_until
+from runs import wait_until
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
@@ -62,6 +62,7 @@ def test_manager_uses_the_rule_of_each_row() -> None:
     assert [row.parts for row in scores] == [{"exact_match": 1.0}, {"gsm8k_strict": 0.0}, {"math": 1.0}]
 
 
+@pytest.mark.slow
 def test_endless_comparison_is_stopped_at_its_time_limit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -420,32 +421,104 @@ def test_worker_ignores_signals_to_the_process_group(in_workers: Callable[..., R
     manager = in_workers("import time\ndef compute_score(**row): time.sleep(0.3); return 1.0\n")
     pending = manager.submit([make_prompt()], [""])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        manager._workers[0]._process.send_signal(number)
+        os.killpg(manager._workers[0]._process.pid, number)
     assert [row.score for row in pending.result()] == [1.0]
 
 
-def test_worker_ends_with_its_killed_rank(tmp_path: Path) -> None:
-    """Use a worker that never returns from the reward function, so that it cannot check whether its rank lives."""
-    (tmp_path / "reward.py").write_text("def compute_score(**row):\n  while True: pass\n")
-    rank = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from rlhf_mc.rewards.worker import Worker\n"
-            "from rlhf_mc.rewards.results import Row\n"
-            "from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig\n"
-            f"custom = CustomRewardFunctionConfig(path={str(tmp_path / 'reward.py')!r})\n"
-            "worker = Worker(custom, RewardConfig())\n"
-            "worker.load()\n"
-            "print(worker._process.pid, flush=True)\n"
-            "worker.score([Row('', '', '', '', {}, {'custom': 1.0})], lambda row, failure: None)\n",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert rank.stdout is not None
-    worker = int(rank.stdout.readline())
-    os.kill(worker, 0)  # it is there
-    rank.kill()
-    rank.wait()
-    assert ends(worker)
+STARTS_OTHERS = """
+import os, pathlib, subprocess, time
+def note():
+    with open({file!r}, "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+def compute_score(solution_str, **row):
+    note()
+    for detaches in (False, True):
+        if os.fork() == 0:
+            if detaches:
+                os.setsid()
+                if os.fork() != 0:
+                    os._exit(0)
+            note()
+            time.sleep(120)
+    subprocess.Popen(["sh", "-c", "echo $$ >> {file}; setsid sleep 120 & echo $! >> {file}; wait"])
+    while len(pathlib.Path({file!r}).read_text().split()) < 5:
+        time.sleep(0.01)
+    if solution_str == "exits":
+        os._exit(3)
+    while solution_str == "hangs":
+        pass
+    return 1.0
+"""
+"""A function that leaves a child, a detached grandchild, and a program with a detached child."""
+RANK = """
+import sys
+from rlhf_mc.rewards.worker import Worker
+from rlhf_mc.rewards.results import Row, Score
+from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
+worker = Worker(CustomRewardFunctionConfig(path=sys.argv[1]), RewardConfig(timeout_seconds=float(sys.argv[3])))
+worker.load()
+print(worker._process.pid, flush=True)
+worker.score([Row('', '', sys.argv[2], '', {}, {'custom': 1.0})], lambda row, failure: Score(0.0))
+print("scored", flush=True)
+if sys.argv[4] == "closes":
+    worker.close()
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("response", "limit", "end"),
+    [
+        ("returns", 60.0, "closes"),
+        ("returns", 60.0, "is killed"),
+        ("returns", 60.0, "exits"),
+        ("hangs", 600.0, "is killed"),
+        ("hangs", 2.0, "times out"),
+        ("exits", 60.0, "worker exits"),
+    ],
+)
+def test_processes_that_a_function_has_started_end_with_its_worker(
+    tmp_path: Path, response: str, limit: float, end: str
+) -> None:
+    """End the worker, or its rank, in each way. While a function hangs, its worker cannot check whether its rank
+    lives."""
+    noted = tmp_path / "pids"
+    (tmp_path / "reward.py").write_text(STARTS_OTHERS.format(file=str(noted)))
+    command = [sys.executable, "-c", RANK, str(tmp_path / "reward.py"), response, str(limit), end]
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None and rank.stdin is not None
+    pids = [int(rank.stdout.readline())]
+    try:
+        if limit < 100:
+            assert [rank.stdout.readline() for _ in range(2)] == ["scored\n", "done\n"]
+        _wait_until(lambda: noted.exists() and len(noted.read_text().split()) == 5)
+        pids += map(int, noted.read_text().split())
+        if end == "is killed":
+            assert all(map(_is_running, pids))
+            rank.kill()
+        elif end == "exits":
+            rank.stdin.close()
+        _wait_until(lambda: not any(map(_is_running, pids)))
+        assert [pid for pid in pids if _is_running(pid)] == []
+    finally:
+        for pid in (rank.pid, *pids):
+            if _is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        rank.wait()
+        rank.stdin.close()
+        rank.stdout.close()
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds, 30 s at most."""
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -122,6 +122,7 @@ def mlflow_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]
     return history, {run.data.tags["rlhf_mc.run_id"] for run in runs}, runs[0].data.params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "records"),
     [("wandb", wandb_records), ("mlflow", mlflow_records), ("swanlab", swanlab_records)],
@@ -197,6 +198,7 @@ def test_names_and_settings_for_mlflow() -> None:
     }
 
 
+@pytest.mark.slow
 def test_mlflow_takes_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log, in several batches, keys that MLflow refuses as they are, some of which differ only in what it refuses."""
     pytest.importorskip("mlflow")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[2]
 OF_VLLM = {f"rlhf_mc.rollout.vllm_{name}" for name in ("engine", "fp8", "parameters", "patches")}
 IMPORT_ALL = f"""
