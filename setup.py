@@ -8,7 +8,7 @@ setup(
     description="PPO for language models on Megatron-Core and in-process vLLM, without Ray",
     packages=find_packages(include=["rlhf_mc", "rlhf_mc.*"]),
     package_data={
-        "rlhf_mc.observability": ["page/*"],  # the report's template
+        "rlhf_mc.report": ["assets/*"],  # the report's template
         "rlhf_mc.planner": ["models/*/config.json"],  # published models
     },
     python_requires=">=3.11",

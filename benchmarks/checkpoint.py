@@ -26,12 +26,11 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_byte
 from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.engine import ModelEngine, layouts_of
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
-from rlhf_mc.trainer.setup import layouts_of
 
 
 def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:

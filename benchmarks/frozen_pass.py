@@ -21,12 +21,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
-from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.trainer.log_probs import score_tokens
 
 VARIANTS = ("trainable", "frozen")
 

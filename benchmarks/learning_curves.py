@@ -24,9 +24,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from rlhf_mc.observability.plots import COLORS
 from rlhf_mc.observability.progress import validation_accuracies
-from rlhf_mc.observability.run_files import json_objects
+from rlhf_mc.report.plots import COLORS
+from rlhf_mc.run_files import json_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 HIGHEST_START = 0.50

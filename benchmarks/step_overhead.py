@@ -40,6 +40,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
+from rlhf_mc.trainer import step_state
 
 ROWS = {
     "weight update": ("update_weights",),
@@ -67,7 +68,7 @@ class EnginesAlone:
     def prepare(self, batch: RaggedBatch, prompts: Sequence[Any], step: int) -> None:
         """Take over the work of a step, cut into micro-batches as the step has cut it."""
         from rlhf_mc.models.forward import pack_micro_batch
-        from rlhf_mc.trainer.micro_batching import my_micro_batches
+        from rlhf_mc.trainer.token_budget import my_micro_batches
         from rlhf_mc.trainer.update import mini_batches
 
         run = self.run
@@ -163,7 +164,7 @@ class EnginesAlone:
 def print_bounds(run: Any, batch: RaggedBatch) -> None:
     """Print what no program can do without: the operations of a step's matrix products, at the rate of one product on
     these cores, and the bytes of the weight update. Every rank must call it."""
-    from rlhf_mc.trainer.speed_metrics import log_prob_flops, update_flops
+    from rlhf_mc.trainer.step_report import log_prob_flops, update_flops
 
     size = 1024
     a = torch.randn(size, size)
@@ -194,12 +195,12 @@ def timed(action: Callable[[], Any]) -> tuple[float, float]:
 def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
     """Alternate steps and the engines alone. Return of each round, by "step", "step/<phase>" and "alone/<phase>", the
     seconds on this rank, by the clock and of processor time (of phases of a step by the clock alone)."""
-    from rlhf_mc.trainer import loop, step_report
+    from rlhf_mc.trainer import loop
 
     alone = EnginesAlone(run)
     found = []
     for step in range(1, rounds + 2):  # the first is a warm-up
-        state = step_report.begin_step(step, RankStatus())
+        state = step_state.begin_step(step, RankStatus())
         stop = StopRequests(run.config.trainer)
         batches = []
         row = {"step": timed(lambda: batches.append(loop.one_step(run, state, stop)))}  # noqa: B023

@@ -22,12 +22,10 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.heads import log_probs
+from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.heads import log_prob_head, log_probs
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.scoring import log_prob_head
-from rlhf_mc.trainer.setup import layouts_of
 
 PROMPT = 16
 """Tokens of each prompt."""

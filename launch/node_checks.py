@@ -1,8 +1,8 @@
 """The checks of one node before a job's ranks start there. Run by launch/preflight.py on every node, within the site's
 container if it has one. Each check yields one line for each problem, with its remedy. No torch is imported.
 
-The rules are the run's own: settings and files are checked by trainer/early_checks.py, open files by
-topology/open_files.py, and the machine is read by runtime/machine_facts.py.
+The rules are the run's own: settings and files are checked by setup/early_checks.py, open files by
+topology/open_files.py, and the machine is read by runtime/facts.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import psutil
 
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import Config
-from rlhf_mc.runtime import machine_facts
-from rlhf_mc.runtime.machine_check import has_gpus, used_gpus
-from rlhf_mc.runtime.machine_facts import Gpu
+from rlhf_mc.machine import facts
+from rlhf_mc.machine.check import has_gpus, used_gpus
+from rlhf_mc.machine.facts import Gpu
+from rlhf_mc.setup.early_checks import check_early
 from rlhf_mc.topology.open_files import raise_limit
-from rlhf_mc.trainer.early_checks import check_early
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def open_files(job: Job) -> Iterator[str]:
 def visible_gpus() -> list[Gpu]:
     """Return the GPUs that this job may use, as nvidia-smi lists them; none where the run is on CPUs. Raise
     RuntimeError if nvidia-smi does not list the job's GPUs."""
-    driver = machine_facts.driver()
-    has_any = has_gpus(driver, machine_facts.gpu_device_files())
+    driver = facts.driver()
+    has_any = has_gpus(driver, facts.gpu_device_files())
     allocated = os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
     if not has_any and not allocated:
         return []
@@ -134,7 +134,7 @@ def interfaces(job: Job) -> Iterator[str]:
     value = os.environ.get("NCCL_IB_HCA", "")
     if not _names("NCCL_IB_HCA") or os.environ.get("NCCL_IB_DISABLE", "0") == "1":
         return
-    adapters = sorted(path.name for path in machine_facts.INFINIBAND.glob("*"))
+    adapters = sorted(path.name for path in facts.INFINIBAND.glob("*"))
     found = ", ".join(adapters) or "none"
     if value.startswith("="):
         if missing := [name for name in _names("NCCL_IB_HCA") if name not in adapters]:

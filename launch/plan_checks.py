@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.node_checks import Job, visible_gpus
+from rlhf_mc.machine import facts
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.start import Capacity, complaint, judge, plan_run, shapes_of
 from rlhf_mc.planner.storage import plan_storage
-from rlhf_mc.runtime import machine_facts
 
 GB = 10**9
 
@@ -61,7 +61,7 @@ def storage(job: Job, plan: list[RankMemory]) -> Iterator[str]:
 def host_memory() -> int:
     """Return the bytes of host memory that this job may use on this node: available, and within the limits of its
     control groups and of Slurm."""
-    _, available = machine_facts.memory()
+    _, available = facts.memory()
     limits = [int(os.environ.get("SLURM_MEM_PER_NODE") or 0)]
     limits.append(int(os.environ.get("SLURM_MEM_PER_CPU") or 0) * int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))
     return min([available, *(limit << 20 for limit in limits if limit)])  # 0: no limit

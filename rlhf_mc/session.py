@@ -18,7 +18,7 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.runtime.work import working
 
 if TYPE_CHECKING:  # torch is imported once the environment is set
-    from rlhf_mc.trainer.setup import Run
+    from rlhf_mc.trainer.run import Run
 
 
 @contextlib.contextmanager
@@ -70,8 +70,8 @@ def _joined(
             from rlhf_mc.models.transformer_engine import import_transformer_engine
 
             import_transformer_engine()
+            from rlhf_mc.setup.build import build_run
             from rlhf_mc.topology.groups import barrier, shut_down
-            from rlhf_mc.trainer.setup import build_run
         with timer.phase("setup"):
             run = build_run(cfg)
         with timer.phase("fit"):

@@ -19,16 +19,16 @@ from rlhf_mc.runtime.tool import GPUS_PER_NODE, NODES, Parser, end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
 
+from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
-from rlhf_mc.models.checks import check_layout
 from rlhf_mc.models.layout_check import check_training_layouts
-from rlhf_mc.models.shapes import model_shapes
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
 from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.runtime.exit_codes import exit_code
 

@@ -35,8 +35,8 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings, validate
-from rlhf_mc.config.verl_input import converted_arguments, split_environment
 from rlhf_mc.planner.__main__ import main as planner_main
+from rlhf_mc.verl.input import converted_arguments, split_environment
 
 
 def problem_of(text: str, processes: int) -> str | None:

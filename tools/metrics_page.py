@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.printing import field_docs
+from rlhf_mc.health.rules import RULES, Rule
 from rlhf_mc.observability.catalog import SECTIONS
 from rlhf_mc.observability.catalog.metric import Metric, Section
-from rlhf_mc.observability.health_rules import RULES, Rule
 
 PATH = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """\

@@ -18,8 +18,8 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability.report import read_runs, write_report
-from rlhf_mc.observability.run_files import PLOT, REPORT
+from rlhf_mc.report.page import read_runs, write_report
+from rlhf_mc.run_files import PLOT, REPORT
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
         write_report(runs, output)
         print(output)
         for run in runs if arguments.plot else []:
-            from rlhf_mc.observability.plots import plot_run  # matplotlib takes a second
+            from rlhf_mc.report.plots import plot_run  # matplotlib takes a second
 
             plot_run(run.rows, run.root / PLOT, title=run.root.resolve().name)
             print(run.root / PLOT)

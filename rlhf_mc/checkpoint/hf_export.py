@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS, read_config
 from rlhf_mc.config.errors import UserError, first_line
-from rlhf_mc.observability.run_files import RUN_FILE
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import point_to_point
+from rlhf_mc.run_files import RUN_FILE
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
 

@@ -53,7 +53,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 TYPES = ", ".join(_DTYPES.values())
 _HEADS = ("lm_head.weight", "score.weight", "score.bias")
 """Heads that a checkpoint may have and a model may lack. The bias of a value head is checked in
-trainer/value_heads.py."""
+setup/value_heads.py."""
 _BUFFERS = (".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached")
 """Endings of the names of rotary tables, which are not weights and are computed from config.json."""
 _NAMED = 5

@@ -24,8 +24,8 @@ from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest, digest_file, write_bytes
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError, first_line, reason_of
-from rlhf_mc.models.host_memory import HostArena
 from rlhf_mc.models.megatron_patches import PlannedSave, megatron_calls, write_bucket
+from rlhf_mc.models.offload import HostArena
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import all_ranks, gather_objects, on_every_rank, on_rank_0
 

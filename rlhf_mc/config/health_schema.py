@@ -1,5 +1,5 @@
 """The settings of the health rules: bounds, patience, and the response to each rule. What each rule means, and which
-setting to turn, is in observability/health_rules.py. No torch here.
+setting to turn, is in health/rules.py. No torch here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Messages for keys that schema.py does not have: what verl_keys.py says of a verl key, or the most similar key."""
+"""Messages for keys that schema.py does not have: what verl/keys.py says of a verl key, or the most similar key."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 
-from rlhf_mc.config.verl_keys import hint_of, plain_key
+from rlhf_mc.verl.keys import hint_of, plain_key
 
 _MOST_NAMED = 10
 _NEAR = 0.75

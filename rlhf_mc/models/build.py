@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -24,9 +25,6 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import Activation, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, PackedSequences, ReplicatedKVAttention
-from rlhf_mc.models.checks import check_layout
-from rlhf_mc.models.fp8 import fp8_settings
-from rlhf_mc.models.fusions import fusions
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
@@ -36,7 +34,8 @@ from rlhf_mc.models.megatron_patches import (
     multiply_as_matrices,
 )
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
-from rlhf_mc.models.transformer_engine import has_packed_attention, uses_transformer_engine
+from rlhf_mc.models.transformer_engine import fp8_settings, has_packed_attention, uses_transformer_engine
+from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.topology.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -318,3 +317,36 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, 
         _set_rope(model, shape)
         model.to(DTYPES[megatron.dtype])
     return model
+
+
+def fusions(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings of TransformerConfig for the fusions of this process's device.
+
+    Without biases and dropout, the residual addition (bias_dropout_fusion) is one kernel as it is.
+    persist_layer_norm is about LayerNorm, masked_softmax_fusion about an attention that no model here uses."""
+    transformer_engine = uses_transformer_engine()
+    return {
+        **(_fused_activation(shape) if platform.use_cuda() else {}),
+        # Megatron-Core's fused rotary embedding is a kernel of Transformer Engine.
+        "apply_rope_fusion": transformer_engine,
+        # The matrix product that computes a weight's gradient adds it to main_grad. Local layers need Apex's kernel.
+        "gradient_accumulation_fusion": transformer_engine
+        or (platform.use_cuda() and layers._grad_accum_fusion_available),
+        # Otherwise Transformer Engine overwrites main_grad in the first micro-batch of a step, instead of adding to
+        # it, and keeps an fp8 copy of every weight, which no offload would free.
+        "disable_parameter_transpose_cache": transformer_engine,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _fused_activation(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings that fuse the activation with its gate, the bias, and an expert's weight.
+
+    Megatron-Core's fused function for F.gelu is the tanh approximation. For experts it has none."""
+    if shape.activation == "silu":
+        return {"bias_activation_fusion": True}
+    if shape.has_experts:
+        return {}
+    return {"bias_activation_fusion": True, "activation_func": torch.nn.functional.gelu}

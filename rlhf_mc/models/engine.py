@@ -23,24 +23,29 @@ from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
-from rlhf_mc.models.fp8 import token_multiple
+from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
 from rlhf_mc.models.memory_recovery import MemoryRecovery
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
-from rlhf_mc.models.optimizer_state import OptimizerPart, adam_steps, optimizer_parts, set_adam_steps, state_bytes
-from rlhf_mc.models.pipeline import PlannedShapes
-from rlhf_mc.models.ranges import schedule_ranges
-from rlhf_mc.models.reduction import loss_of_dummy, set_reduction
-from rlhf_mc.models.schedule import learning_rate_schedule, set_learning_rates
+from rlhf_mc.models.optimizer import (
+    OptimizerPart,
+    adam_steps,
+    learning_rate_schedule,
+    optimizer_parts,
+    set_adam_steps,
+    set_learning_rates,
+    state_bytes,
+)
+from rlhf_mc.models.pipeline import PlannedShapes, loss_of_dummy, schedule_ranges, set_reduction
 from rlhf_mc.models.statistics import Exchange, StatisticSums
+from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
 from rlhf_mc.observability.phase_work import count
-from rlhf_mc.reshard.placement import chunk_prefix
+from rlhf_mc.reshard.layout import Layout
+from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import Groups
 
-Head = Callable[[PackedGPT, torch.Tensor, MicroBatch], torch.Tensor]
-"""(model, states [R, 1, hidden], micro-batch) -> [R] float32."""
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics)."""
 
@@ -428,3 +433,8 @@ def _remove_hooks(nodes: list[Any]) -> None:
     for node in nodes:
         node.register_hook(print).hooks_dict_ref().clear()
     nodes.clear()
+
+
+def layouts_of(engine: ModelEngine) -> list[Layout]:
+    """Return each rank's layout of an engine's model."""
+    return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())

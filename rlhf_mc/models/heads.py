@@ -6,13 +6,15 @@ of tokens at a time, and keep none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlhf_mc import platform
-from rlhf_mc.models.logit_chunks import CHUNK_LOGITS, GPU_CHUNKS
+from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
+from rlhf_mc.models.forward import MicroBatch
 
 _NO_TOKEN = -1e30
 """Logit of a padding column: its probability is 0, and 0 * this logit is 0, unlike 0 * infinity."""
@@ -202,3 +204,21 @@ def values(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Return the critic's value of each state: [R] float32. hidden: [R, 1, hidden]."""
     out: torch.Tensor = model.output_layer(hidden)
     return out
+
+
+Head = Callable[[Any, torch.Tensor, MicroBatch], torch.Tensor]
+"""(model, states [R, 1, hidden], micro-batch) -> [R] float32."""
+
+
+def log_prob_head(vocab_size: int, temperature: float) -> Head:
+    """Return the head of `my_token_scores` that gives the log-prob of each response token."""
+
+    def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        return log_probs(model, states, micro.targets, vocab_size, temperature)
+
+    return head
+
+
+def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Return the value of each state: the head of `my_token_scores` for a critic."""
+    return values(model, states)

@@ -24,8 +24,8 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.observability import phase_table, phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.phase_work import PhaseWork
-from rlhf_mc.observability.run_files import PROFILE
 from rlhf_mc.observability.sinks import view
+from rlhf_mc.run_files import PROFILE
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.rank_status import WRITE_PROFILE
 from rlhf_mc.topology.consensus import gather_objects

@@ -24,8 +24,8 @@ from rlhf_mc.config.recorded import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.progress import Progress
-from rlhf_mc.observability.run_files import METRICS_FILE, keep_up_to, rows_of
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
+from rlhf_mc.run_files import METRICS_FILE, keep_up_to, rows_of
 from rlhf_mc.runtime.console import say
 
 TENSORBOARD_DIR = "tensorboard"

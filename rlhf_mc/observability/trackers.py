@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability.run_files import flattened
+from rlhf_mc.run_files import flattened
 
 TRACKERS_FILE = "trackers.json"
 """In the run's directory: {"run_id": id, tracker: {"id": the tracker's own id of the run, "last_step": the last

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_mc.architectures.operations import CHUNK_LOGITS, GPU_CHUNKS
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.models.logit_chunks import CHUNK_LOGITS, GPU_CHUNKS
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.topology.mesh import Mesh
 

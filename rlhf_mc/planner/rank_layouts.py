@@ -13,9 +13,9 @@ from typing import Literal
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.roles import overlaps_reduction
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, trained_state
 from rlhf_mc.reshard.aliasing import find_aliases
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, vllm_layout
 from rlhf_mc.reshard.placement import training_layout

@@ -19,7 +19,6 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, sections_of
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.config.validate import validate
-from rlhf_mc.models.checks import check_layout
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine
@@ -30,6 +29,7 @@ from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
 from rlhf_mc.reshard.layout import check_vllm, logical_shapes
+from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.mesh import mesh_of
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
-from rlhf_mc.models.checks import check_layout
-from rlhf_mc.models.shapes import model_shapes
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import GB, Verdict, remedy, verdict, with_host
 from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.reshard.model_checks import check_layout
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.models.freeze import frozen_tensors
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES
+from rlhf_mc.reshard.freeze import frozen_tensors
 from rlhf_mc.reshard.layout import logical_shapes
 
 TRAINED = ("actor", "critic")

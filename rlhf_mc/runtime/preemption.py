@@ -49,6 +49,8 @@ class StopRequests:
         """Time (seconds since 1970) at which trainer.stop_before_minutes asks for the stop."""
         self.steps_done = 0
         """Steps that this process has completed; the loop counts them."""
+        self.is_obeyed = False
+        """The run has been told to stop: StopRequested was raised."""
 
     def take_signals(self) -> None:
         """Make SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) requests to stop, and nothing else.
@@ -148,6 +150,7 @@ class StopRequests:
             # A requeued job would get no further than this one.
             raise UserError(f"{reason}, and no step was complete by then; give the job more time (sbatch --time)")
         self.request(reason)
+        self.is_obeyed = True
         raise StopRequested(reason)
 
 

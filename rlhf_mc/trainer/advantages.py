@@ -11,10 +11,14 @@ import torch
 from rlhf_mc.algorithms.advantages import EstimatorFunction, EstimatorInputs, token_rewards
 from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.masked import masked_sum
+from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics
+from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
 from rlhf_mc.data.batch import RaggedBatch, pad_responses
 from rlhf_mc.observability.metrics import summarize
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import StepState
 
 
 def advantages_and_returns(
@@ -91,3 +95,41 @@ def _explained_variance(predicted: torch.Tensor, actual: torch.Tensor) -> float:
     variance = actual.double().var(correction=0)
     residual = (actual - predicted).double().var(correction=0)
     return float(1.0 - residual / variance) if variance > 0 else 0.0
+
+
+def corrected(batch: RaggedBatch, cfg: RolloutCorrectionConfig) -> tuple[RaggedBatch, dict[str, float]]:
+    """Return the batch with importance weights and kept tokens, as far as the settings ask for them, and metrics, which
+    there are without any setting too. With bypass_mode there is nothing to compare."""
+    if cfg.bypass_mode:
+        return batch, {}
+    assert batch.old_log_probs is not None
+    lens = batch.response_lens
+    metrics = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, lens)
+    log_ratio = batch.old_log_probs - batch.rollout_log_probs
+    if cfg.rollout_is is not None:
+        weights, found = importance_weights(log_ratio, lens, cfg)
+        metrics |= found
+        batch = batch.with_fields(is_weights=weights)
+    if cfg.rollout_rs or cfg.rollout_token_veto_threshold is not None:
+        kept, found = kept_tokens(log_ratio, lens, cfg)
+        metrics |= found
+        batch = batch.with_fields(kept=kept)
+    return batch, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def compute_advantages(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
+    """Compute token rewards, advantages and returns, update the KL controller, and correct for the rollout's policy."""
+    algorithm = run.config.algorithm
+    n = run.config.rollout.n
+    adjusted = run.adjustments.kl_coef(state.step)
+    with run.offload_schedule.phase(state.timer, "adv"):
+        kl_coef = run.kl_controller.value if adjusted is None else adjusted
+        batch, metrics, kl = advantages_and_returns(batch, algorithm, kl_coef, n, run.estimator)
+        if algorithm.kl_ctrl.type == "adaptive":
+            check_kl(kl, batch, state.step)
+            if adjusted is None:
+                run.kl_controller.update(kl, batch.num_sequences)
+        state.metrics.update(metrics)
+        batch, metrics = corrected(batch, algorithm.rollout_correction)
+        state.metrics.update(metrics)
+    return batch

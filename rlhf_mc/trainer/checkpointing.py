@@ -19,13 +19,15 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
-from rlhf_mc.observability.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
+from rlhf_mc.models.engine import layouts_of
 from rlhf_mc.observability.sinks import check_metrics
+from rlhf_mc.run_directory import ownership, success
+from rlhf_mc.run_directory.lock import Lock
+from rlhf_mc.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import say
-from rlhf_mc.runtime.run_lock import Lock
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
-from rlhf_mc.trainer import run_directory, success
-from rlhf_mc.trainer.setup import Run, layouts_of
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import StepState
 
 _WITHOUT_EFFECT = {
     f"trainer.{key}"
@@ -117,7 +119,7 @@ class Checkpoints:
 
     def _acquire(self) -> None:
         self._lock.take()
-        if (moved := run_directory.finish_moving(self._root)) is not None:
+        if (moved := ownership.finish_moving(self._root)) is not None:
             _say(f"WARNING: an interrupted move of an earlier run's files is completed; they are in {moved}")
         directory.remove_leftovers(self._root)
 
@@ -149,17 +151,17 @@ class Checkpoints:
 
     def _begin_run(self, start: Path | None) -> None:
         """Begin a new run in the directory. start: the checkpoint of another directory that it begins with, if any."""
-        self.run_id = gather_objects(run_directory.new_id())[0]
+        self.run_id = gather_objects(ownership.new_id())[0]
         self._logged = []
         on_rank_0(lambda: self._claim(start), str(self._root))
 
     def _claim(self, start: Path | None) -> None:
         inputs = [*paths(self._run.config), *([] if start is None else [("trainer.resume_from_path", start)])]
-        moved = run_directory.move_away(self._root, inputs)
+        moved = ownership.move_away(self._root, inputs)
         if moved is not None:
             _say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
-        run_directory.claim(self._root, self.run_id, self.position.step, start)
-        if start is not None and (left := start.parent / run_directory.ADJUSTMENTS_FILE).exists():
+        ownership.claim(self._root, self.run_id, self.position.step, start)
+        if start is not None and (left := start.parent / ownership.ADJUSTMENTS_FILE).exists():
             _say(f"WARNING: this run has the settings of its config; those that the earlier run changed are in {left}")
 
     def _continue_run(self, path: Path) -> None:
@@ -170,11 +172,11 @@ class Checkpoints:
 
     def _check_and_clear(self) -> None:
         """Refuse files of another run. Quarantine or remove those of later steps, which this run repeats."""
-        owner = run_directory.owner(self._root)
-        self.run_id = self.run_id or owner or run_directory.new_id()  # checkpoints of an earlier version have none
+        owner = ownership.owner(self._root)
+        self.run_id = self.run_id or owner or ownership.new_id()  # checkpoints of an earlier version have none
         if owner not in (None, self.run_id):
             raise UserError(
-                f"{self._root}: its {run_directory.RUN_FILE} says run {owner}, its newest checkpoint is of run "
+                f"{self._root}: its {ownership.RUN_FILE} says run {owner}, its newest checkpoint is of run "
                 f"{self.run_id}; a directory belongs to one run: move the checkpoint to another "
                 "trainer.default_local_dir, or give it as trainer.resume_from_path with trainer.resume_mode=resume_path"
             )
@@ -182,7 +184,7 @@ class Checkpoints:
             check_metrics(self._root / METRICS_FILE, self.run_id, self._logged)
         success.clear(self._root)
         if owner is None:
-            run_directory.claim(self._root, self.run_id, 0, None)
+            ownership.claim(self._root, self.run_id, 0, None)
         self._quarantine_after(self.position.step)
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
             _say(
@@ -190,7 +192,7 @@ class Checkpoints:
                 "dropped: the run repeats these steps"
             )
             keep_up_to(self._root / METRICS_FILE, self.position.step)  # also where trainer.logger has no jsonl
-        for line in run_directory.drop_later(self._root, self.position.step):
+        for line in ownership.drop_later(self._root, self.position.step):
             _say(line)
 
     def _quarantine_after(self, last: int) -> None:
@@ -220,7 +222,7 @@ class Checkpoints:
         given = self._cfg.resume_from_path if mode == "resume_path" else None
         if self.is_rolled_back or mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
-        if mode == "disable" and on_rank_0(lambda: run_directory.is_of_requeued_job(self._root), str(self._root)):
+        if mode == "disable" and on_rank_0(lambda: ownership.is_of_requeued_job(self._root), str(self._root)):
             _say("this requeued job resumes its run; trainer.resume_mode=disable is for its first start")
             return self._load_newest(steps)
         if given is None:
@@ -420,3 +422,19 @@ class Checkpoints:
 
 def _say(line: str) -> None:
     say(line, rank_0_only=True)
+
+
+def load_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints) -> Position:
+    """Resume from the checkpoint of trainer.resume_mode, if there is one. Return the position of the run."""
+    with run.offload_schedule.phase(state.timer, "load_checkpoint"):
+        return checkpoints.resume()
+
+
+def save_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints, wait: bool = False) -> None:
+    """Save the last complete step. With trainer.async_save and without `wait` the files are written in the
+    background."""
+    with run.offload_schedule.phase(state.timer, "save_checkpoint"):
+        if wait:
+            checkpoints.save_now()
+        else:
+            checkpoints.begin()

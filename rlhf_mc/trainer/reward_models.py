@@ -18,8 +18,9 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, batch_of
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.models.heads import value_head
 from rlhf_mc.topology.consensus import gather_results
-from rlhf_mc.trainer.scoring import score_sequences
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
 @dataclass(frozen=True)
@@ -116,3 +117,11 @@ def _conversations(
         found[r::world] = part
     num_truncated = sum(len(tokens) > max_tokens for tokens in found)
     return batch_of([tokens[-max_tokens:] for tokens in found]), num_truncated
+
+
+def score_sequences(
+    engine: ModelEngine, batch: RaggedBatch, limit: Limit, packing: PackingCache | None = None
+) -> torch.Tensor:
+    """Return a reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
+    micro_batches = my_micro_batches(engine, batch, limit, packing)
+    return engine.score(batch, micro_batches, value_head, per_sequence=True, packing=packing)

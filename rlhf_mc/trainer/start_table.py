@@ -15,7 +15,7 @@ from rlhf_mc.models.engine import Held, ModelEngine
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.runtime.console import write_line
 from rlhf_mc.topology.consensus import gather_objects
-from rlhf_mc.trainer.setup import Run
+from rlhf_mc.trainer.run import Run
 
 COLUMNS = 80
 _TITLES = ("tp", "pp", "dp", "ep", "params", "weights", "gradients", "optimizer")

@@ -6,57 +6,31 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
 from rlhf_mc import platform
+from rlhf_mc.architectures.operations import forward_flops, training_flops
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Cost, assign_to_replicas, costs_of
-from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
-from rlhf_mc.models.forward import PackingCache
-from rlhf_mc.observability.metrics import PhaseTimer, summarize_lengths
+from rlhf_mc.machine.facts import available_memory, memory
+from rlhf_mc.models.build import DTYPES
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.observability.metrics import summarize_lengths
 from rlhf_mc.observability.sinks import Sink
+from rlhf_mc.planner.gpus import device_bfloat16
 from rlhf_mc.runtime.console import say
-from rlhf_mc.runtime.machine_facts import available_memory, memory
-from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.topology.consensus import on_every_rank, start_max_over_ranks
+from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
-from rlhf_mc.trainer.setup import Run
-from rlhf_mc.trainer.speed_metrics import per_token_metrics, utilization_metrics
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import StepState, of_slowest_rank
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
-
-
-@dataclass
-class StepState:
-    """The state of one step that its phases share."""
-
-    step: int
-    """1 for the first; 0 before it."""
-    timer: PhaseTimer
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_batches: int = 0
-    """Batches of prompts that the run has drawn so far."""
-    drawn: Counter[int] = field(default_factory=Counter)
-    """Number of times that this step has drawn each prompt, by its index."""
-    prompts: Sequence[Prompt] = ()
-    """The prompt of each response of this step's batch."""
-    packing: PackingCache = field(default_factory=PackingCache)
-    """Packed inputs of this step's batch."""
-    greedy: RaggedBatch | None = None
-    """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
-    slowest: dict[str, Callable[[], float]] = field(default_factory=dict)
-    """By `timing_s/<phase>` the function that returns the seconds of the slowest rank."""
-
-
-def begin_step(step: int, status: RankStatus, num_batches: int | None = None) -> StepState:
-    """Return the state of a new step, whose timer keeps `status` up to date. num_batches: batches of prompts that
-    earlier steps have drawn; None: one each."""
-    status.step = step
-    num_batches = max(step - 1, 0) if num_batches is None else num_batches
-    return StepState(step, PhaseTimer(platform.synchronize, status), num_batches=num_batches)
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -96,18 +70,6 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             **run.offload_schedule.metrics(),
         }
     )
-
-
-def start_slowest_rank(state: StepState, phase: str) -> None:
-    """Start to compute the time of a phase that has ended on its slowest rank. Only phases at whose end no rank waits
-    for the others need it. Every rank must call it."""
-    key = f"timing_s/{phase}"
-    state.slowest[key] = start_max_over_ranks(state.timer.result()[key])
-
-
-def of_slowest_rank(state: StepState) -> dict[str, float]:
-    """Return `timing_s/<phase>` of the slowest rank, of the phases of `start_slowest_rank`. Every rank must call it."""
-    return {key: seconds() for key, seconds in state.slowest.items()}
 
 
 def length_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
@@ -204,3 +166,83 @@ def say_on_console(run: Run, line: str) -> None:
     """Print one line to standard output on rank 0, if trainer.logger has "console"."""
     if "console" in run.config.trainer.logger:
         say(line, sys.stdout, rank_0_only=True)
+
+
+_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases that work on prompts and responses. Generation makes the responses."""
+
+
+_PRODUCTS = 5
+
+
+def per_token_metrics(batch: RaggedBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return `{timing_per_token_ms/<phase>: milliseconds}`. seconds: `timing_s/<phase>` of the step."""
+    num_tokens = {"gen": int(batch.response_lens.sum()), **dict.fromkeys(_PHASES, int(batch.seq_lens.sum()))}
+    return {
+        f"timing_per_token_ms/{phase}": 1000 * seconds[f"timing_s/{phase}"] / count
+        for phase, count in num_tokens.items()
+        if f"timing_s/{phase}" in seconds
+    }
+
+
+def utilization_metrics(
+    actor: ModelEngine, critic: ModelEngine | None, cfg: Config, batch: RaggedBatch, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the MFU of the step's updates and of the old log-probs: FLOPs of the pass, per rank and second of its
+    phase, over the rank's peak; none if the peak is not known. seconds: as above, of the slowest rank; a phase that the
+    step does not have has no MFU."""
+    peak = peak_flops(cfg.actor.megatron.dtype)
+    if peak is None:
+        return {}
+    peak *= actor.groups.mesh.world
+    flops = {
+        "actor": ("update_actor", update_flops(actor.shape, batch, cfg.actor.ppo_epochs)),
+        "actor_infer": ("old_log_prob", log_prob_flops(actor.shape, batch)),
+    }
+    if critic is not None:
+        epochs = cfg.critic.ppo_epochs or cfg.actor.ppo_epochs
+        flops["critic"] = ("update_critic", update_flops(critic.shape, batch, epochs))
+    return {
+        f"perf/mfu/{name}": count / seconds[f"timing_s/{phase}"] / peak
+        for name, (phase, count) in flops.items()
+        if f"timing_s/{phase}" in seconds
+    }
+
+
+def update_flops(shape: ModelShape, batch: RaggedBatch, epochs: int) -> float:
+    """Return the FLOPs of an update, summed over all ranks: forward and backward passes over the batch, once an epoch.
+    Frozen tensors count as trained ones, as they do in verl."""
+    return epochs * training_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum()))
+
+
+def log_prob_flops(shape: ModelShape, batch: RaggedBatch) -> float:
+    """Return the FLOPs of a pass that computes log-probs, summed over all ranks."""
+    return forward_flops(shape, batch.seq_lens.tolist(), int(batch.response_lens.sum())).total
+
+
+@lru_cache
+def peak_flops(dtype: str) -> float | None:
+    """Return the peak FLOP/s of a rank: of its GPU for dense bfloat16 by the data sheet, as verl's. Of a CPU, or of a
+    GPU that is not in planner/gpus.py, the rate of the fastest of some large products in `dtype`, measured once;
+    None, with a warning, if there is no memory for that."""
+    rate = device_bfloat16(torch.cuda.get_device_name()) if platform.use_cuda() else None
+    try:
+        return rate or measured_flops(DTYPES[dtype], 8192 if platform.use_cuda() else 512)
+    except Exception as error:
+        if not platform.is_out_of_memory(error):
+            raise
+        say("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
+        return None
+
+
+def measured_flops(dtype: torch.dtype, size: int) -> float:
+    """Return the FLOP/s of the fastest of some products of two matrices [size, size] on this rank's device."""
+    factor = torch.ones(size, size, dtype=dtype, device=platform.device())
+    seconds = []
+    for _ in range(_PRODUCTS):
+        platform.synchronize()
+        start = time.perf_counter()
+        factor @ factor
+        platform.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)

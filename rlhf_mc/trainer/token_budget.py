@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.balance import Limit, Sequences
+from rlhf_mc.data.balance import Limit, Sequences, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
-from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.models.forward import PackingCache, PlanKey
 from rlhf_mc.models.memory_recovery import OutOfMemory
 from rlhf_mc.runtime.console import say
-from rlhf_mc.trainer.adjustments import Adjustment, Adjustments
-from rlhf_mc.trainer.micro_batching import my_micro_batches
 
 
 @dataclass(frozen=True)
@@ -80,3 +79,20 @@ def train_step(
                 error.add_note(budget.advice(number, engine.groups.rank))
             raise
         budget.halve(number, rank)
+
+
+def my_micro_batches(
+    engine: ModelEngine, batch: RaggedBatch, limit: Limit, packing: PackingCache | None = None
+) -> list[list[int]]:
+    """Return the sequences of each micro-batch of this rank's data-parallel replica.
+
+    Models with the same cost of a sequence, the same number of replicas and the same limit have the same plan, and so
+    share packed micro-batches through `packing`, the cache of the batch."""
+    seq_lens = batch.seq_lens.tolist()
+    costs = {n: engine.shape.sequence_cost(n) for n in sorted(set(seq_lens))}
+    num_replicas = engine.groups.mesh.dp
+    key = PlanKey(num_replicas, limit, tuple(costs.values()))
+    plan = (packing or PackingCache()).plan(
+        key, lambda: plan_micro_batches(seq_lens, num_replicas, limit, costs.__getitem__)
+    )
+    return plan[engine.groups.coordinate.dp]

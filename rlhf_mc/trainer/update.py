@@ -4,22 +4,17 @@ models/engine.py computes gradients on the mesh.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from rlhf_mc import json_files, platform
+from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.losses import ActorLossInputs, actor_loss, aggregation_weights, value_loss
 from rlhf_mc.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from rlhf_mc.algorithms.rollout_correction import geometric_means
-from rlhf_mc.checkpoint.finite import num_not_finite
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch
@@ -28,7 +23,9 @@ from rlhf_mc.models.forward import MicroBatch, PackingCache
 from rlhf_mc.models.heads import log_probs_and_entropy, values
 from rlhf_mc.observability.metrics import MeanMetrics
 from rlhf_mc.runtime.work import counted
-from rlhf_mc.topology.consensus import gather_objects, on_rank_0
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer.step_state import StepState
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 
 
@@ -164,80 +161,6 @@ def critic_objective(mini: RaggedBatch, cfg: CriticConfig, loss_scale_factor: in
     return loss
 
 
-_SAMPLES = "nonfinite_step_{}.json"
-
-
-@dataclass
-class SkippedUpdates:
-    """The count of updates that were skipped because loss or gradient were not finite, with the limit of the run."""
-
-    limit: int
-    """The run is aborted after this number of consecutive skipped updates of one model."""
-    directory: Path
-    """Directory of the files with the samples of skipped updates."""
-    consecutive: dict[str, int] = field(default_factory=dict)
-    """Consecutive skipped updates by the model's name."""
-
-    def count(self, engine: ModelEngine, step: int, mini: RaggedBatch, skipped: bool) -> None:
-        """Count one update of the model. Write the samples of a skipped update. Raise UserError
-        after `limit` consecutive skipped updates. Every rank must call it."""
-        name = engine.name
-        self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0
-        if not skipped:
-            return
-        path = self.directory / _SAMPLES.format(step)
-        on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
-        if self.consecutive[name] >= self.limit:
-            raise UserError(
-                f"{name}: loss or gradient not finite in {self.limit} consecutive updates "
-                f"(trainer.max_consecutive_skipped_updates), the last in step {step}; their samples are in {path}; "
-                f"{_find_not_finite(name, mini, engine.params)}"
-            )
-
-    def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
-        """Set the counts to those of a checkpoint. On rank 0 delete the samples of later steps, which are repeated."""
-        self.consecutive = dict(consecutive)
-        for path in self.directory.glob(_SAMPLES.format("*")) if dist.get_rank() == 0 else ():
-            if int(path.stem.rpartition("_")[2]) > step:
-                path.unlink()
-
-
-def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
-    """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
-    call it."""
-    mine = next((local for local, param in params.items() if num_not_finite(param)), None)
-    for rank, found in enumerate(gather_objects(mine)):
-        if found is not None:
-            return f"the model's weights are not finite ({found} on rank {rank}): resume from an earlier checkpoint"
-    per_token = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "scores", "advantages", "returns")
-    fields = {key: getattr(mini, key) for key in per_token}
-    bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]
-    if bad:
-        return f"weights are finite, and of the batch these have values that are not: {', '.join(bad)}"
-    return f"weights and batch are finite, so the loss or its gradient overflows: try a smaller {name}.optim.lr"
-
-
-def write_samples(path: Path, name: str, mini: RaggedBatch) -> None:
-    """Append the mini-batch to a JSON file: one list of sequences per update of the step."""
-    seq_lens = mini.seq_lens.tolist()
-    response_lens = mini.response_lens.tolist()
-    advantages = mini.advantages.split(response_lens) if mini.advantages is not None else [None] * len(seq_lens)
-    sequences = [
-        {
-            "token_ids": tokens.tolist(),
-            "prompt_length": len(tokens) - response_length,
-            "reward": None if mini.scores is None else float(mini.scores[i]),
-            "advantages": None if advantage is None else advantage.tolist(),
-        }
-        for i, (tokens, response_length, advantage) in enumerate(
-            zip(mini.tokens.split(seq_lens), response_lens, advantages, strict=True)
-        )
-    ]
-    updates = json_files.read(path) if path.exists() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*updates, {"model": name, "sequences": sequences}]))
-
-
 def update(
     engine: ModelEngine,
     batch: RaggedBatch,
@@ -263,3 +186,61 @@ def update(
         metrics.add(stats)
     engine.end_of_ppo_step()
     return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}
+
+
+def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Update the critic, if the run has one: PPO epochs over mini-batches."""
+    cfg = run.config
+    critic = cfg.critic
+    if run.critic is None:
+        return
+    with run.offload_schedule.phase(state.timer, "update_critic"):
+        minis = mini_batches(
+            cfg.data.train_batch_size,
+            cfg.rollout.n,
+            critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size,
+            critic.ppo_epochs or cfg.actor.ppo_epochs,
+            critic.shuffle,
+            (cfg.trainer.seed, state.step),
+        )
+        scale = critic.loss_scale_factor or cfg.data.max_response_length
+        objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
+        budget = token_budget(run, "critic", state.step)
+        metrics = update(run.critic, batch, minis, objective, budget, run.skipped, state.packing)
+        state.metrics.update(metrics)
+
+
+def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
+    """Update the actor: PPO epochs over mini-batches. Do nothing during trainer.critic_warmup."""
+    cfg = run.config
+    actor = cfg.actor
+    if state.step <= cfg.trainer.critic_warmup:
+        return
+    with run.offload_schedule.phase(state.timer, "update_actor"):
+        minis = mini_batches(
+            cfg.data.train_batch_size,
+            cfg.rollout.n,
+            actor.ppo_mini_batch_size,
+            actor.ppo_epochs,
+            actor.shuffle,
+            (cfg.trainer.seed, state.step),
+        )
+        terms = ActorTerms(
+            policy_loss=run.policy_loss,
+            entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
+            kl_loss_coef=kl_loss_coef(cfg, run.kl_controller, run.adjustments.kl_coef(state.step)),
+            loss_scale_factor=actor.loss_scale_factor or cfg.data.max_response_length,
+            draws=step_generator(cfg.trainer.seed, state.step),
+        )
+        vocab_size = run.actor.shape.vocab_size
+        objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
+        budget = token_budget(run, "actor", state.step)
+        metrics = update(run.actor, batch, minis, objective, budget, run.skipped, state.packing)
+        state.metrics.update(metrics)
+
+
+def token_budget(run: Run, role: str, step: int) -> TokenBudget:
+    """Return the token budget of a model's updates in a step."""
+    data = run.config.data
+    longest = data.max_prompt_length + data.max_response_length
+    return TokenBudget(role, step, run.limits[f"update_{role}"], longest, run.adjustments)

@@ -27,10 +27,11 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import gather_objects, gather_results
-from rlhf_mc.trainer import loop, phases, start_table, step_report, weight_sync
-from rlhf_mc.trainer.scoring import collect_scores, submit_responses
-from rlhf_mc.trainer.setup import Run, build_run
+from rlhf_mc.trainer import generate, lifecycle, loop, start_table, step_state, weight_sync
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.scores import collect_scores, submit_responses
 
 
 @contextlib.contextmanager
@@ -71,12 +72,12 @@ def two_steps(
     with built_run(config_path, [*layout_overrides(tp, pp, rollout_tp), *overrides]) as run:
         headlines = start_table.start_lines(run)
         for step in (1, 2):
-            state = step_report.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             steps.append(dict(state.metrics))
-        phases.sync_weights(run, PhaseTimer())
-        phases.export(run, state, Path(export_to))
+        generate.update_weights(run, PhaseTimer())
+        lifecycle.export(run, state, Path(export_to))
         dist.barrier()
         shared = aliased_params(run)
         segments = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line]
@@ -117,7 +118,7 @@ def corrupt_a_weight_update(
 
         weight_sync.verify = corrupt_then_verify
         try:
-            phases.sync_weights(run, PhaseTimer())
+            generate.update_weights(run, PhaseTimer())
         finally:
             weight_sync.verify = original
 
@@ -215,7 +216,7 @@ def step_with_nan_reference(config_path: str) -> None:
     with built_run(config_path, []) as run:
         assert run.reference is not None
         run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)
-        loop.one_step(run, step_report.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
+        loop.one_step(run, step_state.begin_step(1, RankStatus()), StopRequests(run.config.trainer))
 
 
 def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> list[Score]:

@@ -18,7 +18,7 @@ from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import phases, step_report
+from rlhf_mc.trainer import generate, log_probs, step_state
 
 
 def save_and_load(checkpoint: str, directory: str, ep: int, other_ep: int) -> list[str]:
@@ -61,6 +61,6 @@ def sample_and_score(config_path: str, models: Sequence[str]) -> list[RaggedBatc
     for model in models:
         overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]
         with built_run(config_path, overrides) as run:
-            state = step_report.begin_step(1, RankStatus())
-            batches.append(phases.score(run, state, phases.rollout(run, state)[1]))
+            state = step_state.begin_step(1, RankStatus())
+            batches.append(log_probs.score(run, state, generate.rollout(run, state)[1]))
     return batches

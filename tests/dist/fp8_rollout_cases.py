@@ -16,7 +16,7 @@ from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop, step_report
+from rlhf_mc.trainer import loop, step_state
 
 
 def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def steps(config_path: str, overrides: list[str]) -> list[dict[str, float]]:
     metrics = []
     with built_run(config_path, overrides) as run:
         for step in (1, 2):
-            state = step_report.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus())
             loop.one_step(run, state, StopRequests(run.config.trainer))
             metrics.append(dict(state.metrics))
     return metrics

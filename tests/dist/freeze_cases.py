@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import build
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.heads import log_prob_head
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.trainer.log_probs import score_tokens
 
 Product = tuple[str, tuple[torch.Size, ...]]
 """Name of an operator and the sizes of its tensors."""

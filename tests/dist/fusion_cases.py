@@ -16,10 +16,11 @@ from model_cases import Job
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import build, engine, fusions
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.models import build, engine
+from rlhf_mc.models.build import fusions
+from rlhf_mc.models.engine import layouts_of
 from rlhf_mc.patching import replaced
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 
 Calls = list[str]
 FUNCTIONS = {
@@ -37,7 +38,7 @@ def fused_activations() -> Iterator[Calls]:
     calls: Calls = []
 
     def on_gpu(shape: ModelShape) -> dict[str, Any]:
-        return {**fusions.fusions(shape), **fusions._fused_activation(shape)}
+        return {**fusions(shape), **build._fused_activation(shape)}
 
     with contextlib.ExitStack() as stack:
         for name, (function, method) in FUNCTIONS.items():
@@ -64,7 +65,7 @@ def fused_accumulation() -> Iterator[Calls]:
         out.addmm_(grads.t().to(out.dtype), inputs.to(out.dtype))
 
     def on_gpu(shape: ModelShape) -> dict[str, Any]:
-        return {**fusions.fusions(shape), "gradient_accumulation_fusion": True}
+        return {**fusions(shape), "gradient_accumulation_fusion": True}
 
     with (
         replaced(layers, "fused_weight_gradient_mlp_cuda", SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)),

@@ -16,27 +16,27 @@ from megatron.core.distributed import DistributedDataParallel
 
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop, phases, sampling, step_report
+from rlhf_mc.trainer import generate, lifecycle, loop, step_state
 
 
 @contextmanager
 def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]:
     """Record every step's generations in a file, or replay them from such a file instead of generating."""
-    generate = sampling.generate
+    original = generate.generate
     replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
     generations: list[Any] = []
 
     def record_or_replay(*args: Any) -> Any:
-        generations.append(next(replayed) if replayed else generate(*args))
+        generations.append(next(replayed) if replayed else original(*args))
         return generations[-1]
 
-    sampling.generate = record_or_replay
+    generate.generate = record_or_replay
     try:
         yield
         if record_to and dist.get_rank() == 0:
             record_to.write_bytes(pickle.dumps(generations))
     finally:
-        sampling.generate = generate
+        generate.generate = original
 
 
 def num_trained_models() -> int:
@@ -53,10 +53,10 @@ def run_steps(
     paths = [Path(path) if path else None for path in (record_to, replay_from)]
     with built_run(config_path, overrides) as run, rollouts(*paths):
         for step in range(1, steps + 1):
-            state = step_report.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             assert isinstance(batch.scores, torch.Tensor)
             scores.append(float(batch.scores.mean()))
-        phases.export(run, state, Path(export_to))
+        lifecycle.export(run, state, Path(export_to))
         dist.barrier()
     return scores

@@ -14,12 +14,13 @@ from model_cases import _objective, make_engine, mesh_groups
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.trainer.adjustments import Adjustments
+from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.token_budget import TokenBudget
-from rlhf_mc.trainer.update import SkippedUpdates, update
+from rlhf_mc.trainer.update import update
 
 BYTES_PER_TOKEN = 16 << 20
 """Of the memory that each micro-batch's loss asks for: far more than all else, so that the limit is sharp."""

@@ -32,19 +32,19 @@ from rlhf_mc.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models import build, heads
 from rlhf_mc.models.build import PackedGPT
-from rlhf_mc.models.engine import Loss, ModelEngine
+from rlhf_mc.models.engine import Loss, ModelEngine, layouts_of
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.heads import log_probs_and_entropy
+from rlhf_mc.models.heads import log_prob_head, log_probs_and_entropy, value_head
 from rlhf_mc.topology.groups import Groups
 from rlhf_mc.trainer import reward_models
-from rlhf_mc.trainer.adjustments import Adjustments
-from rlhf_mc.trainer.reward_models import RewardModel
-from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.trainer.log_probs import score_tokens
+from rlhf_mc.trainer.reward_models import RewardModel, score_sequences
+from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.token_budget import TokenBudget
-from rlhf_mc.trainer.update import ActorTerms, SkippedUpdates, actor_objective, mini_batches, update
+from rlhf_mc.trainer.update import ActorTerms, actor_objective, mini_batches, update
 
 __all__ = ["Role", "actor_config", "critic_config", "value_head_weight"]
 

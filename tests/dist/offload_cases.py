@@ -18,14 +18,16 @@ from rlhf_mc.config.placement import TABLE
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import optimizer_tensors
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import METRICS_FILE
 from rlhf_mc.platform import SideStream
 from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop, setup
-from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
+from rlhf_mc.setup import build
+from rlhf_mc.trainer import lifecycle, loop
+from rlhf_mc.trainer.log_probs import score_tokens
 
 OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 
@@ -56,10 +58,10 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         vllm_calls.append(f"wake {' '.join(tags)}")
 
     with (
-        mock.patch.object(setup, "for_this_device", lambda cfg: cfg),
+        mock.patch.object(build, "for_this_device", lambda cfg: cfg),
         mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", record_phase),
-        mock.patch.object(loop, "write_views", lambda *args: None),
+        mock.patch.object(lifecycle, "write_views", lambda *args: None),
         built_run(config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]) as run,
     ):
         status = RankStatus()

@@ -11,11 +11,12 @@ from gpu_parts.engines import Role, make_engine, mesh_groups, objective, token_b
 from torch.utils import flop_counter
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.trainer.adjustments import Adjustments
-from rlhf_mc.trainer.scoring import log_prob_head, value_head
-from rlhf_mc.trainer.speed_metrics import update_flops
+from rlhf_mc.health.adjustments import Adjustments
+from rlhf_mc.models.heads import log_prob_head, value_head
+from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer.step_report import update_flops
 from rlhf_mc.trainer.token_budget import TokenBudget
-from rlhf_mc.trainer.update import SkippedUpdates, mini_batches, update
+from rlhf_mc.trainer.update import mini_batches, update
 
 PROMPTS = (5, 9, 3)
 RESPONSES = (6, 2, 8)

@@ -27,7 +27,7 @@ from rlhf_mc.checkpoint.megatron_format import save_mcore
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import build, engine, megatron_patches
-from rlhf_mc.models.fusions import fusions
+from rlhf_mc.models.build import fusions
 from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu

@@ -11,11 +11,10 @@ from gpu_parts.engines import make_engine, mesh_groups, objective, token_batch
 from gpu_parts.measure import activation_peak
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.models.engine import ModelEngine, layouts_of
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.planner.model_state import ModelState
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 
 SEQUENCES = 4
 """Sequences of a micro-batch."""

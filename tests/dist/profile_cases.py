@@ -17,7 +17,7 @@ from rlhf_mc.observability.phase_work import recorded
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop
-from rlhf_mc.trainer.step_report import begin_step, of_slowest_rank, start_slowest_rank
+from rlhf_mc.trainer.step_state import begin_step, of_slowest_rank, start_slowest_rank
 
 DELAY = 0.2
 """Seconds by which rank 1 is late for each collective."""

@@ -13,7 +13,7 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import phases, step_report
+from rlhf_mc.trainer import evaluate, step_state
 
 
 def load(
@@ -42,7 +42,7 @@ def decoded_by_validation(config_path: str) -> tuple[int, list[str], str]:
             return decode(*args, **kwargs)
 
         run.tokenizer.decode = counted
-        phases.validate(run, step_report.begin_step(1, RankStatus()))
+        evaluate.validate(run, step_state.begin_step(1, RankStatus()))
         dist.barrier()
         written = Path(run.config.trainer.default_local_dir) / "generations/step_000001.txt"
         return len(decoded), [prompt.text for prompt in run.val_prompts], written.read_text()

@@ -20,10 +20,12 @@ from cases import built_run
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.models.engine import layouts_of
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.trainer import checkpointing, loop, success
+from rlhf_mc.run_directory import success
+from rlhf_mc.trainer import checkpointing, loop
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
-from rlhf_mc.trainer.setup import Run, layouts_of
+from rlhf_mc.trainer.run import Run
 
 Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 """Blocks of one rank: key, shape of the whole tensor, box in it, bytes of the elements."""

@@ -17,11 +17,13 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.patching import replaced
 from rlhf_mc.topology import groups as topology
 from rlhf_mc.topology.groups import Groups, build_role_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.scoring import log_prob_head, score_sequences, score_tokens, value_head
+from rlhf_mc.trainer.log_probs import score_tokens
+from rlhf_mc.trainer.reward_models import score_sequences
 
 BUDGET = 40
 """Tokens of a micro-batch, which give each replica several micro-batches."""

@@ -27,7 +27,7 @@ from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import logprob_check, loop, phases, step_report
+from rlhf_mc.trainer import evaluate, logprob_check, loop, step_state
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def steps_with_wrong_vllm_weights(config_path: str, from_step: int) -> list[str]
         logprob_check.logger.addHandler(handler)
         try:
             for step in (1, 2):
-                state = step_report.begin_step(step, RankStatus())
+                state = step_state.begin_step(step, RankStatus())
                 loop.one_step(run, state, StopRequests(run.config.trainer))
         finally:
             logprob_check.logger.removeHandler(handler)
@@ -152,12 +152,12 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
     prompt_tokens = []
     with built_run(config_path, []) as run:
         for step in (1, 2):
-            state = step_report.begin_step(step, RankStatus())
+            state = step_state.begin_step(step, RankStatus())
             batch = loop.one_step(run, state, StopRequests(run.config.trainer))
             digests.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
             prompt_tokens.append(int(batch.prompt_lens[dist.get_rank() :: dist.get_world_size()].sum()))
             steps.append(dict(state.metrics))
-        phases.validate(run, state)
+        evaluate.validate(run, state)
         samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
         dist.barrier()
         return {"digests": digests, "steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}

@@ -13,7 +13,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss
 from rlhf_mc.models.forward import MicroBatch, PackingCache
-from rlhf_mc.trainer.scoring import log_prob_head, value_head
+from rlhf_mc.models.heads import log_prob_head, value_head
 
 
 def waits(

@@ -17,7 +17,7 @@ import resume_cases
 from tiny import make_workspace, write_config
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.observability.run_files import steps_logged
+from rlhf_mc.run_files import steps_logged
 
 
 @pytest.fixture(scope="module")

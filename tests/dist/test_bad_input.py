@@ -19,7 +19,7 @@ from tiny import make_checkpoint, make_prompts, make_tokenizer, make_workspace, 
 
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.trainer.update import _find_not_finite
+from rlhf_mc.trainer.skipped_updates import _find_not_finite
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,7 @@ import health_cases
 import pytest
 from tiny import make_workspace, write_config
 
-from rlhf_mc.observability.health_rules import RULES
+from rlhf_mc.health.rules import RULES
 
 pytestmark = pytest.mark.dist
 TRAINER = {"test_freq": -1, "val_before_train": False}

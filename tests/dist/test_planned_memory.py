@@ -12,9 +12,9 @@ from tiny import make_checkpoint
 
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.planner.activations import Pass, update_peak
 from rlhf_mc.planner.model_state import ModelState, trained_state
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny import make_workspace, write_config
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mc.trainer import success
+from rlhf_mc.run_directory import success
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

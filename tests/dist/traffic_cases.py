@@ -17,14 +17,14 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_byte
 from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.models.freeze import frozen_parameters, frozen_tensors
+from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.reshard.execute import execute
+from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
-from rlhf_mc.trainer.scoring import log_prob_head, value_head
-from rlhf_mc.trainer.setup import layouts_of
 
 PROMPT = 24
 """Tokens."""

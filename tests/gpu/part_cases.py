@@ -162,7 +162,7 @@ def _without_last_copy(original: Any) -> Any:
     return for_rank
 
 
-_SCORING = "rlhf_mc.trainer.scoring"
+_SCORING = "rlhf_mc.trainer.log_probs"
 _ENGINE = "rlhf_mc.models.engine:ModelEngine"
 _SYNC = "rlhf_mc.trainer.weight_sync:WeightSync"
 
@@ -228,7 +228,7 @@ FAULTS = {
         "out_of_memory", "rlhf_mc.platform", "is_out_of_memory", _nothing, "can't allocate memory"
     ),
     "an arena that forgets": Fault(
-        "offload", "rlhf_mc.models.host_memory:HostArena", "views", _new_memory, "tensors have other bits"
+        "offload", "rlhf_mc.models.offload:HostArena", "views", _new_memory, "tensors have other bits"
     ),
     "no update": Fault("weight_update", _SYNC, "run", _nothing, "qwen3: UserError: reshard.verify: "),
     "a plan that lacks a block": Fault(

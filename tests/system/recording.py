@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlhf_mc.trainer import loop
-from rlhf_mc.trainer.setup import Run
+from rlhf_mc.trainer.run import Run
 
 fit = loop.fit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mc.runtime.machine_check import PARTS, WIDTH
-from rlhf_mc.runtime.machine_facts import gpu_device_files
+from rlhf_mc.machine.check import PARTS, WIDTH
+from rlhf_mc.machine.facts import gpu_device_files
 
 pytestmark = pytest.mark.system
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import report_runs
 
-from rlhf_mc.observability.report import read_runs, write_report
+from rlhf_mc.report.page import read_runs, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: requirements/dev.txt")
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.balance import Sequences
-from rlhf_mc.trainer.adjustments import Adjustment, Adjustments
+from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.trainer.token_budget import TokenBudget
 
 

@@ -12,7 +12,7 @@ from documents import ROOT
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import absent_roles, uses_critic
-from rlhf_mc.trainer.custom_functions import estimator_of, policy_loss_of
+from rlhf_mc.setup.custom_functions import estimator_of, policy_loss_of
 from rlhf_mc.trainer.update import entropy_coeff, step_generator
 
 GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")

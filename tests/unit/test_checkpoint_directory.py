@@ -25,7 +25,7 @@ from rlhf_mc.checkpoint import directory, training_tensors
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.runtime import run_lock
+from rlhf_mc.run_directory import lock
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -240,28 +240,28 @@ def test_ranks_poll_while_another_rank_writes(tmp_path: Path, monkeypatch: pytes
 # ---------------------------------------------------------------- the lock
 
 
-def owner(**changes: Any) -> run_lock.Owner:
-    mine = run_lock.Owner.this_process()
-    return run_lock.Owner(**{**vars(mine), **changes})
+def owner(**changes: Any) -> lock.Owner:
+    mine = lock.Owner.this_process()
+    return lock.Owner(**{**vars(mine), **changes})
 
 
-def write_lock_of(root: Path, other: run_lock.Owner, seconds_ago: float = 0.0) -> None:
-    (root / run_lock.NAME).write_text(json.dumps(vars(other)))
+def write_lock_of(root: Path, other: lock.Owner, seconds_ago: float = 0.0) -> None:
+    (root / lock.NAME).write_text(json.dumps(vars(other)))
     then = time.time() - seconds_ago
-    os.utime(root / run_lock.NAME, (then, then))
+    os.utime(root / lock.NAME, (then, then))
 
 
 def test_lock_of_a_live_process_is_respected(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        other = owner(pid=child.pid, started=run_lock._start_of(child.pid), job="77")
+        other = owner(pid=child.pid, started=lock._start_of(child.pid), job="77")
         write_lock_of(tmp_path, other, seconds_ago=1000)  # suspended for long, but alive
         with pytest.raises(UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"):
-            run_lock.Lock(tmp_path).take()
+            lock.Lock(tmp_path).take()
     finally:
         child.kill()
         child.wait()
-    mine = run_lock.Lock(tmp_path)
+    mine = lock.Lock(tmp_path)
     mine.take()
     mine.check_still_ours()
     mine.release()
@@ -270,21 +270,21 @@ def test_lock_of_a_live_process_is_respected(tmp_path: Path) -> None:
 
 def test_lock_whose_pid_is_reused_is_free(tmp_path: Path) -> None:
     write_lock_of(tmp_path, owner(started="1"))
-    run_lock.Lock(tmp_path).take()
+    lock.Lock(tmp_path).take()
 
 
 def test_lock_of_another_host_expires_when_stale(tmp_path: Path) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     with pytest.raises(UserError, match=r"elsewhere.*touched its lock 20 s ago"):
-        run_lock.Lock(tmp_path).take()
-    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=run_lock.STALE_SECONDS + 1)
-    run_lock.Lock(tmp_path).take()
+        lock.Lock(tmp_path).take()
+    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=lock.STALE_SECONDS + 1)
+    lock.Lock(tmp_path).take()
 
 
 def test_pid_of_another_container_is_not_trusted(tmp_path: Path) -> None:
     write_lock_of(tmp_path, owner(pid_namespace="another boot pid:[1]", started="1"))
     with pytest.raises(UserError, match="touched its lock"):
-        run_lock.Lock(tmp_path).take()
+        lock.Lock(tmp_path).take()
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -299,14 +299,14 @@ def test_lock_of_another_host_is_watched_before_takeover(
             write_lock_of(tmp_path, owner(host="elsewhere"))
 
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
-    monkeypatch.setattr(run_lock.Lock, "_age", lambda self: 20.0 + 15 * len(waits))
+    monkeypatch.setattr(lock.Lock, "_age", lambda self: 20.0 + 15 * len(waits))
     monkeypatch.setattr(time, "sleep", sleep)
     if alive:
         with pytest.raises(UserError, match="belongs to another run"):
-            run_lock.check_free(tmp_path)
+            lock.check_free(tmp_path)
     else:
-        run_lock.check_free(tmp_path)
-        run_lock.Lock(tmp_path).take()
+        lock.check_free(tmp_path)
+        lock.Lock(tmp_path).take()
     assert len(waits) == (2 if alive else 3)
     assert capfd.readouterr().err.count("waiting to see whether it touches its lock") == 1
 
@@ -316,26 +316,26 @@ def test_lock_age_is_measured_by_the_file_systems_clock(tmp_path: Path, monkeypa
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     with pytest.raises(UserError, match=r"touched its lock 20 s ago"):
-        run_lock.Lock(tmp_path).take()
-    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
+        lock.Lock(tmp_path).take()
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
 
 
 def test_requeued_job_takes_the_lock_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere", job="5", restarts=0))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     with pytest.raises(UserError, match="job 5"):  # another step of the same start of the job
-        run_lock.Lock(tmp_path).take()
+        lock.Lock(tmp_path).take()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    run_lock.Lock(tmp_path).take()
+    lock.Lock(tmp_path).take()
 
 
 def test_lock_in_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    run_lock.check_free(tmp_path / "file" / "run")
+    lock.check_free(tmp_path / "file" / "run")
     with pytest.raises(
         UserError, match=r"trainer.default_local_dir: .*run\.lock cannot be written \(Not a directory\)"
     ):
-        run_lock.Lock(tmp_path / "file" / "run").take()
+        lock.Lock(tmp_path / "file" / "run").take()
 
 
 def test_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,22 +343,22 @@ def test_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", link)
-    mine = run_lock.Lock(tmp_path)
+    mine = lock.Lock(tmp_path)
     mine.take()
     mine.check_still_ours()
     with pytest.raises(FileExistsError):
-        mine._put(tmp_path / run_lock.NAME)
+        mine._put(tmp_path / lock.NAME)
 
 
 def test_lock_survives_deletion_and_transient_read_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = run_lock.Lock(tmp_path)
+    mine = lock.Lock(tmp_path)
     mine.take()
-    (tmp_path / run_lock.NAME).unlink()
+    (tmp_path / lock.NAME).unlink()
     mine.check_still_ours()
-    assert (tmp_path / run_lock.NAME).exists()
+    assert (tmp_path / lock.NAME).exists()
     answers = [OSError(errno.ESTALE, "stale"), mine._owner]
     monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers))
-    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.01)
     mine.check_still_ours()
     monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers[:1] * 9))
     with pytest.raises(OSError, match="stale"):
@@ -366,10 +366,10 @@ def test_lock_survives_deletion_and_transient_read_errors(tmp_path: Path, monkey
 
 
 def test_takeover_of_the_lock_is_noticed(tmp_path: Path) -> None:
-    mine = run_lock.Lock(tmp_path)
+    mine = lock.Lock(tmp_path)
     mine.take()
     write_lock_of(tmp_path, owner(host="elsewhere", pid=7))
     with pytest.raises(UserError, match="taken over by process 7 on elsewhere"):
         mine.check_still_ours()
     mine.release()
-    assert (tmp_path / run_lock.NAME).exists()  # it belongs to the other run
+    assert (tmp_path / lock.NAME).exists()  # it belongs to the other run

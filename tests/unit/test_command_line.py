@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import rlhf_mc
+from rlhf_mc import command_line
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.printing import commented_yaml, field_docs
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.runtime import command_line, exit_codes
+from rlhf_mc.runtime import exit_codes
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPO / "configs").glob("**/*.yaml"))

@@ -25,8 +25,8 @@ from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.trainer.sampling import sampling_seeds
-from rlhf_mc.trainer.scorable import scorable
+from rlhf_mc.setup.scorable import scorable
+from rlhf_mc.trainer.generate import sampling_seeds
 
 
 @pytest.fixture(scope="module")

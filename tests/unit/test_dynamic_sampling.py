@@ -20,9 +20,9 @@ from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import dynamic_sampling, phases
-from rlhf_mc.trainer.dynamic_sampling import Groups, TooFewGroups, differ, filtered_rollout, metric_values
-from rlhf_mc.trainer.step_report import StepState, begin_step
+from rlhf_mc.trainer import generate, rollout
+from rlhf_mc.trainer.rollout import Groups, TooFewGroups, differ, filtered_rollout, metric_values
+from rlhf_mc.trainer.step_state import StepState, begin_step
 
 FILTER = "algorithm.filter_groups"
 ON = ("algorithm.adv_estimator=grpo", "rollout.n=2", f"{FILTER}.enable=true")
@@ -84,10 +84,10 @@ class Drawing:
         self.batches = batches
         self.recorded: dict[str, Any] = {}
         self.drawn = 0
-        for name in ("rollout", "submit_rewards", "await_rewards", "record_rewards", "record_samples"):
-            monkeypatch.setattr(dynamic_sampling, name, getattr(self, name))
+        for name in ("generate_batch", "submit_rewards", "await_rewards", "record_rewards", "record_samples"):
+            monkeypatch.setattr(rollout, name, getattr(self, name))
 
-    def rollout(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
+    def generate_batch(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
         self.drawn += 1
         return groups_of(10 * self.drawn, self.batches[self.drawn - 1])[:2]
 
@@ -192,27 +192,27 @@ class ThreePrompts:
 
 
 def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
-    """Check too that weights are updated before the first batch, and again where vLLM has slept since."""
+    """Check too that weights are updated where vLLM has slept since the weight update of the step."""
     calls: list[Any] = []
     run, _, _ = run_with(config_file, "data.gen_batch_size=2")
     run.train_prompts = ThreePrompts()
     run.rollout = SimpleNamespace(awake={WEIGHTS, KV_CACHE})
     run.offload_schedule = SimpleNamespace(phase=lambda *args: contextlib.nullcontext())
     run.stop_token_ids = ()
-    monkeypatch.setattr(phases, "sync_weights", lambda run, timer: calls.append("weights"))
+    monkeypatch.setattr(generate, "update_weights", lambda run, timer: calls.append("weights"))
 
-    def generate(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> Responses:
+    def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> Responses:
         calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
         return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
 
-    monkeypatch.setattr(phases.sampling, "generate", generate)
+    monkeypatch.setattr(generate, "generate", record)
     state = begin_step(3, RankStatus(), num_batches=7)
     for awake in ({WEIGHTS, KV_CACHE}, {WEIGHTS, KV_CACHE}, set()):
         run.rollout.awake = awake
-        phases.rollout(run, state)
+        generate.generate_batch(run, state)
     assert state.num_batches == 10
     batches = [call for call in calls if call != "weights"]
-    assert [call if call == "weights" else "" for call in calls] == ["weights", "", "", "weights", ""]
+    assert [call if call == "weights" else "" for call in calls] == ["", "", "weights", ""]
     assert len({prompts for prompts, _ in batches}) > 1
     seeds = [seed for _, found in batches for seed in found]
     assert len(seeds) == len(set(seeds)) == 12  # of three prompts, so that some are drawn again

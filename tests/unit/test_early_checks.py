@@ -20,7 +20,7 @@ from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.runtime import error_report
-from rlhf_mc.trainer.early_checks import check_early
+from rlhf_mc.setup.early_checks import check_early
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = {

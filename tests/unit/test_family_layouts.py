@@ -19,7 +19,6 @@ from simulated_ranks import check_movement, empty, numbered, padded_chunk
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.checks import check_layout
 from rlhf_mc.reshard.layout import (
     EMPTY,
     Layout,
@@ -30,6 +29,7 @@ from rlhf_mc.reshard.layout import (
     mcore_layout,
     vllm_layout,
 )
+from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.plan import Plan, make_plan
 
 

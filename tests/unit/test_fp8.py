@@ -17,8 +17,8 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models import fp8
-from rlhf_mc.models.checks import FP8_MULTIPLES, check_layout
+from rlhf_mc.models import transformer_engine
+from rlhf_mc.reshard.model_checks import FP8_MULTIPLES, check_layout
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
@@ -41,17 +41,17 @@ def test_recipes_are_megatrons() -> None:
     ours = typing.get_args(typing.get_args(typing.get_type_hints(MegatronConfig)["fp8"])[0])
     assert set(ours) == set(RECIPES) == FP8_MULTIPLES.keys() == set(known) - {"delayed", "custom"}
     for recipe in RECIPES:
-        settings = fp8.fp8_settings(MegatronConfig(fp8=recipe))
+        settings = transformer_engine.fp8_settings(MegatronConfig(fp8=recipe))
         assert settings["fp8_recipe"] == recipe and settings["fp8"] in ("hybrid", "e4m3")
-    assert fp8.fp8_settings(MegatronConfig()) == {}
+    assert transformer_engine.fp8_settings(MegatronConfig()) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs may have Transformer Engine")
 def test_a_gpu_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
-    monkeypatch.setattr(fp8, "uses_transformer_engine", lambda: False)
+    monkeypatch.setattr(transformer_engine, "uses_transformer_engine", lambda: False)
     with pytest.raises(UserError, match="fp8 needs Transformer Engine, which is not installed"):
-        fp8.check_fp8("critic.megatron", MegatronConfig(fp8="tensorwise"))
+        transformer_engine.check_fp8("critic.megatron", MegatronConfig(fp8="tensorwise"))
 
 
 def test_settings_that_are_refused(config_file: Path) -> None:
@@ -75,9 +75,13 @@ def test_sizes_that_a_recipe_cannot_multiply_are_refused() -> None:
 
 
 def test_tokens_of_a_micro_batch() -> None:
-    assert fp8.token_multiple(MegatronConfig()) == 1
-    assert fp8.token_multiple(MegatronConfig(tensor_model_parallel_size=4)) == 1
+    assert transformer_engine.token_multiple(MegatronConfig()) == 1
+    assert transformer_engine.token_multiple(MegatronConfig(tensor_model_parallel_size=4)) == 1
     split = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
-    assert fp8.token_multiple(MegatronConfig(**split)) == 4
-    assert [fp8.token_multiple(MegatronConfig(fp8=recipe)) for recipe in RECIPES] == [16, 128, 32]
-    assert [fp8.token_multiple(MegatronConfig(fp8=recipe, **split)) for recipe in RECIPES] == [64, 512, 128]
+    assert transformer_engine.token_multiple(MegatronConfig(**split)) == 4
+    assert [transformer_engine.token_multiple(MegatronConfig(fp8=recipe)) for recipe in RECIPES] == [16, 128, 32]
+    assert [transformer_engine.token_multiple(MegatronConfig(fp8=recipe, **split)) for recipe in RECIPES] == [
+        64,
+        512,
+        128,
+    ]

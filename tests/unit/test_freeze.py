@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.freeze import check_experts, frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.layout import mcore_layout
 
 SIZES = {

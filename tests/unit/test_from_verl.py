@@ -11,15 +11,15 @@ from typing import Any
 import from_verl
 import pytest
 
+from rlhf_mc import command_line
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config, validate
 from rlhf_mc.config.schema import Config, value_of
-from rlhf_mc.config.verl import DEFAULTS, VERL, Conversion, Given, convert, our_default
-from rlhf_mc.config.verl_input import converted_arguments, read_verl
-from rlhf_mc.config.verl_keys import plain_key
 from rlhf_mc.planner.gpus import gpu_of
 from rlhf_mc.planner.start import Capacity, judge, plan_run
-from rlhf_mc.runtime import command_line
+from rlhf_mc.verl.convert import DEFAULTS, VERL, Conversion, Given, convert, our_default
+from rlhf_mc.verl.input import converted_arguments, read_verl
+from rlhf_mc.verl.keys import plain_key
 
 DEFAULTS_OF_VERL = Path(__file__).with_name("verl_defaults")
 """verl's complete configs, as keys and values."""

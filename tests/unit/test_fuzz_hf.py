@@ -23,7 +23,7 @@ from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.reshard.layout import check_mcore, check_vllm, logical_shapes
-from rlhf_mc.trainer.value_heads import check_value_head
+from rlhf_mc.setup.value_heads import check_value_head
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from config_files import load
 
 from rlhf_mc import platform
-from rlhf_mc.trainer.gpu_settings import for_this_device
+from rlhf_mc.setup.gpu_settings import for_this_device
 
 SETTINGS = (
     "rollout.free_cache_engine=true",

@@ -17,9 +17,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.validate import validate
-from rlhf_mc.observability.health import Event, Monitor, keep_events_up_to
-from rlhf_mc.observability.health_conditions import Facts
-from rlhf_mc.observability.health_rules import RULES
+from rlhf_mc.health.conditions import Facts
+from rlhf_mc.health.monitor import Event, Monitor, keep_events_up_to
+from rlhf_mc.health.rules import RULES
 from rlhf_mc.trainer.health_watch import numbers_of
 
 HEALTHY = {

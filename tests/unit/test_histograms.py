@@ -13,9 +13,8 @@ import torch
 from config_files import MINIMAL
 
 from rlhf_mc.config.load import load_config
-from rlhf_mc.observability.run_files import keep_up_to
-from rlhf_mc.trainer.histograms import MAX_BINS, histogram, length_edges, record_histograms
-from rlhf_mc.trainer.samples import some_of_each_prompt
+from rlhf_mc.run_files import keep_up_to
+from rlhf_mc.trainer.samples import MAX_BINS, histogram, length_edges, record_histograms, some_of_each_prompt
 
 
 @pytest.mark.parametrize(("longest", "width"), [(1, 1), (4, 1), (64, 1), (65, 2), (1000, 16), (32768, 512)])

@@ -14,10 +14,9 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.host_memory import ALIGNMENT, HostArena
-from rlhf_mc.models.offload import TensorGroup
-from rlhf_mc.runtime import machine_facts
-from rlhf_mc.runtime.machine_facts import available_memory
+from rlhf_mc.machine import facts
+from rlhf_mc.machine.facts import available_memory
+from rlhf_mc.models.offload import ALIGNMENT, HostArena, TensorGroup
 
 PAGE = 4096
 
@@ -118,10 +117,10 @@ def test_available_memory_within_a_control_group(tmp_path: Path, monkeypatch: py
     assert 0 < before < 1 << 50
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 200000\nfile 700000\nshmem 100000\n")
-    assert list(machine_facts.memory_margins(tmp_path)) == [700_000], "page cache is not used memory"
+    assert list(facts.memory_margins(tmp_path)) == [700_000], "page cache is not used memory"
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(machine_facts.memory_margins(tmp_path)) == []
-    monkeypatch.setattr(machine_facts, "memory_margins", lambda: [5000])
+    assert list(facts.memory_margins(tmp_path)) == []
+    monkeypatch.setattr(facts, "memory_margins", lambda: [5000])
     with pytest.raises(UserError, match=r"x: 6016 bytes .* 5000 are available"):
         HostArena("x").views([6000])
     assert len(HostArena("x").views([4000])[0]) == 4000

@@ -20,14 +20,13 @@ from rlhf_mc.checkpoint.hf_format import read_config
 from rlhf_mc.checkpoint.megatron_format import checkpoint_dtype
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.observability.run_files import HEALTH_FILE, METRICS_FILE, RUN_FILE, json_objects_and_faults, steps_logged
-from rlhf_mc.observability.run_reader import live_owner
+from rlhf_mc.health.adjustments import Adjustments
+from rlhf_mc.report.run_reader import live_owner
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.runtime import run_lock
-from rlhf_mc.trainer import run_directory
-from rlhf_mc.trainer.adjustments import Adjustments
+from rlhf_mc.run_directory import lock, ownership
+from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, RUN_FILE, json_objects_and_faults, steps_logged
+from rlhf_mc.setup.build import stop_token_ids
 from rlhf_mc.trainer.samples import write_samples
-from rlhf_mc.trainer.setup import stop_token_ids
 
 DEEP = "[" * 100_000
 
@@ -50,7 +49,7 @@ def spoil(request: pytest.FixtureRequest) -> Callable[[Path], None]:
 
 
 def take(root: Path) -> None:
-    run_lock.Lock(root).take()
+    lock.Lock(root).take()
 
 
 def manifest(root: Path) -> None:
@@ -64,7 +63,7 @@ def stop_tokens(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        (run_lock.NAME, take),
+        (lock.NAME, take),
         (directory.MANIFEST, manifest),
         ("loop.json", lambda root: directory.read_json(root / "loop.json")),
         ("config.json", read_config),
@@ -104,7 +103,7 @@ def test_the_report_takes_no_spoilt_lock(tmp_path: Path, spoil: Callable[[Path],
 
 def test_corrupt_run_file_is_quarantined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / RUN_FILE).write_text(DEEP)
-    assert run_directory.finish_moving(tmp_path) is None and run_directory.owner(tmp_path) is None
+    assert ownership.finish_moving(tmp_path) is None and ownership.owner(tmp_path) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"rlhf_mc: WARNING: {tmp_path / RUN_FILE} is corrupt (brackets are nested too deep);"
@@ -112,9 +111,9 @@ def test_corrupt_run_file_is_quarantined(tmp_path: Path, capsys: pytest.CaptureF
     )
     os.mkfifo(tmp_path / RUN_FILE)
     with pytest.raises(UserError, match=r"^not a regular file \(.*run.json\)$"), disk_errors():
-        run_directory.owner(tmp_path)
-    run_directory.claim(tmp_path, "new", 0, None)
-    assert run_directory.owner(tmp_path) == "new"
+        ownership.owner(tmp_path)
+    ownership.claim(tmp_path, "new", 0, None)
+    assert ownership.owner(tmp_path) == "new"
 
 
 @pytest.mark.parametrize("text", ["plain", "über \u2028", "\ud800", 'a "\udcff\\" b'])

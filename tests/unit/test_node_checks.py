@@ -14,13 +14,13 @@ from launch import node_checks, plan_checks, preflight
 from launch.node_checks import Job
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config
+from rlhf_mc.machine import facts
+from rlhf_mc.machine.facts import Driver, Gpu
 from rlhf_mc.reshard.layout import logical_shapes
-from rlhf_mc.runtime import machine_facts
-from rlhf_mc.runtime.machine_facts import Driver, Gpu
 
 ROOT = Path(__file__).parents[2]
 H100 = Gpu("H100", 81559, 4, (9, 0))
-DRIVER = machine_facts.driver
+DRIVER = facts.driver
 """Not the stand-in."""
 Stats = namedtuple("Stats", "isup")
 Usage = namedtuple("Usage", "total used free")
@@ -47,8 +47,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         "RLHF_MC_CONTAINER",
     ):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(machine_facts, "driver", Driver)
-    monkeypatch.setattr(machine_facts, "gpu_device_files", list)
+    monkeypatch.setattr(facts, "driver", Driver)
+    monkeypatch.setattr(facts, "gpu_device_files", list)
     interfaces = {"lo": Stats(True), "eth0": Stats(True), "ib0": Stats(False), "ib1": Stats(True)}
     monkeypatch.setattr(node_checks.psutil, "net_if_stats", lambda: interfaces)
     return monkeypatch
@@ -60,7 +60,7 @@ def found(overrides: list[str], nodes: int = 8, ranks: int = 8, node_rank: int =
 
 
 def test_node_without_problems_has_no_line(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
-    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
+    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
     machine.setenv("GLOO_SOCKET_IFNAME", "eth0")
     machine.setenv("NCCL_SOCKET_IFNAME", "=eth0,ib0")
     assert found(overrides) == []
@@ -93,7 +93,7 @@ GPU_CASES = {
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_gpus(machine: pytest.MonkeyPatch, overrides: list[str], case: str) -> None:
     gpus, variables, expected = GPU_CASES[case]
-    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), gpus) if gpus else Driver())
+    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), gpus) if gpus else Driver())
     for name, value in variables.items():
         machine.setenv(name, value)
     lines = found(overrides)
@@ -101,8 +101,8 @@ def test_gpus(machine: pytest.MonkeyPatch, overrides: list[str], case: str) -> N
 
 
 def test_driver_that_does_not_answer_is_reported(machine: pytest.MonkeyPatch, overrides: list[str]) -> None:
-    machine.setattr(machine_facts, "driver", lambda: Driver(error="nvidia-smi has not ended after 30 s"))
-    machine.setattr(machine_facts, "gpu_device_files", lambda: ["/dev/nvidia0"])
+    machine.setattr(facts, "driver", lambda: Driver(error="nvidia-smi has not ended after 30 s"))
+    machine.setattr(facts, "gpu_device_files", lambda: ["/dev/nvidia0"])
     (line,) = found(overrides)
     assert line.startswith(
         "nvidia-smi does not list the job's GPUs: nvidia-smi has not ended after 30 s; leave the node"
@@ -128,7 +128,7 @@ def test_pre_flight_asks_nvidia_smi_once(machine: pytest.MonkeyPatch, overrides:
     machine.setenv("PATH", str(program.parent), prepend=":")
     machine.setenv("NPROC", "8")
     machine.setenv("SLURM_JOB_NUM_NODES", "8")
-    machine.setattr(machine_facts, "driver", DRIVER)
+    machine.setattr(facts, "driver", DRIVER)
     DRIVER.cache_clear()
     found = preflight.probe([str(ROOT / "configs/ppo_70b.yaml"), *overrides, "trainer.planner=warn"])
     DRIVER.cache_clear()
@@ -140,13 +140,13 @@ def test_run_that_does_not_fit(machine: pytest.MonkeyPatch, overrides: list[str]
     """Check the lines of the job's first node: by its GPUs, then by its memory where the run is on CPUs."""
     machine.setenv("SLURM_JOB_NUM_NODES", "8")
     machine.setenv("NPROC", "8")
-    machine.setattr(machine_facts, "memory", lambda: (10**12, 10**12))
+    machine.setattr(facts, "memory", lambda: (10**12, 10**12))
     arguments = [str(ROOT / "configs/ppo_70b.yaml"), *overrides, "trainer.planner=refuse"]
-    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [Gpu("small", 8192, 4, (9, 0))] * 8))
+    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), [Gpu("small", 8192, 4, (9, 0))] * 8))
     (line,) = preflight.probe(arguments)["problems"]
     assert line.startswith("does not fit: phase ") and "GB of 8.6" in line
-    machine.setattr(machine_facts, "driver", Driver)
-    machine.setattr(machine_facts, "memory", lambda: (8 << 30, 8 << 30))
+    machine.setattr(facts, "driver", Driver)
+    machine.setattr(facts, "memory", lambda: (8 << 30, 8 << 30))
     (line,) = preflight.probe(arguments)["problems"]
     assert line.startswith("does not fit: phase ") and "on ranks 0 to 7" in line and "GB of 8.6" in line
     found = preflight.probe([*arguments, "trainer.planner=warn"])
@@ -178,7 +178,7 @@ def test_interfaces_and_adapters(
 ) -> None:
     for name in ("mlx5_0", "mlx5_1"):
         (tmp_path / "infiniband" / name).mkdir(parents=True)
-    machine.setattr(machine_facts, "INFINIBAND", tmp_path / "infiniband")
+    machine.setattr(facts, "INFINIBAND", tmp_path / "infiniband")
     machine.setenv(variable, value)
     assert [line[: len(expected)] for line in found(overrides)] == [expected] * bool(expected)
     if variable == "NCCL_IB_HCA":
@@ -200,9 +200,9 @@ def test_space_and_host_memory_are_compared_with_the_plan(
     machine: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path, planner: str
 ) -> None:
     """Check the lines on nodes that have too little: 2 checkpoints of 14 bytes for each parameter, and an export."""
-    machine.setattr(machine_facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
+    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), [H100] * 8))
     machine.setattr(plan_checks.shutil, "disk_usage", lambda path: Usage(0, 0, 10**5))
-    machine.setattr(machine_facts, "memory", lambda: (10**12, 10**12))
+    machine.setattr(facts, "memory", lambda: (10**12, 10**12))
     machine.setenv("SLURM_JOB_NUM_NODES", "8")
     machine.setenv("NPROC", "8")
     settings = [*overrides, f"trainer.planner={planner}", "trainer.max_ckpt_to_keep=1"]

@@ -18,9 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability.metrics import MeanMetrics, PhaseTimer, summarize, summarize_lengths
-from rlhf_mc.observability.plots import plot_run
 from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.observability.sinks import Sinks, view
+from rlhf_mc.report.plots import plot_run
 
 
 def test_metrics_are_means_over_the_values_of_each_key() -> None:

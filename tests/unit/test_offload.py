@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rlhf_mc import platform
-from rlhf_mc.models.host_memory import HostArena
-from rlhf_mc.models.offload import Offload, TensorGroup, tensors_besides
+from rlhf_mc.models.offload import HostArena, Offload, TensorGroup, tensors_besides
 
 DEVICE = platform.device()
 

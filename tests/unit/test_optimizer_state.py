@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlhf_mc.models.optimizer_state import adam_steps, set_adam_steps
+from rlhf_mc.models.optimizer import adam_steps, set_adam_steps
 
 
 class CountsByGroup(torch.optim.Optimizer):

@@ -10,14 +10,15 @@ import pytest
 import yaml
 from config_files import MINIMAL
 
+from rlhf_mc import command_line
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.masking import masked
 from rlhf_mc.config.recorded import check_not_hidden, command_without_secrets, recorded, without_secrets
-from rlhf_mc.observability.run_files import differences
-from rlhf_mc.runtime import command_line, console, error_report
-from rlhf_mc.trainer import run_record
-from rlhf_mc.trainer.run_record import record_end, record_start
+from rlhf_mc.run_directory import starts
+from rlhf_mc.run_directory.starts import record_end, record_start
+from rlhf_mc.run_files import differences
+from rlhf_mc.runtime import console, error_report
 
 KWARGS: dict[str, Any] = {
     "API_Key": "sk-1",
@@ -75,7 +76,7 @@ def test_overrides_that_hold_secrets_are_hidden() -> None:
 
 def test_record_of_a_start_has_no_secret(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     override = "custom_reward_function.reward_kwargs.api_key=sk-1"
-    monkeypatch.setattr(run_record, "_command", lambda: ["python", "-m", "rlhf_mc", "given.yaml", override])
+    monkeypatch.setattr(starts, "_command", lambda: ["python", "-m", "rlhf_mc", "given.yaml", override])
     for key in ("sk-1", "sk-2"):
         cfg = load_config(str(given), [f"trainer.default_local_dir={tmp_path}", override.replace("sk-1", key)])
         record_start(cfg, "run1", 0)
@@ -115,7 +116,7 @@ def test_nothing_that_a_run_writes_has_a_secret(
     """Give a URL with a password in the settings, on the command line, and in errors."""
     override = f"reward.remote.url={URL}"
     arguments = [str(given), override, f"trainer.default_local_dir={tmp_path / 'run'}"]
-    monkeypatch.setattr(run_record, "_command", lambda: ["python", "-m", "rlhf_mc", *arguments])
+    monkeypatch.setattr(starts, "_command", lambda: ["python", "-m", "rlhf_mc", *arguments])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "0")
     (tmp_path / "run").mkdir()

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import report_runs
 
+from rlhf_mc import run_files
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.observability import report_charts, run_files
-from rlhf_mc.observability.report import page_of, read_runs, write_report
-from rlhf_mc.observability.report_charts import Limits, charts, curves, length_histograms, limits_of, marks, phase_times
-from rlhf_mc.observability.run_files import rows_of
-from rlhf_mc.observability.run_reader import MAX_SAMPLE_STEPS, STALE_SECONDS, read_run
-from rlhf_mc.runtime import run_lock
+from rlhf_mc.report import charts as report_charts
+from rlhf_mc.report.charts import Limits, charts, curves, length_histograms, limits_of, marks, phase_times
+from rlhf_mc.report.page import page_of, read_runs, write_report
+from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, STALE_SECONDS, read_run
+from rlhf_mc.run_directory import lock as run_lock
+from rlhf_mc.run_files import rows_of
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 

@@ -17,7 +17,7 @@ from rlhf_mc.rewards.metrics import reward_metrics
 from rlhf_mc.rewards.mixture import Mixture, check_sources
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rewards.shaping import overlong_penalty, penalize_overlong
-from rlhf_mc.trainer.scorable import check_mixture
+from rlhf_mc.setup.scorable import check_mixture
 
 Build = Callable[..., RewardManager]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.observability.sinks import check_metrics
-from rlhf_mc.trainer import run_directory
+from rlhf_mc.run_directory import ownership
 
 INPUTS = ("train.parquet", "model_hf", "my_notes.txt", "run.lock")
 MORE = ("train_generations", "histograms.jsonl", "report.html", "profile")
@@ -44,7 +44,7 @@ def write_run(root: Path, run_id: str | None = "first") -> None:
     files = {"a": directory.write_bytes(path / "a", b"a" * 100)}
     directory.commit(root, 2, files, run_id)
     if run_id is not None:
-        run_directory.claim(root, run_id, 0, None)
+        ownership.claim(root, run_id, 0, None)
 
 
 def names(root: Path) -> set[str]:
@@ -54,21 +54,21 @@ def names(root: Path) -> set[str]:
 def test_files_of_an_earlier_run_are_moved_away(tmp_path: Path) -> None:
     write_run(tmp_path)
     before = {name: sorted((tmp_path / name).rglob("*")) for name in OUTPUTS}
-    moved = run_directory.move_away(tmp_path, [("data.train_files", tmp_path / "train.parquet")])
+    moved = ownership.move_away(tmp_path, [("data.train_files", tmp_path / "train.parquet")])
     assert moved == tmp_path / "earlier_runs" / "first"
     assert names(tmp_path) == {*INPUTS, "earlier_runs"}
     assert names(moved) == {*OUTPUTS, "nonfinite_step_3.json", "run.json"}
     for name, paths in before.items():
         assert sorted((moved / name).rglob("*")) == [moved / path.relative_to(tmp_path) for path in paths]
     directory.verify(moved / "global_step_2")
-    run_directory.claim(tmp_path, "second", 0, None)
-    assert run_directory.owner(tmp_path) == "second" and run_directory.owner(moved) == "first"
+    ownership.claim(tmp_path, "second", 0, None)
+    assert ownership.owner(tmp_path) == "second" and ownership.owner(moved) == "first"
 
 
 def test_exports_that_an_earlier_version_quarantined_are_moved_away_too(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "hf").rename(tmp_path / "hf.aside1")
-    moved = run_directory.move_away(tmp_path, [])
+    moved = ownership.move_away(tmp_path, [])
     assert moved is not None
     assert "hf.aside1" in names(moved) and "hf.aside1" not in names(tmp_path)
 
@@ -76,18 +76,18 @@ def test_exports_that_an_earlier_version_quarantined_are_moved_away_too(tmp_path
 def test_without_an_earlier_run_nothing_is_moved(tmp_path: Path) -> None:
     for name in INPUTS:
         (tmp_path / name).write_text(name)
-    assert run_directory.move_away(tmp_path, []) is None
+    assert ownership.move_away(tmp_path, []) is None
     assert names(tmp_path) == set(INPUTS)
 
 
 def test_run_moved_back_by_hand_is_unchanged(tmp_path: Path) -> None:
     write_run(tmp_path)
     run = (tmp_path / "run.json").read_bytes()
-    moved = run_directory.move_away(tmp_path, [])
+    moved = ownership.move_away(tmp_path, [])
     assert moved is not None
     for path in moved.iterdir():
         path.rename(tmp_path / path.name)
-    assert run_directory.finish_moving(tmp_path) is None
+    assert ownership.finish_moving(tmp_path) is None
     assert (tmp_path / "run.json").read_bytes() == run
     assert directory.steps_with_checkpoint(tmp_path) == [2]
 
@@ -114,11 +114,11 @@ def test_interrupted_move_is_finished_by_the_next_start(
     for name in ("rename", "replace", "unlink"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     try:
-        run_directory.move_away(tmp_path, [])
+        ownership.move_away(tmp_path, [])
     except KeyboardInterrupt:
         monkeypatch.undo()
-        if run_directory.finish_moving(tmp_path) is None:  # the move had not begun, or was complete
-            assert (outputs - {"run.json"} <= names(tmp_path)) == (run_directory.move_away(tmp_path, []) is not None)
+        if ownership.finish_moving(tmp_path) is None:  # the move had not begun, or was complete
+            assert (outputs - {"run.json"} <= names(tmp_path)) == (ownership.move_away(tmp_path, []) is not None)
     monkeypatch.undo()
     assert names(tmp_path) - {"run.json.tmp"} == {*INPUTS, "earlier_runs"}
     assert names(tmp_path / "earlier_runs" / "first") - {"run.json.tmp"} == outputs
@@ -127,18 +127,18 @@ def test_interrupted_move_is_finished_by_the_next_start(
 def test_run_without_an_id_is_named_by_its_checkpoint_or_time(tmp_path: Path) -> None:
     """Move runs of earlier versions of the program, named by their checkpoints' run id or by their last write."""
     write_run(tmp_path / "old", None)
-    moved = run_directory.move_away(tmp_path / "old", [])
+    moved = ownership.move_away(tmp_path / "old", [])
     assert moved is not None and moved.name.startswith("unnamed-2") and "metrics.jsonl" in names(moved)
     write_run(tmp_path / "lost", "third")
     (tmp_path / "lost" / "run.json").write_text('{"run_id": "../../elsewhere"}')
-    moved = run_directory.move_away(tmp_path / "lost", [])
+    moved = ownership.move_away(tmp_path / "lost", [])
     assert moved == tmp_path / "lost" / "earlier_runs" / "third"
 
 
 def test_corrupt_checkpoint_of_a_run_without_an_id_is_moved(tmp_path: Path) -> None:
     write_run(tmp_path, None)
     (tmp_path / "global_step_2" / "manifest.json").write_text("{")
-    moved = run_directory.move_away(tmp_path, [])
+    moved = ownership.move_away(tmp_path, [])
     assert moved is not None and "global_step_2" in names(moved)
 
 
@@ -153,12 +153,12 @@ def test_requeued_job_recognises_its_run(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", begun_by)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    run_directory.claim(tmp_path, "first", 0, None)
+    ownership.claim(tmp_path, "first", 0, None)
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    assert run_directory.is_of_requeued_job(tmp_path) == (expected and bool(begun_by))
+    assert ownership.is_of_requeued_job(tmp_path) == (expected and bool(begun_by))
     (tmp_path / "run.json").unlink()
-    assert not run_directory.is_of_requeued_job(tmp_path)
+    assert not ownership.is_of_requeued_job(tmp_path)
 
 
 def test_input_that_would_be_moved_is_rejected(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_input_that_would_be_moved_is_rejected(tmp_path: Path) -> None:
     before = names(tmp_path)
     reads = [("data.train_files", tmp_path / "train.parquet"), ("model.path", tmp_path / "hf" / "file")]
     with pytest.raises(UserError, match=r"^model\.path: .* of the earlier run first .*another trainer"):
-        run_directory.move_away(tmp_path, reads)
+        ownership.move_away(tmp_path, reads)
     assert names(tmp_path) == before
 
 
@@ -178,14 +178,14 @@ def test_outputs_later_than_the_checkpoint_are_dropped(tmp_path: Path) -> None:
         (tmp_path / "export" / f"global_step_{number}").mkdir()
         (tmp_path / "export" / f"global_step_{number}" / "run.json").write_text(json.dumps({"step": number}))
     (tmp_path / "hf" / "run.json").write_text(json.dumps({"step": 3}))
-    lines = run_directory.drop_later(tmp_path, 2)
+    lines = ownership.drop_later(tmp_path, 2)
     assert len(lines) == 2 and all("is of step 3, later than 2" in line for line in lines)
     assert names(tmp_path / "generations") == {"file", "step_000002.txt"}
     assert names(tmp_path / "train_generations") == {"file", "2.jsonl"}
     assert (tmp_path / "histograms.jsonl").read_text() == '{"step": 1}\n'
     assert names(tmp_path / "export") == {"global_step_1", "global_step_2", "global_step_3.quarantined1"}
     assert "hf" not in names(tmp_path) and "hf.quarantined1" in names(tmp_path)
-    assert run_directory.drop_later(tmp_path, 2) == []
+    assert ownership.drop_later(tmp_path, 2) == []
 
 
 # ---------------------------------------------------------------- metrics

@@ -16,9 +16,10 @@ from config_files import MINIMAL
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
-from rlhf_mc.observability import report
-from rlhf_mc.observability.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
-from rlhf_mc.trainer.run_record import record_end, record_start, write_views
+from rlhf_mc.report import page
+from rlhf_mc.run_directory.starts import record_end, record_start
+from rlhf_mc.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
+from rlhf_mc.trainer.lifecycle import write_views
 
 
 def starts(root: Path) -> list[dict[str, Any]]:
@@ -91,7 +92,7 @@ def test_plot_and_report_are_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert not any(path.exists() for path in views)
     record_start(config(tmp_path), "run1", 0)
     record_end(config(tmp_path), 0, 1, "stopped", "asked to stop")
-    with mock.patch.object(report, "read_run", wraps=report.read_run) as read:
+    with mock.patch.object(page, "read_run", wraps=page.read_run) as read:
         write_views(config(tmp_path))
     assert read.call_count == 1
     assert all(path.exists() for path in views) and "stopped after step 1: asked to stop" in views[1].read_text()

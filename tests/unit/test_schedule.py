@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.models.schedule import learning_rate_schedule
+from rlhf_mc.models.optimizer import learning_rate_schedule
 
 
 def learning_rates(optim: OptimConfig, total_steps: int) -> list[float]:

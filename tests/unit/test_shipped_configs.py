@@ -14,12 +14,12 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config, validate
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
-from rlhf_mc.models.checks import check_layout
 from rlhf_mc.planner import activations
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
 from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 

@@ -14,7 +14,7 @@ from rlhf_mc.architectures.operations import training_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.catalog import undeclared
-from rlhf_mc.trainer import speed_metrics
+from rlhf_mc.trainer import step_report
 from rlhf_mc.trainer.step_report import difference_metrics, response_lengths_by_source
 
 QWEN2 = {
@@ -46,7 +46,7 @@ def batch() -> RaggedBatch:
 
 
 def test_milliseconds_per_token(batch: RaggedBatch) -> None:
-    found = speed_metrics.per_token_metrics(
+    found = step_report.per_token_metrics(
         batch, {"timing_s/gen": 0.5, "timing_s/update_actor": 1.1, "timing_s/testing": 9.0}
     )
     assert found == pytest.approx({"timing_per_token_ms/gen": 50.0, "timing_per_token_ms/update_actor": 50.0})
@@ -57,14 +57,14 @@ def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monk
     actor = ModelShape.from_hf_config(QWEN2)
     critic = ModelShape.from_hf_config(QWEN2, value_head=True)
     groups = SimpleNamespace(mesh=SimpleNamespace(world=4))
-    monkeypatch.setattr(speed_metrics, "peak_flops", {"bfloat16": 1e9}.__getitem__)
+    monkeypatch.setattr(step_report, "peak_flops", {"bfloat16": 1e9}.__getitem__)
     cfg = SimpleNamespace(
         actor=SimpleNamespace(ppo_epochs=2, megatron=SimpleNamespace(dtype="bfloat16")),
         critic=SimpleNamespace(ppo_epochs=None),
     )
     seconds = {"timing_s/update_actor": 0.5, "timing_s/update_critic": 0.25, "timing_s/old_log_prob": 0.125}
     engines = (SimpleNamespace(shape=actor, groups=groups), SimpleNamespace(shape=critic, groups=groups))
-    found = speed_metrics.utilization_metrics(*engines, cfg, batch, seconds)
+    found = step_report.utilization_metrics(*engines, cfg, batch, seconds)
     of_actor, of_critic = (2 * training_flops(shape, [6, 7, 9], 10) for shape in (actor, critic))
     assert found == pytest.approx(
         {
@@ -75,17 +75,17 @@ def test_mfu_is_flops_per_rank_and_second_over_the_peak(batch: RaggedBatch, monk
     )
     assert undeclared(found) == []
     del seconds["timing_s/update_actor"]  # trainer.critic_warmup
-    assert speed_metrics.utilization_metrics(engines[0], None, cfg, batch, seconds).keys() == {"perf/mfu/actor_infer"}
+    assert step_report.utilization_metrics(engines[0], None, cfg, batch, seconds).keys() == {"perf/mfu/actor_infer"}
 
 
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "use_cuda", lambda: True)
-    monkeypatch.setattr(speed_metrics, "measured_flops", lambda dtype, size: 1.0)
+    monkeypatch.setattr(step_report, "measured_flops", lambda dtype, size: 1.0)
     for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GeForce RTX 3070", 1.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        speed_metrics.peak_flops.cache_clear()
-        assert speed_metrics.peak_flops("float32") == expected
-    speed_metrics.peak_flops.cache_clear()
+        step_report.peak_flops.cache_clear()
+        assert step_report.peak_flops("float32") == expected
+    step_report.peak_flops.cache_clear()
 
 
 def test_no_memory_to_measure_leaves_the_mfu_out(
@@ -95,27 +95,27 @@ def test_no_memory_to_measure_leaves_the_mfu_out(
         raise error
 
     monkeypatch.setattr(platform, "use_cuda", lambda: False)
-    monkeypatch.setattr(speed_metrics, "measured_flops", fail)
+    monkeypatch.setattr(step_report, "measured_flops", fail)
     cfg = SimpleNamespace(actor=SimpleNamespace(megatron=SimpleNamespace(dtype="float32")))
     actor = SimpleNamespace(groups=SimpleNamespace(mesh=SimpleNamespace(world=1)))
-    speed_metrics.peak_flops.cache_clear()
+    step_report.peak_flops.cache_clear()
     error: Exception = torch.OutOfMemoryError("CUDA out of memory")
     for _ in range(2):
-        assert speed_metrics.utilization_metrics(actor, None, cfg, batch, {"timing_s/old_log_prob": 1.0}) == {}
+        assert step_report.utilization_metrics(actor, None, cfg, batch, {"timing_s/old_log_prob": 1.0}) == {}
     assert capsys.readouterr().err.count("no memory to measure") == 1
-    speed_metrics.peak_flops.cache_clear()
+    step_report.peak_flops.cache_clear()
     error = RuntimeError("another error")
     with pytest.raises(RuntimeError, match="another error"):
-        speed_metrics.peak_flops("float32")
+        step_report.peak_flops("float32")
 
 
 @pytest.mark.skipif(platform.use_cuda(), reason="of a CPU")
 def test_the_peak_of_a_cpu_is_measured_once() -> None:
     """Check the order of magnitude: a core has between 0.5 and 500 GFLOP/s."""
-    speed_metrics.peak_flops.cache_clear()
-    rate = speed_metrics.peak_flops("float32")
+    step_report.peak_flops.cache_clear()
+    rate = step_report.peak_flops("float32")
     assert 0.5e9 < rate < 500e9 * torch.get_num_threads()
-    assert speed_metrics.peak_flops("float32") == rate
+    assert step_report.peak_flops("float32") == rate
 
 
 def test_lengths_by_data_source(batch: RaggedBatch) -> None:

@@ -49,7 +49,7 @@ def python(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedP
         (["tools/convert_mcore_to_hf.py"], "rlhf_mc.checkpoint.convert"),
         (["tools/make_quickstart.py"], "torch"),
         (["tools/prepare_data.py"], "pyarrow"),
-        (["tools/report.py"], "rlhf_mc.observability.report"),
+        (["tools/report.py"], "rlhf_mc.report.page"),
         (["tools/from_verl.py"], "rlhf_mc.config.load"),
     ],
 )

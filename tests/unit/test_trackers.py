@@ -17,9 +17,9 @@ import yaml
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.observability import trackers
-from rlhf_mc.observability.run_files import flattened
 from rlhf_mc.observability.sinks import Sinks
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, check_loggers, mlflow_name
+from rlhf_mc.run_files import flattened
 
 RUN_ID = "20261122-170000-abc123"
 SETTINGS = {

@@ -6,8 +6,8 @@ import pytest
 from published import model_path
 from test_shipped_configs import REPO
 
+from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.load import load_config
-from rlhf_mc.models.shapes import model_shapes
 from rlhf_mc.planner.collectives import Collective
 from rlhf_mc.planner.lengths import lengths_of
 from rlhf_mc.planner.traffic import Transfer, plan_traffic

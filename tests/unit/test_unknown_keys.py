@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from config_files import MINIMAL, error_of, load
 
-from rlhf_mc.config import unknown, verl_keys
+from rlhf_mc.config import unknown
 from rlhf_mc.config.load import dotted_keys
+from rlhf_mc.verl import keys
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,8 @@ def test_unknown_key_has_this_answer(config_file: Path, key: str, answer: str) -
 
 def test_keys_that_are_named_in_answers_exist() -> None:
     """Check each section.key in the replacements of verl's keys."""
-    rules = [verl_keys.rule_of(rule.pattern.replace("*", "actor")) or rule for rule in verl_keys.RULES]
-    answers = [*unknown._EARLIER.values(), *verl_keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
+    rules = [keys.rule_of(rule.pattern.replace("*", "actor")) or rule for rule in keys.RULES]
+    answers = [*unknown._EARLIER.values(), *keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
     known = dotted_keys()
     for answer in answers:
         for word in re.findall(r"\b[a-z_]+(?:\.(?!json)[a-z_]+)+\b", answer):

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rlhf_mc.trainer.validation_metrics import Answer, validation_metrics
+from rlhf_mc.trainer.evaluate import Answer, validation_metrics
 
 
 def answers(rows: list[list[float]], votes: list[list[str]] | None = None, source: str = "s") -> list[Answer]:

@@ -17,7 +17,7 @@ from rlhf_mc.config.reward_schema import RewardModelConfig
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import load_tokenizer
-from rlhf_mc.trainer.value_heads import reward_model_checkpoint, value_checkpoint
+from rlhf_mc.setup.value_heads import reward_model_checkpoint, value_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny import make_reward_model, make_tokenizer

@@ -26,7 +26,7 @@ print(json.dumps(sorted(names)))
 """
 IMPORT_ENGINE = """
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.trainer.setup import _import_vllm
+from rlhf_mc.setup.build import _import_vllm
 try:
     _import_vllm()
 except UserError as error:

@@ -19,7 +19,8 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import Limit, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
+from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep, layouts_of
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import hf_layout
 from rlhf_mc.reshard.placement import chunk_prefix
@@ -28,8 +29,7 @@ from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import Groups, build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.update import ActorTerms, actor_objective, critic_objective
 
 TEMPERATURE = 0.7

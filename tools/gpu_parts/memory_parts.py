@@ -17,6 +17,7 @@ from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.build import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch, PackingCache
@@ -25,7 +26,6 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.verify import checksum, verify
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
-from rlhf_mc.trainer.adjustments import Adjustments
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 from rlhf_mc.trainer.weight_sync import WeightSync
 

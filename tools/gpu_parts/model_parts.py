@@ -32,9 +32,10 @@ from rlhf_mc import platform
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import uses_transformer_engine
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.topology.groups import Groups
-from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
+from rlhf_mc.trainer.log_probs import score_tokens
 
 BOUNDS = {"log_prob": 1e-4, "gradient": 1e-3}
 """Largest errors in float32: of a log-prob in nats, and of a gradient relative to its norm. tests/dist bounds the same

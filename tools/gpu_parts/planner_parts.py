@@ -14,15 +14,14 @@ from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.memory import RESERVED
 from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.topology.groups import Groups
-from rlhf_mc.trainer.scoring import log_prob_head
-from rlhf_mc.trainer.setup import layouts_of
 
 GB = 10**9
 RECOMPUTATION = {"none": None, "selective": "selective", "full": "full"}

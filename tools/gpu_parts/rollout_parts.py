@@ -24,14 +24,16 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.config.load import load_config
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import on_rank_0
-from rlhf_mc.trainer import loop, phases, step_report
+from rlhf_mc.trainer import generate, log_probs, loop, step_state
+from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND
-from rlhf_mc.trainer.scoring import log_prob_head, score_tokens
-from rlhf_mc.trainer.setup import Run, build_run
-from rlhf_mc.trainer.step_report import StepState
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.step_state import StepState
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("gen", "old_log_prob", "values", "update_critic", "update_actor")
@@ -92,13 +94,13 @@ def sleep(report: Report, sizes: Sizes) -> None:
     """Generate, let vLLM sleep while the trainer scores, and generate again: memory must be released, and the same
     weights and seeds must give the same tokens."""
     with _built_run(sizes, "tiny", {"rollout": {"free_cache_engine": True}}) as run:
-        first_state = step_report.begin_step(1, RankStatus())
-        first = phases.rollout(run, first_state)[1]
+        first_state = step_state.begin_step(1, RankStatus())
+        first = generate.rollout(run, first_state)[1]
         platform.synchronize()
         awake = _used_memory()
-        phases.score(run, first_state, first)
+        log_probs.score(run, first_state, first)
         asleep = _used_memory()
-        second = phases.rollout(run, step_report.begin_step(1, RankStatus()))[1]
+        second = generate.rollout(run, step_state.begin_step(1, RankStatus()))[1]
     least = GPU_MEMORY_UTILIZATION / 3 * torch.cuda.get_device_properties(platform.device()).total_memory
     released = f"{(awake - asleep) / 1e9:.2f} GB are released"
     report.check(awake - asleep >= least, f"{released}, at least {least / 1e9:.2f} GB of KV cache are expected")
@@ -178,7 +180,7 @@ def step_speed(report: Report, sizes: Sizes) -> None:
 
 
 def _step(run: Run, step: int) -> tuple[StepState, RaggedBatch]:
-    state = step_report.begin_step(step, RankStatus())
+    state = step_state.begin_step(step, RankStatus())
     return state, loop.one_step(run, state, StopRequests(run.config.trainer))
 
 

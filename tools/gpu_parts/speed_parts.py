@@ -28,7 +28,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import PackingCache
-from rlhf_mc.trainer.scoring import log_prob_head
+from rlhf_mc.models.heads import log_prob_head
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls of CUDA in which the host waits."""

@@ -26,8 +26,7 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_byte
 from rlhf_mc.checkpoint.training_state import Save, load
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.trainer.setup import layouts_of
+from rlhf_mc.models.engine import ModelEngine, layouts_of
 
 BUDGET = 1024
 GRADIENT_BOUND = 0.02

@@ -1,0 +1,131 @@
+"""The command line of `python -m rlhf_mc`, and the texts that its options print. No torch is imported here."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+import rlhf_mc
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.printing import commented_yaml
+from rlhf_mc.config.recorded import command_without_secrets, recorded
+from rlhf_mc.config.schema import Config
+from rlhf_mc.runtime.exit_codes import EXIT_ERROR, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
+from rlhf_mc.verl.input import converted_arguments, split_environment
+
+USAGE = "torchrun --nproc-per-node N -m rlhf_mc CONFIG.yaml [section.key=value ...]"
+HELP = f"""\
+usage: {USAGE}
+       python -m rlhf_mc CONFIG.yaml [section.key=value ...] [--print-config]
+       python -m rlhf_mc --verl [SCRIPT_OR_CONFIG] [key=value ...] [--print-config]
+       python -m rlhf_mc --check
+
+PPO for language models on Megatron-Core, with vLLM in the same processes. torchrun or srun starts the ranks; started
+with python alone, the program has one rank. Launchers that set the environment:
+
+  launch/torchrun_1node.sh CONFIG.yaml [section.key=value ...]       one node
+  sbatch slurm/ppo_1node.sh CONFIG.yaml [section.key=value ...]      one node, as a Slurm job
+  sbatch slurm/ppo_70b.sh [section.key=value ...]                    8 nodes; the body of both is launch/slurm_job.sh
+
+Each of them takes `--verl SCRIPT_OR_CONFIG [key=value ...]` in place of these arguments.
+
+arguments:
+  CONFIG.yaml          the settings; configs/ has an example for each use, and `base: other.yaml` inherits
+  section.key=value    a setting that replaces the file's; the value is YAML
+
+options:
+  -h, --help           print this text
+  --version            print the version
+  --check              print what this machine has, what it lacks and what that costs; code 1 where no run could start
+  --verl               take settings of verl's, as tools/from_verl.py does (docs/from_verl.md)
+  --env NAME[=VALUE]   with --verl: a variable of the script, or of the environment (HOME and PWD are known)
+  --print-config       print all settings of CONFIG.yaml with their documentation, as a config that can be loaded
+
+exit codes:
+  {0:<3}  the run has finished
+  {EXIT_ERROR:<3}  an error
+  {EXIT_USER_ERROR:<3}  a mistake in the settings or in a file that they name, reported in one line
+  {EXIT_REQUEUE:<3}  the run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C); the same command resumes it
+  {EXIT_INTERRUPTED:<3}  the run was interrupted (a second Ctrl-C) and has saved nothing
+
+documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md, docs/reliability.md"""
+
+Option = Literal["--help", "--version", "--check", "--print-config"]
+VERL = "--verl"
+SCRIPTS = (".sh", ".bash", ".slurm")
+OPTIONS: dict[str, Option] = {
+    "-h": "--help",
+    "--help": "--help",
+    "--version": "--version",
+    "--check": "--check",
+    "--print-config": "--print-config",
+}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The parsed arguments of the program."""
+
+    config: str | None
+    """The file; None: the overrides have all settings."""
+    overrides: list[str]
+    option: Option | None = None
+    """The text to print instead of training."""
+
+    def text(self) -> str:
+        """Return the text of an option other than --check. Raise UserError if the config cannot be loaded."""
+        if self.option == "--help":
+            return HELP
+        if self.option == "--version":
+            return f"rlhf_mc {rlhf_mc.__version__}"
+        config = load_config(self.config, self.overrides)
+        files = [self.config] if self.config is not None else []
+        command = " ".join(shlex.join(command_without_secrets([*files, *self.overrides])).splitlines())
+        settings = commented_yaml(config, recorded(config)).rstrip("\n")
+        return f"# {command}, resolved by rlhf_mc {rlhf_mc.__version__}\n\n{settings}"
+
+
+def parse(argv: list[str]) -> CommandLine:
+    """Parse the arguments after the program's name. Raise UserError for an unknown option or a missing config."""
+    verl = argv
+    argv = split_environment(argv)[0] if VERL in argv else argv
+    given = [argument for argument in argv if argument.startswith("-") and argument != VERL]
+    for argument in given:
+        if argument not in OPTIONS:
+            raise UserError(f"unknown option {argument}{_hint(argument)}; --help lists the options")
+    options = {OPTIONS[argument] for argument in given}
+    option = next((option for option in OPTIONS.values() if option in options), None)
+    arguments = [argument for argument in argv if not argument.startswith("-")]
+    if option in ("--help", "--version", "--check"):
+        return CommandLine("", [], option)
+    if VERL in argv and not arguments:
+        raise UserError(f"{VERL}: expected a script or YAML file of verl's, or key=value settings; --help explains it")
+    if VERL in argv:
+        conversion = converted_arguments([argument for argument in verl if argument not in (VERL, *given)])
+        return CommandLine(None, conversion.overrides(), option)
+    for argument in arguments:
+        if "=" not in argument and argument.endswith(SCRIPTS):
+            raise UserError(f"{argument} is a script, not a config or section.key=value; {VERL} reads one of verl's")
+    if not arguments or "=" in arguments[0]:
+        raise UserError(f"usage: {USAGE}; --help explains it")
+    return CommandLine(arguments[0], arguments[1:], option)
+
+
+def config_of(argv: list[str]) -> Config:
+    """Return the config of a command line that trains. Raise UserError for a mistake, or an option that prints."""
+    command = parse(argv)
+    if command.option is not None:
+        raise UserError(f"{command.option} starts no run; give it to `python -m rlhf_mc`")
+    return load_config(command.config, command.overrides)
+
+
+def _hint(argument: str) -> str:
+    """Return an explanation of an unknown option, or an empty text."""
+    if "=" in argument:
+        return f" (a setting has no dashes before it: {argument.lstrip('-')})"
+    nearest = difflib.get_close_matches(argument, [*OPTIONS, VERL], n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""

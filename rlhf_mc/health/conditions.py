@@ -1,0 +1,241 @@
+"""The conditions of the health rules: functions of a step's metrics and of the steps before. health/rules.py has the
+rules with their texts. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_mc.config.health_schema import HealthConfig
+
+Side = Literal["above", "below"]
+SCORE = "critic/score/mean"
+HIGHEST = "critic/score/max"
+LOWEST = "critic/score/min"
+ENTROPY = "actor/entropy"
+PPO_KL = "actor/ppo_kl"
+REF_KL = ("actor/reward_kl_penalty", "actor/controlled_kl", "actor/kl_loss")
+THROUGHPUT = "perf/throughput"
+GRAD_NORMS = ("actor/grad_norm", "critic/grad_norm")
+_REMEMBERED = (SCORE, ENTROPY, THROUGHPUT, *GRAD_NORMS)
+"""Metrics whose earlier values rules read."""
+_FEWEST = 5
+"""Earlier steps that a median needs, or health.window if that is smaller."""
+_FAR = 1.0
+"""KL to the reference of a collapsed policy, nats per token, at least."""
+_TAIL = 10.0
+"""Bound of the 99th percentile of log-prob differences, as a multiple of the mean's (trainer/logprob_check.py)."""
+_COLLAPSED_FROM = 10.0
+"""A policy that had less than this multiple of entropy_collapse in the first step has not collapsed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A metric outside of its bound in one step."""
+
+    metric: str
+    value: float
+    bound: str
+    """The bound in words."""
+    setting: str = ""
+    """The setting of the bound."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Properties of a run that the rules depend on, beside its metrics."""
+
+    updates_per_step: int = 1
+    """Optimizer steps of the actor in one step."""
+    compares_groups: bool = False
+    """The advantage estimator compares the responses to one prompt."""
+    logprob_bound: float | None = None
+    """Bound of the mean log-prob difference between vLLM and trainer; None: they are not compared."""
+
+
+class Past:
+    """The steps before the one that is checked."""
+
+    def __init__(self, length: int) -> None:
+        """length: steps that are remembered."""
+        self._series: dict[str, deque[float]] = {key: deque(maxlen=length) for key in _REMEMBERED}
+        self.first: dict[str, float] = {}
+        """The first finite value of each remembered metric."""
+        self.lowest_score = math.inf
+        """Of any response so far."""
+        self.highest_score = -math.inf
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Remember a step."""
+        for key, series in self._series.items():
+            if key in metrics and math.isfinite(metrics[key]):
+                series.append(metrics[key])
+                self.first.setdefault(key, metrics[key])
+        if math.isfinite(low := metrics.get(LOWEST, math.nan)):
+            self.lowest_score = min(self.lowest_score, low)
+        if math.isfinite(high := metrics.get(HIGHEST, math.nan)):
+            self.highest_score = max(self.highest_score, high)
+
+    def last(self, key: str, count: int) -> list[float]:
+        """Return up to `count` of the last values of a remembered metric."""
+        return list(self._series[key])[-count:]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The input of a rule in one step."""
+
+    metrics: Mapping[str, float]
+    past: Past
+    cfg: HealthConfig
+    facts: Facts
+
+    def get(self, key: str) -> float | None:
+        """Return a metric, or None where it is missing or not finite."""
+        value = self.metrics.get(key)
+        return value if value is not None and math.isfinite(value) else None
+
+    def before(self, key: str) -> list[float] | None:
+        """Return the values of a remembered metric in the window before; None if there are too few."""
+        found = self.past.last(key, self.cfg.window)
+        return found if len(found) >= min(_FEWEST, self.cfg.window) else None
+
+    def above(self, setting: str, *keys: str) -> Finding | None:
+        """Return the first of the metrics that is above its bound, a setting of health."""
+        return self._outside("above", setting, keys)
+
+    def below(self, setting: str, *keys: str) -> Finding | None:
+        """Return the first of the metrics that is below its bound, a setting of health."""
+        return self._outside("below", setting, keys)
+
+    def _outside(self, side: Side, setting: str, keys: tuple[str, ...]) -> Finding | None:
+        bound = getattr(self.cfg, setting)
+        for key in keys:
+            value = self.get(key)
+            if value is not None and _is_beyond(side, value, bound):
+                return Finding(key, value, f"{side} {bound:g}", f"health.{setting}")
+        return None
+
+    def beyond_median(self, side: Side, factor: float, setting: str, *keys: str) -> Finding | None:
+        """Return the first of the metrics that is above, or below, `factor` times its median over the window before.
+        setting: the setting of health that gives the factor."""
+        for key in keys:
+            value = self.get(key)
+            before = self.before(key)
+            if value is None or before is None:
+                continue
+            median = statistics.median(before)
+            if _is_beyond(side, value, factor * median):
+                return Finding(key, value, f"{side} {factor:g} x its median before, {median:.3g}", f"health.{setting}")
+        return None
+
+
+def _is_beyond(side: Side, value: float, bound: float) -> bool:
+    return value > bound if side == "above" else value < bound
+
+
+def not_finite(seen: Observed) -> Finding | None:
+    for key in ("actor/skipped", "critic/skipped"):
+        if (share := seen.get(key)) is not None and share > 0:
+            return Finding(key, share, "above 0")
+    for key, value in seen.metrics.items():
+        if not math.isfinite(value):
+            return Finding(key, value, "not finite")
+    return None
+
+
+def kl_explosion(seen: Observed) -> Finding | None:
+    return seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL)
+
+
+def policy_collapsed(seen: Observed) -> Finding | None:
+    found = seen.below("entropy_collapse", ENTROPY)
+    started = seen.past.first
+    score = seen.get(SCORE)
+    if found is None or score is None or ENTROPY not in started or SCORE not in started:
+        return None
+    if started[ENTROPY] < _COLLAPSED_FROM * seen.cfg.entropy_collapse or score > started[SCORE]:
+        return None
+    kls = [kl for key in REF_KL if (kl := seen.get(key)) is not None]
+    if not kls:  # a run that begins with a trained policy has no entropy either: what counts is what it has lost
+        return found if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2 else None
+    return found if max(kls) > _FAR else None
+
+
+def ppo_kl_low(seen: Observed) -> Finding | None:
+    return seen.below("ppo_kl_min", PPO_KL) if seen.facts.updates_per_step > 1 else None
+
+
+def grad_norm_growing(seen: Observed) -> Finding | None:
+    return seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS)
+
+
+def entropy_falling(seen: Observed) -> Finding | None:
+    return seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY)
+
+
+def _is_saturated(seen: Observed) -> bool:
+    """Return whether the mean score is close to the highest score of any response, with lower ones before."""
+    mean = seen.get(SCORE)
+    high = seen.get(HIGHEST)
+    low = seen.get(LOWEST)
+    if mean is None or high is None or low is None:
+        return False
+    high = max(seen.past.highest_score, high)
+    low = min(seen.past.lowest_score, low)
+    return low < high and mean >= low + seen.cfg.saturated_share * (high - low)
+
+
+def reward_constant(seen: Observed) -> Finding | None:
+    high = seen.get(HIGHEST)
+    low = seen.get(LOWEST)
+    if high is None or low is None or high != low or _is_saturated(seen):
+        return None
+    return Finding(SCORE, high, "the score of every response")
+
+
+def reward_flat(seen: Observed) -> Finding | None:
+    """Compare the later half of the window with the earlier one: a trend is two standard errors of the difference."""
+    now = seen.get(SCORE)
+    count = seen.cfg.reward_window
+    scores = [*seen.past.last(SCORE, count - 1), *([] if now is None else [now])]
+    if now is None or len(scores) < count or _is_saturated(seen):
+        return None
+    halves = scores[: count // 2], scores[count // 2 :]
+    gain = statistics.fmean(halves[1]) - statistics.fmean(halves[0])
+    error = math.sqrt(sum(statistics.variance(half) / len(half) for half in halves))
+    words = f"no trend: {gain:+.3g} in {count // 2} steps"
+    return Finding(SCORE, now, words, "health.reward_window") if abs(gain) <= 2.0 * error else None
+
+
+def reward_saturated(seen: Observed) -> Finding | None:
+    if not _is_saturated(seen):
+        return None
+    high = max(seen.past.highest_score, seen.metrics[HIGHEST])
+    return Finding(SCORE, seen.metrics[SCORE], f"the highest score is {high:g}", "health.saturated_share")
+
+
+def equal_groups(seen: Observed) -> Finding | None:
+    if not seen.facts.compares_groups:
+        return None
+    return seen.above("equal_groups_max", "train/dropped_groups_ratio", "train/equal_groups_ratio")
+
+
+def rollout_mismatch(seen: Observed) -> Finding | None:
+    bound = seen.facts.logprob_bound
+    if bound is None:
+        return None
+    for name, limit in (("mean", bound), ("p99", _TAIL * bound)):
+        value = seen.get(key := f"training/rollout_logprobs_diff_{name}")
+        if value is not None and value > limit:
+            return Finding(key, value, f"above {limit:.3g}", "trainer.max_rollout_logprob_diff")
+    return None
+
+
+def throughput_falling(seen: Observed) -> Finding | None:
+    return seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT)

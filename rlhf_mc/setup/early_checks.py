@@ -1,0 +1,81 @@
+"""Checks that take about a second, before torch is imported and before a rank waits for another. Each rank makes them
+by itself. setup.py makes the checks that need weights, tokenizer, rows or a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from rlhf_mc.architectures.run_shapes import model_shapes
+from rlhf_mc.config.errors import UserError, about
+from rlhf_mc.config.paths import check_present
+from rlhf_mc.config.recorded import check_not_hidden
+from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.validate import validate
+from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
+from rlhf_mc.observability.trackers import check_loggers
+from rlhf_mc.reshard.layout import check_vllm
+from rlhf_mc.reshard.model_checks import check_layout, check_length
+from rlhf_mc.rewards.remote import RemoteReward
+
+
+def world_size() -> int:
+    """Return the number of ranks that torchrun or srun has started; 1 without them. Raise UserError if the environment
+    variable is not a number."""
+    text = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"the environment variable WORLD_SIZE is {text!r}; it must be the number of ranks")
+    return int(text)
+
+
+def check_early(cfg: Config, world: int) -> None:
+    """Raise UserError if the settings, the files that they name, or a config.json show that the run cannot start on
+    `world` ranks."""
+    validate(cfg, world)
+    check_not_hidden(cfg)
+    if cfg.reward.remote.url is not None:
+        RemoteReward(cfg.reward.remote, cfg.reward.timeout_seconds)
+    check_present(cfg)
+    check_loggers(cfg.trainer.logger)
+    _check_models(cfg)
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        for file in files:
+            with about(f"{key} {file}:"):
+                check_columns(file, columns_of(cfg.data, scored_by_rule(cfg, key)))
+    _check_environment()
+
+
+def _check_environment() -> None:
+    """Raise UserError if this is a rank and the environment lacks the address of rank 0."""
+    if "RANK" not in os.environ:
+        return
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise UserError(
+            f"RANK is set in the environment, and {' and '.join(missing)} not; torchrun and launch/slurm_job.sh set "
+            "them, and without RANK the run has one process"
+        )
+
+
+def _check_models(cfg: Config) -> None:
+    """Raise UserError if a config.json is of an unsupported model, or of one that the layouts cannot shard."""
+    roles = model_shapes(cfg)
+    for role, (key, shape) in roles.items():
+        megatron = layouts(cfg)[role]
+        with _in_section(f"{role}.megatron", key):
+            check_layout(shape, megatron, role)
+    _, actor = roles["actor"]
+    check_length(actor, cfg.data)
+    with _in_section("rollout", "model.path"):
+        check_vllm(actor, cfg.rollout.tensor_model_parallel_size)
+
+
+@contextlib.contextmanager
+def _in_section(section: str, model: str) -> Iterator[None]:
+    """Add to a UserError inside the section of the setting that it begins with, and the setting of its model."""
+    try:
+        yield
+    except UserError as error:
+        has_section = str(error).startswith((f"{section}.", "config.json"))
+        raise UserError(f"{error if has_section else f'{section}.{error}'} ({model})") from None

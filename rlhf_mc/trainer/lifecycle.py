@@ -1,0 +1,245 @@
+"""The life of a run around its steps: resume, act on health rules, save, stop, export, close."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch.distributed as dist
+
+from rlhf_mc.checkpoint.hf_export import export_hf
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import Config
+from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.observability.profile import warn_of_unreached
+from rlhf_mc.observability.sinks import Sink, build_sinks, view
+from rlhf_mc.report.page import read_runs, write_report
+from rlhf_mc.report.plots import plot_run
+from rlhf_mc.run_directory import success
+from rlhf_mc.run_directory.ownership import EXPORT, HF
+from rlhf_mc.run_directory.starts import record_end, record_start
+from rlhf_mc.run_files import PLOT, REPORT
+from rlhf_mc.runtime.preemption import StopRequested, StopRequests
+from rlhf_mc.runtime.rank_status import RankStatus
+from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
+from rlhf_mc.trainer import evaluate
+from rlhf_mc.trainer.checkpointing import Checkpoints, Position, load_checkpoint, save_checkpoint
+from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act, apply_adjustments, save_start
+from rlhf_mc.trainer.rollout import TooFewGroups
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.samples import record_histograms
+from rlhf_mc.trainer.start_table import show_start
+from rlhf_mc.trainer.step_report import log, say_on_console
+from rlhf_mc.trainer.step_state import StepState, begin_step
+
+
+class Lifecycle:
+    """All that surrounds the steps of a run. Every rank must call each method. As a context, it ends the run
+    according to what ends the steps."""
+
+    def __init__(self, run: Run, status: RankStatus, stop: StopRequests) -> None:
+        self._run = run
+        self._status = status
+        self._stop = stop
+        self._checkpoints = Checkpoints(run)
+        self._directory = Path(run.config.trainer.default_local_dir)
+        self._opened = ExitStack()
+        """Closes what the steps have opened."""
+        self._sinks: Sink
+        self._health: HealthWatch
+
+    # ------------------------------------------------------------ steps
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the number of each step from the checkpoint that the run resumes from to the last one, then export and
+        close. After a roll-back the steps continue from an earlier one."""
+        run = self._run
+        while True:
+            position = self._resume()
+            if run.config.trainer.val_only:
+                self._validate_only()
+                return
+            self._start()
+            while act(run, self._checkpoints, position.step, self._health) == "continues":
+                if run.schedule.is_last(position.step, position.num_batches, position.accuracy):
+                    self._finish()
+                    return
+                yield position.step + 1
+            on_every_rank(self._opened.close)
+            self._record_end("rolled back", "a health rule rolled the run back")
+
+    def begin_step(self, step: int) -> StepState:
+        """Return the state of the next step."""
+        apply_adjustments(self._run, step)
+        return begin_step(step, self._status, self._checkpoints.position.num_batches)
+
+    def save_step(self, state: StepState, accuracy: float | None) -> None:
+        """Check the health of a complete step, and export and save where that is due. accuracy: of the validation after
+        the step, if any."""
+        run = self._run
+        self._health.step_done(state)
+        healthy = self._health.last
+        if run.schedule.is_export_due(state.step) and not healthy.acting:
+            export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._checkpoints.run_id)
+        self._checkpoints.step_done(state.step, state.num_batches, accuracy, state.metrics, healthy.is_healthy)
+        if run.schedule.is_save_due(state.step, state.num_batches, accuracy):
+            save_checkpoint(run, state, self._checkpoints)
+
+    def log_step(self, state: StepState, batch: RaggedBatch) -> None:
+        """Log the metrics of a complete step, and commit a checkpoint that is written."""
+        log(self._sinks, state)
+        record_histograms(self._run.config, self._run.groups.rank, self._checkpoints.run_id, state.step, batch)
+        self._checkpoints.commit_if_written()
+        self._stop.steps_done += 1
+
+    # ------------------------------------------------------------ start
+
+    def _resume(self) -> Position:
+        """Load the checkpoint to resume from, if there is one, and the adjustments of the run. Return the position of
+        the run. A roll-back repeats none of the lines of the start."""
+        run = self._run
+        self._status.total_steps = run.schedule.total_steps
+        position = load_checkpoint(run, begin_step(0, self._status), self._checkpoints)
+        run.adjustments.load()
+        if not self._checkpoints.is_rolled_back:
+            for line in run.adjustments.in_effect(position.step):
+                say_on_console(run, line)
+            last = position.step if run.config.trainer.val_only else run.schedule.total_steps
+            warn_of_unreached(run.config, position.step, last)
+        return position
+
+    def _start(self) -> None:
+        """Open the sinks, record the start, show who holds what, and validate and save the weights before the first
+        step where that is due."""
+        run = self._run
+        position = self._checkpoints.position
+        after = self._checkpoints.resumed_step
+        run_id = self._checkpoints.run_id
+        total = run.schedule.total_steps
+        self._sinks = on_every_rank(lambda: build_sinks(run.groups.rank, run.config, total, after, run_id))
+        self._opened.callback(self._sinks.close)
+        record_start(run.config, run_id, position.step)
+        self._health = HealthWatch(run, run_id, position.step)
+        if not self._checkpoints.is_rolled_back:
+            show_start(run)
+        if after is None and run.schedule.is_first_validation_due():
+            state = begin_step(0, self._status)
+            position.accuracy = evaluate.validate(run, state)
+            log(self._sinks, state)
+        save_start(run, begin_step(position.step, self._status), self._checkpoints)
+
+    def _validate_only(self) -> None:
+        """Validate the current weights. The metrics go to the console and to validation/step_<n>.json, since the step's
+        row in metrics.jsonl may be there already."""
+        run = self._run
+        state = begin_step(self._checkpoints.position.step, self._status)
+        show_start(run)
+        evaluate.validate(run, state)
+        for name, value in sorted(state.metrics.items()):
+            if name.startswith("val-core/"):
+                say_on_console(run, f"step {state.step}: {name} {value:.4f}")
+        if run.groups.rank == 0:
+            view("validation/", lambda: evaluate.write_metrics(self._directory, state.step, state.metrics))
+        self._write_success(state.step)
+
+    # ------------------------------------------------------------ end
+
+    def _finish(self) -> None:
+        """Export the trained actor, close the sinks, write plot and report and, last of all, the success marker."""
+        run = self._run
+        position = self._checkpoints.position
+        self._health.close(position.step)
+        self._checkpoints.commit()
+        export(run, begin_step(position.step, self._status), self._directory / HF, self._checkpoints.run_id)
+        reached = run.schedule.reaches_target(position.accuracy)
+        reason = "the target accuracy is reached" if reached else "all steps are done"
+        on_every_rank(self._sinks.close)
+        self._record_end("finished", reason)
+        if run.groups.rank == 0:
+            write_views(run.config)
+        self._write_success(position.step)
+        hf = self._directory / HF
+        say_on_console(run, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
+
+    def __enter__(self) -> Lifecycle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            return self._end(error)
+        finally:
+            self._checkpoints.release()
+
+    def _end(self, error: BaseException | None) -> bool:
+        """End the run because of an error, a stop request or a caller that leaves (GeneratorExit). Return True for a
+        stop request: it is obeyed."""
+        run = self._run
+        if isinstance(error, GeneratorExit):
+            self._checkpoints.commit()
+            self._opened.close()
+            self._record_end("left", "the caller has left the run")
+        elif isinstance(error, StopRequested):
+            saved = self._save_last_step()
+            again = "resumes from there" if self._checkpoints.is_resumable else "begins anew, as another run,"
+            line = f"asked to stop ({error}): {saved}; the run {again} when it is started again"
+            self._opened.close()
+            say_on_console(run, line)
+            self._record_end("stopped", line)  # and no view: a preempted process has little time
+            return True
+        elif isinstance(error, TooFewGroups | Unhealthy):
+            saves = not isinstance(error, Unhealthy) or error.saves
+            line = f"{error}; {self._save_last_step()}" if saves else str(error)
+            self._opened.close()
+            self._record_end("failed", line)
+            on_rank_0(lambda: write_views(run.config))  # a rank that ended meanwhile would be taken for lost
+            raise UserError(line) from None
+        elif isinstance(error, Exception):
+            self._record_end("failed", str(error))
+        return False
+
+    def _save_last_step(self) -> str:
+        """Save the last complete step, whose weights the models still hold. Return what is saved, in words."""
+        step = self._checkpoints.position.step
+        save_checkpoint(self._run, begin_step(step, self._status), self._checkpoints, wait=True)
+        is_saved = step or self._checkpoints.is_resumable
+        return f"the checkpoint of step {step} is complete" if is_saved else "no step is complete yet, so none is saved"
+
+    def _record_end(self, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str) -> None:
+        record_end(self._run.config, self._run.groups.rank, self._checkpoints.position.step, how, text)
+
+    def _write_success(self, step: int) -> None:
+        run_id = self._checkpoints.run_id
+        on_rank_0(lambda: success.write(self._directory, run_id, step), "trainer.default_local_dir")
+
+
+def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:
+    """Write the actor as a Hugging Face checkpoint. run_id: the run that the checkpoint names, None for none."""
+    with run.offload_schedule.phase(state.timer, "export"):
+        export_hf(
+            run.actor.params,
+            layouts_of(run.actor),
+            run.actor.shape,
+            directory,
+            run.groups.rank,
+            dist.group.WORLD,
+            run.config.actor.megatron.dtype,
+            run.config.model.path,
+            about=None if run_id is None else {"run_id": run_id, "step": state.step},
+        )
+
+
+def write_views(cfg: Config) -> None:
+    """Write training.png and report.html of the run so far, if it has a metrics.jsonl. One rank alone calls it, and the
+    others wait."""
+    if "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
+        root = Path(cfg.trainer.default_local_dir)
+        runs = functools.cache(lambda: read_runs([root]))  # once for both views, each of which catches its errors
+        view(PLOT, lambda: plot_run(runs()[0].rows, root / PLOT, title=root.name))
+        view(REPORT, lambda: write_report(runs(), root / REPORT))

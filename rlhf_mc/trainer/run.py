@@ -1,0 +1,70 @@
+"""The type Run: the parts of a run, which setup/build.py builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.algorithms.advantages import EstimatorFunction
+from rlhf_mc.algorithms.kl import KLController
+from rlhf_mc.algorithms.policy_losses import PolicyLoss
+from rlhf_mc.checkpoint.input_fingerprints import Inputs
+from rlhf_mc.config.schema import Config
+from rlhf_mc.data.balance import Limit
+from rlhf_mc.data.dataset import Prompts
+from rlhf_mc.health.adjustments import Adjustments
+from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.rewards.manager import RewardManager
+from rlhf_mc.rollout.base import RolloutEngine
+from rlhf_mc.topology.groups import Groups
+from rlhf_mc.trainer.logprob_check import LogProbCheck
+from rlhf_mc.trainer.offload_schedule import OffloadSchedule
+from rlhf_mc.trainer.reward_models import RewardModel
+from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer.step_schedule import StepSchedule
+from rlhf_mc.trainer.weight_sync import WeightSync
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run. They are the same on every rank, except for the rank's own shards."""
+
+    config: Config
+    groups: Groups
+    """The actor's process groups; each model has those of its own layout."""
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    train_prompts: Prompts
+    val_prompts: Prompts
+    """Those of the samples that are written have a text."""
+    schedule: StepSchedule
+    """The steps after which validation, export and checkpoint are due."""
+    limits: dict[str, Limit]
+    """By phase, the limit of a micro-batch."""
+    inputs: Inputs
+    """Size and content hash of every input file."""
+    rewards: RewardManager
+    actor: ModelEngine
+    critic: ModelEngine | None
+    """None if the advantage estimator needs none."""
+    reference: ModelEngine | None
+    reward_models: list[RewardModel]
+    rollout: RolloutEngine
+    weight_sync: WeightSync
+    """From the actor's parameters to vLLM's."""
+    offload_schedule: OffloadSchedule
+    """Device placement of the models by phase."""
+    estimator: EstimatorFunction
+    """Of algorithm.adv_estimator."""
+    policy_loss: PolicyLoss
+    """Of actor.policy_loss.loss_mode."""
+    kl_controller: KLController
+    skipped: SkippedUpdates
+    log_prob_check: LogProbCheck
+    adjustments: Adjustments
+    """Settings that the run has changed by itself."""
+
+    def trained_models(self) -> list[ModelEngine]:
+        """Return the models that are updated and saved, the actor first."""
+        return [self.actor] if self.critic is None else [self.actor, self.critic]

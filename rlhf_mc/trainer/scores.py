@@ -1,0 +1,177 @@
+"""The scores of responses: by the reward workers of all ranks, which score while other phases run, and by models."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.data.batch import Prompt, RaggedBatch
+from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.observability.phase_work import count
+from rlhf_mc.rewards.manager import PendingScores, RewardManager
+from rlhf_mc.rewards.metrics import reward_metrics
+from rlhf_mc.rewards.results import Score
+from rlhf_mc.rewards.shaping import penalize_overlong
+from rlhf_mc.run_files import TRAIN_GENERATIONS
+from rlhf_mc.runtime.preemption import StopRequests
+from rlhf_mc.topology.consensus import gather_results
+from rlhf_mc.trainer import reward_models
+from rlhf_mc.trainer.reward_models import RewardModel
+from rlhf_mc.trainer.run import Run
+from rlhf_mc.trainer.samples import keep_samples, some_of_each_prompt
+from rlhf_mc.trainer.step_state import StepState
+
+
+def submit_responses(
+    rewards: RewardManager,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    responses: Sequence[list[int]],
+    training: bool = True,
+) -> PendingScores:
+    """Submit this rank's share of the responses to its reward workers. Responses are assigned to ranks round-robin.
+    training: see RewardManager.submit."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    mine = prompts[rank::world]
+    count(responses=len(mine))
+    texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
+    asked = None
+    if rewards.needs_prompts:
+        asked = tokenizer.batch_decode([prompt.token_ids for prompt in mine], skip_special_tokens=True)
+    return rewards.submit(mine, texts, training, asked)
+
+
+def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
+    """Return the scores of all num_rows responses on every rank. Raise UserError on all ranks if a response on any
+    cannot be scored. Every rank must call it."""
+    world = dist.get_world_size()
+    out = [Score(0.0)] * num_rows
+    # Tuples are pickled four times as fast.
+    for r, part in enumerate(gather_results(lambda: [score.as_tuple() for score in pending.result()])):
+        out[r::world] = [Score(*fields) for fields in part]
+    return pending.names.limit(out)
+
+
+def submit_rewards(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch) -> PendingScores:
+    """Submit the responses, the greedy ones last, to the reward workers, which score them during the next phase."""
+    responses = batch.responses()
+    if state.greedy is not None:
+        prompts = prompts + prompts[:: run.config.rollout.n]
+        responses += state.greedy.responses()
+    with run.offload_schedule.phase(state.timer, "reward"):
+        return submit_responses(run.rewards, run.tokenizer, prompts, responses)
+
+
+def rewards(
+    run: Run,
+    state: StepState,
+    prompts: list[Prompt],
+    batch: RaggedBatch,
+    pending: PendingScores | None,
+    stop: StopRequests,
+) -> RaggedBatch:
+    """Return the batch with its scores, and record them. pending: of `rollout`; None: the batch has its scores. Raise
+    StopRequested if a stop is requested: no update has begun."""
+    end_check = stop.start_check()
+    if pending is not None:
+        batch = collect_rewards(run, state, prompts, batch, pending)
+    end_check()
+    state.prompts = prompts
+    return batch
+
+
+def collect_rewards(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
+) -> RaggedBatch:
+    """Return the batch with its scores, as `await_rewards`, and record them."""
+    batch, scores = await_rewards(run, state, prompts, batch, pending)
+    record_rewards(state, [prompt.data_source for prompt in prompts], scores)
+    record_samples(run, state, prompts, batch, scores)
+    return batch
+
+
+def await_rewards(
+    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
+) -> tuple[RaggedBatch, list[Score]]:
+    """Return the batch with the score of each response, and of the greedy response to its prompt if there is one: the
+    weighted sum of its parts, by the reward workers and the reward models, less the penalty on long responses. Return
+    the scores of the batch's responses with their parts too."""
+    n = run.config.rollout.n
+    greedy_prompts = [] if state.greedy is None else prompts[::n]
+    by_model = {
+        model.part: score_by_reward_model(run, state, model, [*prompts, *greedy_prompts], batch)
+        for model in run.reward_models
+    }
+    hidden = state.metrics.get("timing_s/reward_hidden", 0.0)
+    state.metrics["timing_s/reward_hidden"] = hidden + pending.seconds_until(time.perf_counter())
+    sources = [prompt.data_source for prompt in (*prompts, *greedy_prompts)]
+    with run.offload_schedule.phase(state.timer, "reward"):
+        scores = collect_scores(pending, len(sources))
+    for part, contributions in by_model.items():
+        scores = [
+            score if value is None else score.plus(part, value)
+            for score, value in zip(scores, contributions, strict=True)
+        ]
+    buffer = run.config.reward.overlong_buffer
+    if buffer.len > 0:
+        lens = batch.response_lens.tolist() + ([] if state.greedy is None else state.greedy.response_lens.tolist())
+        scores = penalize_overlong(scores, lens, run.config.data.max_response_length, buffer)
+    numbers = torch.tensor([score.score for score in scores], dtype=torch.float32)
+    if greedy_prompts:
+        batch = batch.with_fields(greedy_scores=numbers[len(prompts) :].repeat_interleave(n))
+    return batch.with_fields(scores=numbers[: len(prompts)]), scores[: len(prompts)]
+
+
+def record_rewards(state: StepState, sources: Sequence[str], scores: Sequence[Score]) -> None:
+    """Add the metrics of the scores by data source. sources, scores: one entry per response."""
+    state.metrics.update(reward_metrics(sources, scores))
+
+
+def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
+    """Write the responses that are trained on to trainer.rollout_data_dir, and some of them to train_generations/, in
+    the steps in which they are due."""
+    cfg = run.config.trainer
+    if run.groups.rank != 0:
+        return
+    responses = batch.responses()
+    if run.schedule.is_rollout_data_due(state.step):
+        keep_samples(run, cfg.rollout_data_dir, state.step, prompts, responses, scores)
+    if run.schedule.is_train_log_due(state.step):
+        rows = some_of_each_prompt(len(prompts), run.config.rollout.n, cfg.log_train_generations)
+        directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS) if rows else None
+        some = [prompts[i] for i in rows], [responses[i] for i in rows], [scores[i] for i in rows]
+        keep_samples(run, directory, state.step, *some)
+
+
+def score_by_reward_model(
+    run: Run, state: StepState, model: RewardModel, prompts: list[Prompt], batch: RaggedBatch
+) -> list[float | None]:
+    """Return the contribution of a reward model's part to each score, None where the mixture of the data source has no
+    such part. prompts: of each response, the greedy ones last. Raise UserError if a score is not finite."""
+    weights = [run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts]
+    num_sampled = batch.num_sequences
+    passes = [(batch, slice(num_sampled), state.packing)]
+    if state.greedy is not None:
+        passes.append((state.greedy, slice(num_sampled, None), PackingCache()))
+    values: list[float] = []
+    num_truncated = 0
+    with run.offload_schedule.phase(state.timer, model.role):
+        for responses, part, packing in passes:
+            asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
+            found = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
+            values += found.values.tolist()
+            num_truncated += found.num_truncated
+    if not all(map(math.isfinite, values)):  # the same on every rank
+        raise UserError(f"{model.role}.model_path: {model.path}: a score is not finite in step {state.step}")
+    if model.conversations is not None:
+        key = f"reward/num_truncated/{model.part}"
+        state.metrics[key] = state.metrics.get(key, 0) + num_truncated
+    return [None if weight is None else weight * value for weight, value in zip(weights, values, strict=True)]

@@ -1,0 +1,317 @@
+"""From the settings of a verl run to ours, with a report on each: what keeps its name, what is renamed, what rlhf_mc
+does anyway, what is not needed, and what is not supported.
+
+A setting that schema.py has under the same name passes, and load.py checks its value. verl/values.py converts values,
+and verl/keys.py has the names that differ. verl's files and command lines are read in verl/input.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
+from rlhf_mc.config.unknown import nearest_key
+from rlhf_mc.config.yaml_reader import yaml_text
+from rlhf_mc.verl.correction import rejection_lower_bound
+from rlhf_mc.verl.keys import OFF, Kind, rule_of
+from rlhf_mc.verl.layout import layout_defaults, layout_hints
+from rlhf_mc.verl.line import Line, Settings, number
+from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
+
+_MOST_NAMED = 10
+VERL = "0.10.0.dev of 2026-08-22"
+"""The version of verl whose defaults are written out, those of its generated ppo_megatron_trainer and ppo_trainer."""
+
+_CORRECTION = "algorithm.rollout_correction."
+_LORA = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "reward_model.sandbox_fusion.": ("reward_model.sandbox_fusion.url",),
+    "reward_model.reward_manager.module.": ("reward_model.reward_manager.module.path",),
+    "reward_model.": ("reward_model.enable",),
+    "rollout.multi_turn.": ("rollout.multi_turn.enable",),
+    **{
+        f"{model}.{section}": tuple(f"{model}.{name}" for name in _LORA)
+        for model in ("model", "critic.model")
+        for section in ("lora", "target_modules", "exclude_modules")
+    },
+    "model.tiled_mlp.": ("model.tiled_mlp.enabled",),
+    "model.mtp.": ("model.mtp.enable",),
+    "critic.model.tiled_mlp.": ("critic.model.tiled_mlp.enabled",),
+    "critic.model.mtp.": ("critic.model.mtp.enable",),
+    "distillation.": ("distillation.enabled",),
+    "rollout.mtp": ("model.mtp.enable",),
+    "algorithm.filter_groups.": ("algorithm.filter_groups.enable",),
+    "algorithm.pf_ppo.": ("algorithm.use_pf_ppo",),
+    _CORRECTION: tuple(
+        _CORRECTION + name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
+    ),
+}
+"""Sections that have no effect while their switches are off."""
+_REWARD_FUNCTIONS = tuple(
+    f"reward_model.{name}"
+    for name in ("reward_manager", "reward_kwargs", "reward_loop", "sandbox", "overlong_buffer", "launch_reward_fn")
+)
+"""Settings of reward_model that are those of reward functions."""
+
+DEFAULTS: tuple[tuple[str, Any, str], ...] = (
+    ("actor.use_dynamic_bsz", False, "micro-batches of a number of sequences; ours: true"),
+    ("rollout.tensor_model_parallel_size", 2, "ours: 1"),
+    ("rollout.free_cache_engine", True, "ours: false"),
+    ("actor.kl_loss_type", "low_var_kl", "ours: k3, which is not clipped at 10"),
+)
+"""verl's defaults that differ from ours."""
+REFERENCES: tuple[tuple[str, str], ...] = (
+    ("rollout.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
+    ("ref.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
+    ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
+    ("reward_model.forward_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"),
+    ("critic.loss_agg_mode", "actor.loss_agg_mode"),
+    ("critic.loss_scale_factor", "actor.loss_scale_factor"),
+    ("critic.shuffle", "actor.shuffle"),
+)
+"""Settings whose default in verl is another setting."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting of verl's as the user gave it."""
+
+    value: Any
+    written: str
+    """The key as it was written."""
+
+
+@dataclass
+class Conversion:
+    """Settings of ours, and a report."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Value by section.key, in the order of schema.py."""
+    report: list[tuple[str, Line]] = field(default_factory=list)
+    """(verl's key as written, or our key for a default; what becomes of it)."""
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """Of the reading, before the report: (kind and subject; what was done)."""
+    nodes: int = 1
+    processes: int = 8
+    """Processes per node."""
+    hints: list[tuple[str, str]] = field(default_factory=list)
+    """(subject; what holds for all settings, or what to do), before the report."""
+
+    def refused(self) -> list[tuple[str, Line]]:
+        """Return the lines of the settings that are not supported."""
+        return [(key, line) for key, line in self.report if line.kind == "not supported"]
+
+    def text(self) -> str:
+        """Return the report, one line for each setting, by kind."""
+        order: tuple[Kind, ...] = ("not supported", "default", "renamed", "same", "implied", "not needed")
+        lines = [f"{subject}: {text}" for subject, text in self.notes]
+        for kind in order:
+            for key, line in self.report:
+                if line.kind == kind:
+                    lines.append(f"{kind:<13}  {key}{_outcome(key, line)}")
+        return "\n".join([*(f"{subject}: {text}" for subject, text in self.hints), *lines])
+
+    def overrides(self) -> list[str]:
+        """Return the settings as overrides for load_config. Raise UserError if a setting is not supported."""
+        if refused := self.refused():
+            listed = "; ".join(f"{key}: {line.text}" for key, line in refused[:_MOST_NAMED])
+            more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
+            raise UserError(f"{len(refused)} settings of verl's are not supported: {listed}{more}")
+        return [f"{key}={yaml_text(value)}" for key, value in self.settings.items()]
+
+    def yaml(self, source: str) -> str:
+        """Return a config for load_config, with the command that runs it as a comment."""
+        run = f"torchrun --nnodes {self.nodes} --nproc-per-node {self.processes} -m rlhf_mc THIS_FILE"
+        lines = [f"# Converted from {source} (docs/from_verl.md). To run it: {run}", *_nested(self.settings)]
+        return "\n".join(lines) + "\n"
+
+
+def _outcome(key: str, line: Line) -> str:
+    """Return the rest of a line of the report: our setting, and the reason."""
+    shown = ""
+    if line.ours is not None and line.kind == "renamed":
+        shown = f" -> {line.ours}: {yaml_text(line.value)}"
+    elif line.ours is not None:
+        shown = f": {yaml_text(line.value)}"
+    return f"{shown}  ({line.text})" if line.text and shown else shown + (f": {line.text}" if line.text else "")
+
+
+def convert(given: Mapping[str, Given]) -> Conversion:
+    """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with references replaced."""
+    verl = {key: item.value for key, item in given.items()}
+    result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
+    found: dict[str, Any] = {}
+    for key, item in given.items():
+        line = _checked(_line(key, item.value, verl))
+        result.report.append((item.written, line))
+        if line.ours is not None:
+            _put(found, line.ours, line.value)
+    for line in _defaults(verl, found):
+        assert line.ours is not None
+        result.report.append((line.ours, line))
+        found[line.ours] = line.value
+    result.hints += [("verl's defaults", f"those of version {VERL}"), *layout_hints(verl, found), *_reward_hints(verl)]
+    result.settings = dict(sorted(found.items(), key=lambda setting: dotted_keys().index(setting[0])))
+    return result
+
+
+def _put(found: dict[str, Any], key: str, value: Any) -> None:
+    """Set a setting of ours. A key inside a free-form mapping becomes an entry of it."""
+    mapping = _mapping_of(key)
+    if mapping is None:
+        found[key] = value
+        return
+    *path, last = key.removeprefix(f"{mapping}.").split(".")
+    inner = found.setdefault(mapping, {})
+    for part in path:
+        inner = inner.setdefault(part, {})
+    inner[last] = value
+
+
+def _mapping_of(key: str) -> str | None:
+    """Return the free-form mapping of ours that the key is inside, or None."""
+    return next((name for name in mapping_keys() if key.startswith(f"{name}.")), None)
+
+
+def _line(key: str, value: Any, verl: Settings) -> Line:
+    """Return what becomes of one setting."""
+    if (absent := _absent_section(key, verl)) is not None:
+        return absent
+    known = dotted_keys()
+    line = converted(key, value, verl)
+    if line is not None and (line.ours is None or line.ours in known):
+        return line
+    if key in known or _mapping_of(key) is not None:
+        return Line("same", "", key, value)
+    rule = rule_of(key)
+    if rule is None and value in (None, {}, []):
+        return Line("implied", "nothing is given")
+    if rule is None:
+        near = nearest_key(key, known)
+        return Line("not supported", f"no setting of verl's that is known here; the nearest of ours is {near}" if near
+                    else "no setting of verl's that is known here")  # fmt: skip
+    if rule.kind == "renamed":
+        if value is None:
+            return Line("implied", "null")
+        if rule.text in known:
+            return Line("renamed", "", rule.text, value)
+        return Line("not supported", f"it would be {rule.text}")
+    if rule.kind == "not supported" and any(_equal(value, off) for off in rule.values):
+        return Line("implied", "off")
+    if rule.kind == "implied" and not any(_equal(value, implied) for implied in rule.values):
+        return Line("not supported", f"{yaml_text(value)}: {rule.text}")
+    return Line(rule.kind, rule.text)
+
+
+def _checked(line: Line) -> Line:
+    """Return the line, or a refusal where our setting does not have such a value."""
+    if line.ours is None or line.ours not in dotted_keys():
+        return line
+    problem = value_problem(line.ours, line.value)
+    return line if problem is None else Line("not supported", problem)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Return whether two values are equal; true is not 1."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _absent_section(key: str, verl: Settings) -> Line | None:
+    """Return the line of a setting of a model or feature that verl's run does not have, or None."""
+    if key.startswith("critic.") and key != "critic.enable" and not uses_critic(verl):
+        return Line("not needed", f"algorithm.adv_estimator {verl.get('algorithm.adv_estimator')} has no critic")
+    for section, switches in _SWITCHES.items():
+        is_inside = key.startswith(section) and key not in switches
+        is_inside = is_inside and not (section == "reward_model." and key.startswith(_REWARD_FUNCTIONS))
+        if is_inside and all(verl.get(switch) in OFF for switch in switches):
+            return Line("not needed", f"{switches[0]} is off")
+    return None
+
+
+# ---------------------------------------------------------------- verl's defaults
+
+
+def our_default(key: str) -> Any:
+    """Return the default of a setting that may be left out."""
+    return functools.reduce(getattr, key.split("."), Config(DataConfig([]), ModelConfig(""), TrainerConfig("")))
+
+
+def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield verl's defaults that differ from ours, for settings that were not given."""
+    for key, value, text in DEFAULTS:
+        if key not in found and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
+            yield Line("default", text, key, value)
+    loss = found.get("actor.policy_loss.loss_mode")
+    if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in found:
+        yield Line("default", f"verl's {loss} has no other; ours: token-mean", "actor.loss_agg_mode", OF_SEQUENCES)
+    roles = _roles(verl)
+    yield from layout_defaults(verl, found, roles)
+    for key, source in REFERENCES:
+        is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
+        if is_used and key not in found and source in found and found[source] != our_default(key):
+            yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, found[source])
+    lower = f"{_CORRECTION}rollout_rs_threshold_lower"
+    if f"{_CORRECTION}rollout_rs_threshold" in found and lower not in found:
+        bound = rejection_lower_bound(verl)
+        if bound is not None:
+            yield Line("default", "of rollout_rs_threshold", lower, bound)
+    path = found.get("reward_model.model_path")
+    if "reward_model" in roles and path is not None and "reward_model.model.input_tokenizer" not in verl:
+        text = "it reads conversations in its own chat template; ours: the actor's tokens"
+        yield Line("default", text, "reward_model.tokenizer_path", path)
+    if found.get("custom_reward_function.path") is None and "reward.math_rule" not in found:
+        text = "verl's comparison of strings; ours: math, which finds more answers equal (docs/rewards.md)"
+        yield Line("default", text, "reward.math_rule", "math_string")
+    if found.get("actor.megatron.param_offload"):
+        yield Line("default", "weights that vLLM shares cannot be offloaded", "reshard.share_weights", False)
+    if "trainer.default_local_dir" not in found:
+        project = verl.get("trainer.project_name") or "verl_examples"
+        path = f"checkpoints/{project}/{verl.get('trainer.experiment_name') or 'gsm8k'}"
+        yield Line("default", "of project_name and experiment_name", "trainer.default_local_dir", path)
+
+
+def _reward_hints(verl: Settings) -> Iterator[tuple[str, str]]:
+    """Yield what to do for the data sources that verl scores and no rule here."""
+    if verl.get("custom_reward_function.path") in OFF:
+        yield (
+            "note: rewards",
+            "no rule scores codecontests, apps, codeforces, taco (in verl prime_code.py), hiyouga/geometry3k (geo3k.py)"
+            " and searchR1_* (search_r1_like_qa_em.py). For them, set custom_reward_function.path to a function of your"
+            " own, or to a file with the line `from verl.utils.reward_score import default_compute_score`, and"
+            " custom_reward_function.name to default_compute_score",
+        )
+
+
+def _roles(verl: Settings) -> list[str]:
+    """Return the models of verl's run besides the actor."""
+    present = {
+        "critic": uses_critic(verl),
+        "ref": bool(verl.get("actor.use_kl_loss") or verl.get("algorithm.use_kl_in_reward")),
+        "reward_model": bool(verl.get("reward_model.enable")),
+    }
+    return [role for role, is_present in present.items() if is_present]
+
+
+# ---------------------------------------------------------------- output
+
+
+def _nested(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings by dotted key as lines of nested YAML."""
+    lines = []
+    above: list[str] = []
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        common = 0
+        while common < min(len(above), len(sections)) and above[common] == sections[common]:
+            common += 1
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(common, len(sections))]
+        lines.append(f"{'  ' * len(sections)}{name}: {yaml_text(value)}")
+        above = sections
+    return lines

@@ -1,0 +1,171 @@
+"""verl's layouts: settings of its Megatron sections whose value changes, what FSDP's settings become, and the defaults
+of each model's layout. Numbers that are trained do not depend on any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.verl.line import Line, Settings, number, renamed, same
+
+_VERL_MEGATRON: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "expert_model_parallel_size": 1,
+    "param_offload": False,
+    "grad_offload": False,
+    "optimizer_offload": False,
+    "use_distributed_optimizer": True,
+    "recompute_granularity": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "dtype": "bfloat16",
+}
+"""Settings of megatron that a role inherits from the actor here, with verl's defaults for actor and critic. verl's
+reference has the actor's sizes and offload, and this type."""
+FULL = "full"
+_OWN = {"critic": tuple(_VERL_MEGATRON), "ref": ("dtype",)}
+"""Those that a role of verl's does not inherit from the actor."""
+
+
+def is_fsdp(verl: Settings) -> bool:
+    """Return whether verl trains with FSDP, as it does unless its settings name Megatron."""
+    engine = verl.get("model_engine") or verl.get("actor.model_engine") or verl.get("actor.strategy")
+    if engine is not None:
+        return engine != "megatron"
+    return not any(".megatron." in key for key in verl)
+
+
+def layout_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+    """Yield verl's defaults of each model's layout that differ from what the model would have here. found: our
+    settings. roles: the models besides the actor."""
+    if is_fsdp(verl):
+        yield from _fsdp_defaults(verl, found, roles)
+    else:
+        for key in (f"{role}.megatron.{name}" for role in roles for name in _OWN.get(role, ())):
+            name = key.rpartition(".")[2]
+            default = _VERL_MEGATRON[name]
+            if key not in found and found.get(f"actor.megatron.{name}", default) != default:
+                yield Line("default", "ours: the actor's", key, default)
+    for role in ("actor", *roles):
+        key = f"{role}.megatron.sequence_parallel"
+        if key not in found and number(found, f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
+            yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
+
+
+def _fsdp_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+    for role, budget in (("actor", 16384), ("critic", 32768)):
+        line = token_budget(f"{role}.ppo_max_token_len_per_gpu", budget, verl)
+        if role in ("actor", *roles) and line.ours not in found and line.value != budget:
+            yield Line("default", line.text, line.ours, line.value)
+    actor = "actor.megatron.recompute_granularity"
+    critic = "critic.megatron.recompute_granularity"
+    if actor not in found:
+        yield Line("default", "verl's enable_gradient_checkpointing is true; ours: null", actor, FULL)
+    if "critic" in roles and critic not in found and found.get(actor, FULL) != FULL:
+        yield Line("default", "verl's enable_gradient_checkpointing is true; ours: the actor's", critic, FULL)
+    freed = "actor.megatron.grad_offload"
+    if freed not in found:
+        yield Line("default", "FSDP has no gradients outside the update; ours: false", freed, True)
+
+
+def layout_hints(verl: Settings, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (subject, what to do) where a layout cannot be converted."""
+    if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in found:
+        yield (
+            "note: layout",
+            "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, of size 1 if none is given."
+            " With `--nodes N --gpus-per-node N --gpu h100` tools/from_verl.py chooses them by the planner's search",
+        )
+
+
+# ---------------------------------------------------------------- converters
+
+
+def gradient_checkpointing(key: str, value: Any, verl: Settings) -> Line:
+    """Convert enable_gradient_checkpointing, which verl reads with FSDP alone."""
+    if not is_fsdp(verl):
+        return Line(
+            "not needed", "Megatron's is megatron.override_transformer_config.recompute_granularity, in verl too"
+        )
+    role = "critic" if key.startswith("critic.") else "actor"
+    return renamed(f"{role}.megatron.recompute_granularity", FULL if value else None)
+
+
+def fsdp_offload(key: str, value: Any, verl: Settings) -> Line:
+    """Convert FSDP's param_offload, optimizer_offload and offload_policy."""
+    role = key.partition(".")[0]
+    name = key.rpartition(".")[2]
+    if name == "offload_policy":
+        return renamed(f"{role}.megatron.param_offload", value=True) if value else Line("implied", "off")
+    if name in TRAINING_ONLY and role not in ("actor", "critic"):
+        return Line("not needed", "it does nothing for a model that is never trained")
+    return renamed(f"{role}.megatron.{name}", bool(value))
+
+
+def ulysses(key: str, value: Any, verl: Settings) -> Line:
+    """Convert Ulysses' sequence parallelism: tensor parallelism with sequence_parallel shards activations alike."""
+    if value in (None, 1):
+        return Line("implied", "off")
+    if not is_fsdp(verl):
+        return Line("not needed", "it is of FSDP")
+    role = key.partition(".")[0]
+    text = "with sequence_parallel a rank has as many of the tokens between layers, and of the heads in attention"
+    return renamed(f"{role}.megatron.tensor_model_parallel_size", value, text)
+
+
+def token_budget(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a token budget, which with Ulysses is of each of the ranks that share a micro-batch."""
+    role = key.partition(".")[0]
+    own = [verl.get(f"{role}.{section}ulysses_sequence_parallel_size") for section in ("", "fsdp_config.", "fsdp.")]
+    actor = [verl.get(f"actor.{section}ulysses_sequence_parallel_size") for section in ("", "fsdp_config.")]
+    sizes = [size for size in (own if role == "critic" else [*own, *actor]) if type(size) is int]
+    if not is_fsdp(verl) or type(value) is not int or not sizes or sizes[0] == 1:
+        return same(key, value)
+    return same(key, value * sizes[0], f"{value} of each of {sizes[0]} ranks")
+
+
+def virtual_chunks(key: str, value: Any, verl: Settings) -> Line:
+    """Convert virtual_pipeline_model_parallel_size: 1 is none."""
+    return same(key, None if value == 1 else value)
+
+
+def sequence_parallel(key: str, value: Any, verl: Settings) -> Line:
+    """Convert sequence_parallel, which needs tensor parallelism."""
+    if _size(key, "tensor_model_parallel_size", verl) == 1:
+        return Line("implied", "no effect where the tensor-parallel size is 1")
+    return same(key, value)
+
+
+def expert_parallel(key: str, value: Any, verl: Settings) -> Line:
+    """Convert expert_model_parallel_size. Here the tensor-parallel ranks shard experts too."""
+    tp = _size(key, "tensor_model_parallel_size", verl)
+    ranks = number(verl, key, 1) * _size(key, "expert_tensor_parallel_size", verl, tp)
+    if ranks % tp and ranks > tp:
+        return Line("not supported", f"experts are over {ranks} ranks, no multiple of the tensor-parallel size, {tp}")
+    text = "" if ranks == number(verl, key, 1) * tp else f"experts are sharded over the {tp} tensor-parallel ranks too"
+    return same(key, max(1, ranks // tp), text)
+
+
+def expert_tensor(key: str, value: Any, verl: Settings) -> Line:
+    """Convert expert_tensor_parallel_size. Here it is the tensor-parallel size."""
+    sharded = "experts are sharded over the tensor-parallel ranks too"
+    if value in (None, _size(key, "tensor_model_parallel_size", verl)):
+        return Line("implied", sharded)
+    return Line("not needed", f"{sharded}; expert_model_parallel_size is converted to as many shards")
+
+
+def training_only(key: str, value: Any, verl: Settings) -> Line:
+    """Convert a setting of training, for a model that is never trained."""
+    return Line("not needed", "it does nothing for a model that is never trained")
+
+
+def _size(key: str, name: str, verl: Settings, default: int = 1) -> int:
+    """Return a parallel size of the role of `key`. The reference's is the actor's where it is not given."""
+    role = key.partition(".")[0]
+    if role == "ref" and verl.get(f"ref.megatron.{name}") is None:
+        role = "actor"
+    return number(verl, f"{role}.megatron.{name}", default)

@@ -1,0 +1,59 @@
+"""The syntax tree of a shell script, by shfmt. Limits keep the parser within a second for any text."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc import json_files
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.yaml_reader import line_too_deep
+from rlhf_mc.verl.shell_words import Node, line_of
+
+_MOST_BYTES = 1 << 15
+_DEEPEST = 100
+_OPENING = r"[({\[]|(?:^|[;&|]|\b(?:then|else|do)\b)\s*(?:if|for|while|until|case)\b"
+_CLOSING = r"[)}\]]|\b(?:fi|done|esac)\b"
+_SECONDS = 20
+
+
+def parsed(text: str) -> Node:
+    """Return shfmt's syntax tree of a script."""
+    if len(text.encode()) > _MOST_BYTES:
+        raise UserError(f"line 1: a script of more than {_MOST_BYTES >> 10} KiB")
+    if line := line_too_deep(text, _OPENING, _CLOSING, _DEEPEST):
+        raise UserError(f"line {line}: nested too deeply, more than {_DEEPEST} brackets or statements")
+    local = Path(sys.executable).with_name("shfmt")
+    program = str(local) if local.exists() else shutil.which("shfmt")
+    if program is None:
+        raise UserError("line 1: shfmt, which parses scripts, is not installed: pip install shfmt-py")
+    command = [program, "--to-json", "-ln", "bash"]
+    try:
+        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UserError("line 1: shfmt cannot parse it in time") from error
+    except OSError as error:
+        raise UserError(f"line 1: {program}: {error}") from error
+    if done.returncode:
+        found = re.match(r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace"))
+        raise UserError(f"line {found[1]}: {found[2]}" if found else "line 1: nested too deeply")
+    tree: Node = json_files.parse(done.stdout)
+    return tree
+
+
+def written(tree: Any) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each literal part of a word."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from written(item)
+    elif isinstance(tree, dict):
+        if tree.get("Type") in ("Lit", "SglQuoted"):
+            yield line_of(tree), tree.get("Value", "")
+        for item in tree.values():
+            if isinstance(item, (dict, list)):
+                yield from written(item)

@@ -1,0 +1,444 @@
+"""The commands of a shell script, with the variables that it assigns replaced. Nothing is run.
+
+The statements of the tree of shell_parser.py are followed: assignments, conditions, loops, functions. Where a condition
+cannot be decided, each branch is followed, and a variable that then differs has no value. The values of words are in
+shell_words.py, the reader of a verl script in verl/input.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.verl.shell_conditions import Conditions
+from rlhf_mc.verl.shell_parser import parsed, written
+from rlhf_mc.verl.shell_words import Expander, Node, State, Unresolved, Variable, Word, line_of, matches
+
+_STEP = 400
+"""Work of a statement, beside the bytes of its values."""
+_MOST_SHOWN = 3
+_NPU = "import torch_npu"
+"""The test of verl's scripts for another kind of accelerator."""
+_TAKEN = ("HOME", "PWD")
+"""Variables that are taken from the environment."""
+
+
+@dataclass
+class Script:
+    """The commands of a script."""
+
+    commands: list[list[Word]] = field(default_factory=list)
+    """Each command, without its assignments."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The variables of the environment that were read, with their values."""
+    ended: str = ""
+    """The reason why the script ends before its last line."""
+    written: list[tuple[int, str]] = field(default_factory=list)
+    """(line, text) of each literal part of a word, those of branches that are not taken too."""
+
+
+class _Exit(Exception):
+    """The script, a function or a loop ends here."""
+
+
+class _Return(_Exit):
+    """A function ends."""
+
+
+class _Break(_Exit):
+    """A loop, or one pass of it (continue), ends."""
+
+
+def read_script(text: str, path: str, environment: Mapping[str, str]) -> Script:
+    """Return the commands of a script. environment: variables that are given, beside HOME and PWD. Raise UserError with
+    the line of a mistake."""
+    try:
+        text = text.rstrip().removesuffix("\\") + "\n"
+        tree = parsed(text)
+        home = {name: os.environ[name] for name in _TAKEN if name in os.environ}
+        given = {**home, "PWD": str(Path.cwd()), **environment}
+        variables: dict[str, Variable] = {name: {"0": Word(0, value)} for name, value in given.items()}
+        variables.update({name: {"0": Word(1, path)} for name in ("0", "BASH_SOURCE")})
+        script = Script(written=[*written(tree)])
+        run = _Interpreter(State(text.encode(), variables), script.commands, environment)
+        try:
+            run.statements(tree.get("Stmts", []))
+        except _Exit as error:
+            missing = ", ".join(f"--env {name}=VALUE" for name in sorted(run.state.missing))
+            script.ended = f"the script ends in line {error.args[0]}" + (f"; it asks for {missing}" if missing else "")
+    except RecursionError as error:
+        raise UserError(f"{path}: nested too deeply") from error
+    except UserError as error:
+        raise UserError(f"{path}, {error}") from error
+    given[_NPU] = "taken to fail"
+    script.environment = {name: given[name] for name in sorted(run.state.used)}
+    return script
+
+
+# ---------------------------------------------------------------- statements
+
+
+class _Interpreter:
+    """Follows the statements of a script in one state."""
+
+    def __init__(self, state: State, commands: list[list[Word]], given: Mapping[str, str]) -> None:
+        self.state = state
+        self.commands = commands
+        self.given = given
+        self.words = Expander(state, self._output_of)
+        self.conditions = Conditions(self.words)
+        self.functions: dict[str, Node] = {}
+        self.output: list[str] | None = None
+        """Inside $(...): what has been printed."""
+
+    def statements(self, nodes: Sequence[Node]) -> bool | None:
+        """Follow statements. Return whether the last succeeds, None if that is not known."""
+        status: bool | None = True
+        for node in nodes:
+            status = self._statement(node)
+        return status
+
+    def _statement(self, node: Node) -> bool | None:
+        command = node.get("Cmd")
+        if command is None:
+            return True
+        self.state.spend(_STEP, line_of(node))
+        method = getattr(self, f"_do_{command['Type']}", None)
+        status = method(command) if method is not None else None
+        return None if status is None else status != bool(node.get("Negated"))
+
+    def _do_Block(self, node: Node) -> bool | None:
+        return self.statements(node.get("Stmts", []))
+
+    def _do_Subshell(self, node: Node) -> bool | None:
+        try:
+            return self._copy().statements(node.get("Stmts", []))
+        except _Exit:
+            return None
+
+    def _do_TimeClause(self, node: Node) -> bool | None:
+        return self._statement(node.get("Stmt") or {})
+
+    def _do_FuncDecl(self, node: Node) -> bool:
+        self.functions[node["Name"]["Value"]] = node["Body"]
+        return True
+
+    def _do_BinaryCmd(self, node: Node) -> bool | None:
+        first = node["X"]
+        second = node["Y"]
+        op = node["Op"]
+        if op not in ("&&", "||"):
+            for part in (first, second):
+                self._do_Subshell({"Stmts": [part]})
+            return None
+        status = self._statement(first)
+        if status is None:
+            self._fork([[second], []], first)
+            return None
+        return self._statement(second) if status == (op == "&&") else status
+
+    def _do_IfClause(self, node: Node) -> bool | None:
+        condition = node.get("Cond")
+        if not condition:
+            return self.statements(node["Then"])
+        status = self.statements(condition)
+        branches = [
+            node["Then"],
+            [{"Cmd": {**node["Else"], "Type": "IfClause"}, **_span(node)}] if "Else" in node else [],
+        ]
+        if status is None:
+            self._fork(branches, condition[0], condition[-1])
+            return None
+        return self.statements(branches[not status])
+
+    def _do_CaseClause(self, node: Node) -> bool | None:
+        word = self.words.text(node["Word"], line_of(node))
+        items = node.get("Items", [])
+        if word.problem is not None:
+            self._fork([*(item.get("Stmts", []) for item in items), []], node["Word"])
+            return None
+        for item in items:
+            if any(matches(word.text, self.words.text(pattern).text) for pattern in item["Patterns"]):
+                return self.statements(item.get("Stmts", []))
+        return True
+
+    def _do_ForClause(self, node: Node) -> bool | None:
+        loop = node["Loop"]
+        if loop["Type"] != "WordIter":
+            self._c_style(loop, node["Do"])
+            return None
+        items = loop.get("Items")
+        if items is None:
+            words = self.state.arguments
+        else:
+            words = [word for item in items for word in self.words.fields(item)]
+        for word in words:
+            self.state.variables[loop["Name"]["Value"]] = {"0": word}
+            if not self._pass(node["Do"]):
+                break
+        return None
+
+    def _c_style(self, loop: Node, body: list[Node]) -> None:
+        try:
+            if loop.get("Init"):
+                self.words.integer(loop["Init"])
+            while loop.get("Cond") is None or self.words.integer(loop["Cond"]):
+                self.state.spend(_STEP, line_of(loop))
+                if not self._pass(body):
+                    break
+                if loop.get("Post"):
+                    self.words.integer(loop["Post"])
+        except Unresolved:
+            self._fork([body, []], loop)
+
+    def _do_WhileClause(self, node: Node) -> None:
+        until = bool(node.get("Until"))
+        while (status := self.statements(node["Cond"])) is not None and status != until:
+            if not self._pass(node["Do"]):
+                return
+        if status is None:
+            self._fork([node["Do"], []], node["Cond"][0], node["Cond"][-1])
+
+    def _pass(self, body: list[Node]) -> bool:
+        """Follow one pass of a loop. Return whether another may follow."""
+        try:
+            self.statements(body)
+        except _Break as error:
+            return bool(error.args[0] == "continue")
+        return True
+
+    # ------------------------------------------------------------ undecided branches
+
+    def _copy(self) -> _Interpreter:
+        copy = _Interpreter(replace(self.state, variables=dict(self.state.variables)), self.commands, self.given)
+        copy.functions = self.functions
+        copy.output = self.output
+        return copy
+
+    def _fork(self, branches: list[list[Node]], first: Node, last: Node | None = None) -> None:
+        """Follow each branch by itself. A variable that differs then, and is not given, has no value."""
+        outcomes: list[dict[str, Variable]] = []
+        for branch in branches:
+            copy = self._copy()
+            try:
+                copy.statements(branch)
+            except (_Return, _Break):
+                pass
+            except _Exit:
+                continue
+            outcomes.append(copy.state.variables)
+            self.state.spend(20 * len(copy.state.variables), line_of(first))
+        line = line_of(first)
+        if not outcomes:
+            raise _Exit(line)
+        shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80].rstrip(
+            "; "
+        )
+        asked = self._unknown(first)
+        for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
+            found = [_texts(outcome.get(name)) for outcome in outcomes]
+            if all(texts == found[0] for texts in found):
+                self.state.variables[name] = outcomes[0][name]
+                continue
+            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in found))
+            values = " or ".join(named[:_MOST_SHOWN])
+            problem = f"${name} is {values}, by the condition `{shown}` in line {line}, which is not decided"
+            self._set(name, {"0": Word(line, name, problem, asked or name)})
+
+    def _unknown(self, tree: Any) -> str | None:
+        """Return the first variable in a condition that has no value."""
+        name = (tree.get("Param") or {}).get("Value", "") if isinstance(tree, dict) else ""
+        if name.isidentifier():
+            found = self.state.variables.get(name)
+            bad = next((word for word in found.values() if word.problem), None) if found else Word(0, "", "", name)
+            if bad is not None:
+                return bad.variable or name
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(item, (dict, list)) and (inner := self._unknown(item)):
+                return inner
+        return None
+
+    def _set(self, name: str, value: Variable) -> None:
+        """Assign a variable. One that has no value takes that of the environment, if it is given."""
+        problem = next((word for word in value.values() if word.problem), None)
+        if problem is not None and name in self.given:
+            self.state.variables[name] = {"0": Word(0, self.given[name])}
+            return
+        if problem is not None:
+            value = {key: replace(word, variable=word.variable or name) for key, word in value.items()}
+        self.state.variables[name] = value
+
+    # ------------------------------------------------------------ commands
+
+    def _do_CallExpr(self, node: Node) -> bool | None:
+        assigns = node.get("Assigns", [])
+        arguments = node.get("Args", [])
+        if not arguments:
+            for assign in assigns:
+                self._assign(assign)
+            return True
+        name = self.words.text(arguments[0]).text
+        if name in ("[", "test"):
+            return self.conditions.bracket(arguments[1:])
+        words = [word for item in arguments for word in self.words.fields(item)]
+        if not words:
+            return True
+        if name in self.functions:
+            return self._call(name, words[1:])
+        builtin = getattr(self, f"_run_{name}", None)
+        if builtin is not None:
+            status: bool | None = builtin(words)
+            return status
+        if "python" in name and [word.text for word in words[1:]] == ["-c", _NPU]:
+            self.state.used.add(_NPU)
+            return False
+        if self.output is not None:
+            raise Unresolved(words[0])
+        self.commands.append(words)
+        return True if name == ":" else None
+
+    def _assign(self, node: Node) -> None:
+        name = node["Name"]["Value"]
+        line = line_of(node)
+        older = dict(self.state.variables.get(name, {})) if node.get("Append") or node.get("Index") else {}
+        if "Array" in node:
+            value = dict(older)
+            for item in node["Array"].get("Elems", []):
+                key = self.words.index(item["Index"]) if item.get("Index") else None
+                for word in [self.words.text(item.get("Value"), line)] if key else self.words.fields(item["Value"]):
+                    value[str(len(value)) if key is None else key] = word
+            self._set(name, value)
+            return
+        key = self.words.index(node["Index"]) if node.get("Index") else "0"
+        word = self.words.text(node.get("Value"), line)
+        parts = (node.get("Value") or {}).get("Parts") or [{}]
+        if parts[0].get("Type") == "Lit" and re.match(r"~(/|\Z)", word.text) and (home := self.words.lookup("HOME")):
+            word = replace(word, text=home["0"].text + word.text[1:])
+        if node.get("Append") and key in older:
+            before = older[key]
+            bad = before if before.problem else word
+            word = Word(line, before.text + word.text, bad.problem, bad.variable)
+        self.state.spend(len(word.text), line)
+        self._set(name, {**older, key: word})
+
+    def _do_DeclClause(self, node: Node) -> bool:
+        for assign in node.get("Args", []):
+            if "Name" in assign and not assign.get("Naked"):
+                self._assign(assign)
+        return True
+
+    def _do_TestClause(self, node: Node) -> bool | None:
+        return self.conditions.condition(node["X"])
+
+    def _do_ArithmCmd(self, node: Node) -> bool | None:
+        try:
+            return bool(self.words.integer(node["X"]))
+        except Unresolved:
+            return None
+
+    def _call(self, name: str, words: list[Word]) -> bool | None:
+        """Follow a function. Its local variables are not told apart from the script's."""
+        arguments, self.state.arguments = self.state.arguments, words
+        try:
+            return self._statement(self.functions[name])
+        except _Return:
+            return None
+        finally:
+            self.state.arguments = arguments
+
+    def _output_of(self, nodes: Sequence[Node]) -> Word | None:
+        copy = self._copy()
+        copy.output = []
+        try:
+            copy.statements(nodes)
+        except (_Exit, Unresolved):
+            return None
+        return Word(line_of(nodes[0]), "".join(copy.output).rstrip("\n")) if nodes else Word(0, "")
+
+    def _print(self, text: str, word: Word) -> bool:
+        if self.output is not None:
+            if word.problem:
+                raise Unresolved(word)
+            self.output.append(f"{text}\n")
+        return True
+
+    def _run_echo(self, words: list[Word]) -> bool:
+        bad = next((word for word in words if word.problem), words[0])
+        return self._print(" ".join(word.text for word in words[1:] if word.text not in ("-n", "-e")), bad)
+
+    def _run_pwd(self, words: list[Word]) -> bool:
+        found = self.words.lookup("PWD") or {"0": words[0]}
+        return self._print(found["0"].text, found["0"])
+
+    def _run_basename(self, words: list[Word]) -> bool:
+        names = [word for word in words[1:] if not word.text.startswith("--")] or words
+        name = os.path.basename(names[0].text.rstrip("/"))
+        suffix = names[1].text if len(names) > 1 else ""
+        return self._print(name.removesuffix(suffix) if name != suffix else name, names[0])
+
+    def _run_dirname(self, words: list[Word]) -> bool:
+        path = words[-1].text.rstrip("/")
+        return self._print(os.path.dirname(path) or ("/" if path.startswith("/") else "."), words[-1])
+
+    def _run_realpath(self, words: list[Word]) -> bool:
+        return self._print(os.path.normpath(os.path.join(self._directory(), words[-1].text)), words[-1])
+
+    def _directory(self) -> str:
+        return (self.words.lookup("PWD") or {"0": Word(0, "/")})["0"].text
+
+    def _run_cd(self, words: list[Word]) -> bool:
+        to = words[-1] if len(words) > 1 else (self.words.lookup("HOME") or {"0": Word(0, "~")})["0"]
+        path = os.path.normpath(os.path.join(self._directory(), to.text))
+        self.state.variables["PWD"] = {"0": replace(to, text=path)}
+        return True
+
+    def _run_set(self, words: list[Word]) -> bool:
+        texts = [word.text for word in words]
+        if "--" in texts:
+            self.state.arguments = words[texts.index("--") + 1 :]
+        return True
+
+    def _run_shift(self, words: list[Word]) -> bool:
+        count = int(words[1].text) if len(words) > 1 and words[1].text.isdecimal() else 1
+        self.state.arguments = self.state.arguments[count:]
+        return True
+
+    def _run_unset(self, words: list[Word]) -> bool:
+        for word in words[1:]:
+            self.state.variables.pop(word.text, None)
+        return True
+
+    def _run_read(self, words: list[Word]) -> None:
+        for word in words[1:]:
+            if word.text.isidentifier():
+                self._set(word.text, {"0": Word(word.line, word.text, f"${word.text} is read in line {word.line}")})
+
+    def _run_true(self, words: list[Word]) -> bool:
+        return True
+
+    def _run_false(self, words: list[Word]) -> bool:
+        return False
+
+    def _run_exit(self, words: list[Word]) -> bool:
+        raise _Exit(words[0].line)
+
+    def _run_return(self, words: list[Word]) -> bool:
+        raise _Return
+
+    def _run_break(self, words: list[Word]) -> bool:
+        raise _Break(words[0].text)
+
+    _run_continue = _run_break
+
+
+def _span(node: Node) -> Node:
+    return {"Pos": node["Position"] if "Position" in node else node["Pos"], "End": node["End"]}
+
+
+def _texts(variable: Variable | None) -> list[str] | None:
+    return None if variable is None else [word.problem or word.text for word in variable.values()]
