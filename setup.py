@@ -27,6 +27,7 @@ setup(
         "tensorboard",
         "tqdm",
         "matplotlib",
+        "cloudpickle",  # reward functions that are given as Python objects
         "jinja2",  # the template of the report
     ],
     extras_require={
