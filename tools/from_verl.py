@@ -35,6 +35,7 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings, validate
+from rlhf_mc.config.masking import masked
 from rlhf_mc.planner.__main__ import main as planner_main
 from rlhf_mc.verl.input import converted_arguments, split_environment
 
@@ -87,7 +88,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"rlhf_mc: error: {error}", file=sys.stderr)
         return 2
-    print(conversion.text(), file=sys.stderr)
+    print(masked(conversion.text()), file=sys.stderr)
     if refused := conversion.refused():
         names = ", ".join(key for key, _ in refused)
         message = f"{len(refused)} settings are not supported, and no config is written: {names}"

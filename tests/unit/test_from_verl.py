@@ -738,6 +738,9 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert "torchrun --nnodes 1 --nproc-per-node 8 -m rlhf_mc" in out
     assert "renamed        critic.model.path -> critic.model_path: Qwen/Qwen2-7B-Instruct\n" in report
     assert len(report.splitlines()) >= len(PPO_MATH) and "warning" not in report
+    assert from_verl.main(["--env", "NAME=b", "trainer.project_name=http://me:secret@host/x"]) in (0, 2)
+    out, report = capsys.readouterr()
+    assert "http://***@host/x" in report and "secret" not in report
     assert from_verl.main(["--env", "NAME=b"]) == 0
     assert capsys.readouterr().out.startswith("# Converted from verl's overrides")
 
