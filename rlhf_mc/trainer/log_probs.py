@@ -1,4 +1,4 @@
-"""Forward passes over a batch: log-probs of actor and reference, values of the critic, scores of a reward model."""
+"""Forward passes over a batch: log-probs of actor and reference, values of the critic. No weight changes here."""
 
 from __future__ import annotations
 
