@@ -62,5 +62,6 @@ def sample_and_score(config_path: str, models: Sequence[str]) -> list[RaggedBatc
         overrides = [f"model.path={model}", f"rollout.temperature={TEMPERATURE}"]
         with built_run(config_path, overrides) as run:
             state = step_state.begin_step(1, RankStatus())
-            batches.append(log_probs.score(run, state, generate.rollout(run, state)[1]))
+            generate.update_weights(run, state.timer)
+            batches.append(log_probs.log_probs(run, state, generate.generate_batch(run, state)[1]))
     return batches

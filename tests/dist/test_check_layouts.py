@@ -43,7 +43,7 @@ def test_every_role_and_vllm_have_a_line(workspace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes", "0"], "--nodes times --gpus-per-node is 0"),
+        (["--nodes", "0"], "argument --nodes: '0' is no whole number from 1 to 10000"),
         (["--nodes", "1", "actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size 3"),
         (["--nodes", "1", "model.path=nowhere"], "model.path: nowhere/config.json cannot be read"),
         (["--nodes", "1", "--model", "qwen"], "--model is 'qwen'"),

@@ -15,7 +15,7 @@ from typing import Any
 import megatron.core.tensor_parallel.mappings as mappings
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from rlhf_mc.trainer import advantages, loop
+from rlhf_mc.trainer import advantages, lifecycle
 
 FIRST_STEP = 2
 _step = 0
@@ -45,14 +45,14 @@ def loop_forever() -> None:
 
 
 def prepare(where: str) -> None:
-    begin_step = loop.begin_step
+    begin_step = lifecycle.begin_step
 
     def begin(step: int, *args: Any) -> Any:
         global _step
         _step = step
         return begin_step(step, *args)
 
-    loop.begin_step = begin
+    lifecycle.begin_step = begin
     if where == "in vLLM's group":
         GroupCoordinator.all_reduce = getting_stuck(GroupCoordinator.all_reduce, freeze)  # type: ignore[method-assign]
     elif where == "in Megatron's group":

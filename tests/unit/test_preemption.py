@@ -20,7 +20,7 @@ from rlhf_mc.config.schema import TrainerConfig
 from rlhf_mc.runtime import preemption
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests, job_end
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.trainer import loop
+from rlhf_mc.trainer import lifecycle, loop
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 
 pytestmark = pytest.mark.slow
@@ -209,16 +209,17 @@ def test_a_stopped_run_says_what_the_next_start_does(
     checkpoints._saved = saved
     checkpoints.position = Position(step=saved or 0)
     monkeypatch.setattr(Checkpoints, "release", lambda self: None)
-    monkeypatch.setattr(loop, "Checkpoints", lambda run: checkpoints)
-    monkeypatch.setattr(loop, "save_checkpoint", lambda *arguments, wait: None)
-    monkeypatch.setattr(loop, "record_end", lambda *arguments: None)
-    monkeypatch.setattr(loop, "say_on_console", lambda run, text: said.append(text))
+    monkeypatch.setattr(lifecycle, "Checkpoints", lambda run: checkpoints)
+    monkeypatch.setattr(lifecycle, "save_checkpoint", lambda *arguments, wait: None)
+    monkeypatch.setattr(lifecycle, "record_end", lambda *arguments: None)
+    monkeypatch.setattr(lifecycle, "say_on_console", lambda run, text: said.append(text))
 
-    def train(*arguments: object) -> Iterator[None]:
+    def remaining_steps(life: lifecycle.Lifecycle) -> Iterator[int]:
         raise StopRequested("SIGTERM")
         yield
 
-    monkeypatch.setattr(loop, "train", train)
-    run: Any = SimpleNamespace(config=None, groups=SimpleNamespace(rank=0))
-    assert list(loop.steps(run, RankStatus(), StopRequests(TrainerConfig("runs/x")))) == []
+    monkeypatch.setattr(lifecycle.Lifecycle, "remaining_steps", remaining_steps)
+    config = SimpleNamespace(trainer=TrainerConfig("runs/x"))
+    run: Any = SimpleNamespace(config=config, groups=SimpleNamespace(rank=0))
+    assert list(loop.steps(run, RankStatus(), StopRequests(config.trainer))) == []
     assert said == [f"asked to stop (SIGTERM): {line}"]

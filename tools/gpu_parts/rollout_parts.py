@@ -95,12 +95,15 @@ def sleep(report: Report, sizes: Sizes) -> None:
     weights and seeds must give the same tokens."""
     with _built_run(sizes, "tiny", {"rollout": {"free_cache_engine": True}}) as run:
         first_state = step_state.begin_step(1, RankStatus())
-        first = generate.rollout(run, first_state)[1]
+        generate.update_weights(run, first_state.timer)
+        first = generate.generate_batch(run, first_state)[1]
         platform.synchronize()
         awake = _used_memory()
-        log_probs.score(run, first_state, first)
+        log_probs.log_probs(run, first_state, first)
         asleep = _used_memory()
-        second = generate.rollout(run, step_state.begin_step(1, RankStatus()))[1]
+        second_state = step_state.begin_step(1, RankStatus())
+        generate.update_weights(run, second_state.timer)
+        second = generate.generate_batch(run, second_state)[1]
     least = GPU_MEMORY_UTILIZATION / 3 * torch.cuda.get_device_properties(platform.device()).total_memory
     released = f"{(awake - asleep) / 1e9:.2f} GB are released"
     report.check(awake - asleep >= least, f"{released}, at least {least / 1e9:.2f} GB of KV cache are expected")
