@@ -16,6 +16,7 @@ import sys
 from multiprocessing.connection import Connection, Pipe
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.runtime.guard import GROUP_SIGNALS
 
 LIMIT_SECONDS = 3.0
 """Processor time for one row. Half of the answers in tests/unit/math_answers.py take 0.004 s, the slowest 0.13 s."""
@@ -93,8 +94,8 @@ class Comparison:
 
 def main(descriptor: int) -> None:
     """Compare the answers that arrive, until the other end is closed. This is the child process's program."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # sent to whole process groups; the rank alone acts on them
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     connection = Connection(descriptor)

@@ -4,6 +4,9 @@ are called with a small example before the run starts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from rlhf_mc.algorithms.advantages import (
@@ -31,12 +34,7 @@ def estimator_of(algorithm: AlgorithmConfig) -> EstimatorFunction:
     function: EstimatorFunction = load_function(section, custom.path, custom.name)
     inputs = _example_inputs(algorithm)
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 4 responses,"
-    try:
-        estimate = function(inputs)
-    except UserError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise UserError(f"{where} raised {describe_error(error)}") from error
+    estimate = _called(function, inputs, where)
     if problem := _fault(estimate, inputs, needs_of(algorithm).critic):
         raise UserError(f"{where} {problem}")
     return function
@@ -65,15 +63,20 @@ def policy_loss_of(actor: ActorConfig) -> PolicyLoss:
         kl_coef=actor.policy_loss.ppo_kl_coef,
     )
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 3 tokens,"
+    result = _called(function, inputs, where)
+    if problem := _loss_fault(result):
+        raise UserError(f"{where} {problem}")
+    return PolicyLoss(function)
+
+
+def _called(function: Callable[[Any], Any], inputs: object, where: str) -> object:
+    """Return the result of the user's function for the example. Raise UserError if it raises."""
     try:
-        result = function(inputs)
+        return function(inputs)
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"{where} raised {describe_error(error)}") from error
-    if problem := _loss_fault(result):
-        raise UserError(f"{where} {problem}")
-    return PolicyLoss(function)
 
 
 def _loss_fault(result: object) -> str | None:

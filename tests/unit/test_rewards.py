@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import wait_until
+from runs import is_running, kill, wait_until
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
@@ -492,33 +492,19 @@ def test_processes_that_a_function_has_started_end_with_its_worker(
     try:
         if limit < 100:
             assert [rank.stdout.readline() for _ in range(2)] == ["scored\n", "done\n"]
-        _wait_until(lambda: noted.exists() and len(noted.read_text().split()) == 5)
+        wait_until(lambda: noted.exists() and len(noted.read_text().split()) == 5, seconds=30)
         pids += map(int, noted.read_text().split())
         if end == "is killed":
-            assert all(map(_is_running, pids))
+            assert all(map(is_running, pids))
             rank.kill()
         elif end == "exits":
             rank.stdin.close()
-        _wait_until(lambda: not any(map(_is_running, pids)))
-        assert [pid for pid in pids if _is_running(pid)] == []
+        wait_until(lambda: not any(map(is_running, pids)), seconds=30)  # they sleep for 120
+        assert [pid for pid in pids if is_running(pid)] == []
     finally:
         for pid in (rank.pid, *pids):
-            if _is_running(pid):
-                os.kill(pid, signal.SIGKILL)
+            if is_running(pid):
+                kill(pid)
         rank.wait()
         rank.stdin.close()
         rank.stdout.close()
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds, 30 s at most."""
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
