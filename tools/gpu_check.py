@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="gpu_check.json", help="JSON file of all figures (default: %(default)s)")
     parser.add_argument(
         "--time-limit",
-        type=number(1, "seconds of at least 1"),
+        type=number(0.1, "seconds of at least 0.1"),
         metavar="SECONDS",
         help="of each part, in place of its own",
     )

@@ -162,7 +162,7 @@ def _without_last_copy(original: Any) -> Any:
     return for_rank
 
 
-_SCORING = "rlhf_mc.trainer.log_probs"
+_HEADS = "rlhf_mc.models.heads"
 _ENGINE = "rlhf_mc.models.engine:ModelEngine"
 _SYNC = "rlhf_mc.trainer.weight_sync:WeightSync"
 
@@ -179,7 +179,7 @@ FAULTS = {
     ),
     "no timeout": Fault("timeouts", "subprocess", "run", _returns_at_once, "that the other ranks missed has returned"),
     "scores without temperature": Fault(
-        "models_float32", _SCORING, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"
+        "models_float32", _HEADS, "log_probs", _at_temperature_1, "qwen2_actor: log_prob error"
     ),
     "training without temperature": Fault(
         "models_float32",
@@ -210,9 +210,7 @@ FAULTS = {
         "the layers are not Transformer Engine's",
         dataclasses.replace(LEAST, families={}),
     ),
-    "log-probs of 1 % more": Fault(
-        "heads_152k", "rlhf_mc.models.heads", "log_probs", _scaled(1.01), "float32 log_prob: off by"
-    ),
+    "log-probs of 1 % more": Fault("heads_152k", _HEADS, "log_probs", _scaled(1.01), "float32 log_prob: off by"),
     "a load without tensors": Fault(
         "resume", "rlhf_mc.checkpoint.training_state", "read_tensors", _nothing, "loaded tensors differ"
     ),
@@ -235,7 +233,7 @@ FAULTS = {
         "weight_update", "rlhf_mc.reshard.plan:Plan", "for_rank", _without_last_copy, "not written completely"
     ),
     "a read in each micro-batch": Fault(
-        "synchronisations", _SCORING, "log_probs", _with_read, "score: the host waits 1 times per micro-batch"
+        "synchronisations", _HEADS, "log_probs", _with_read, "score: the host waits 1 times per micro-batch"
     ),
     "a step that does nothing": Fault(
         "throughput", _ENGINE, "train_step", _nothing, "its work has not been done or waited for"
