@@ -52,6 +52,10 @@ class PolicyLossInputs:
     """actor.clip_ratio_c."""
     kl_coef: float = 0.1
     """actor.policy_loss.ppo_kl_coef."""
+    tau_pos: float = 1.0
+    """actor.policy_loss.tau_pos."""
+    tau_neg: float = 1.05
+    """actor.policy_loss.tau_neg."""
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -139,6 +143,17 @@ def geo_mean(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     return inputs.result(token_loss, pg_clipfrac=above, pg_clipfrac_lower=below)
 
 
+def sapo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
+    """Return -A (4 / tau) sigmoid(tau (r - 1)), where tau is tau_pos for A > 0, else tau_neg.
+
+    At r = 1 its gradient is that of -A r; far from it the gradient fades, with a larger tau sooner. Source: SAPO (arXiv
+    2511.20347), section 3. For actor.loss_agg_mode seq-mean-token-mean.
+    """
+    tau = torch.full_like(inputs.advantages, inputs.tau_neg).masked_fill_(inputs.advantages > 0, inputs.tau_pos)
+    gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * (4.0 / tau)
+    return inputs.result(-inputs.advantages * gate)
+
+
 def cispo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return -A clip(r, 1 - clip_low, 1 + clip_high) log_prob, without a gradient through r.
 
@@ -211,6 +226,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(vanilla),
     "gspo": PolicyLoss(gspo),
     "geo_mean": PolicyLoss(geo_mean, has_geometric_weights=True),
+    "sapo": PolicyLoss(sapo),
     "cispo": PolicyLoss(cispo),
     "gpg": PolicyLoss(gpg),
     "clip_cov": PolicyLoss(clip_cov, select_in_band),

@@ -10,7 +10,7 @@ from typing import Literal
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse"]
 KLLossType = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"]
-LossMode = Literal["vanilla", "gspo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
+LossMode = Literal["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "custom"]
 RejectionStatistic = Literal[
     "token_k1",
     "token_k2",
@@ -24,8 +24,8 @@ RejectionStatistic = Literal[
     "seq_max_k2",
     "seq_max_k3",
 ]
-SEQUENCE_LOSSES = ("gspo", "geo_mean")
-"""Policy losses with one ratio per sequence, which weigh all sequences alike."""
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
+"""Policy losses that weigh all sequences alike: gspo and geo_mean have one ratio per sequence."""
 GroupMetric = Literal["acc", "score", "seq_reward"]
 AdvEstimator = Literal[
     "gae",
@@ -117,9 +117,10 @@ class PolicyLossConfig:
 
     loss_mode: LossMode = "vanilla"
     """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for actor.loss_agg_mode
-    seq-mean-token-mean. cispo: clipped weights of the policy gradient. gpg: the policy gradient. clip_cov, kl_cov: a
-    few tokens of high covariance between log-prob and advantage are left out, or get a KL penalty. custom: that of
-    custom_loss. All but gpg and kl_cov use actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
+    seq-mean-token-mean. sapo: a smooth gate in place of the clip, for seq-mean-token-mean too. cispo: clipped weights
+    of the policy gradient. gpg: the policy gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob
+    and advantage are left out, or get a KL penalty. custom: that of custom_loss. All but sapo, gpg and kl_cov use
+    actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
     clip_cov_ratio: float = 0.0002
     """clip_cov: share of the tokens of a mini-batch that are left out."""
     clip_cov_lb: float = 1.0
@@ -130,6 +131,10 @@ class PolicyLossConfig:
     """kl_cov: share of the tokens of a mini-batch, those of the highest covariance, that get a KL penalty."""
     ppo_kl_coef: float = 0.1
     """kl_cov: coefficient of the penalty |log-prob - old log-prob|."""
+    tau_pos: float = 1.0
+    """sapo: how soon the gradient of a token of positive advantage fades as the ratio leaves 1."""
+    tau_neg: float = 1.05
+    """sapo: the same for all other tokens."""
     custom_loss: CustomLossConfig = field(default_factory=CustomLossConfig)
     """A user-defined policy loss."""
 

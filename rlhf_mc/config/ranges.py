@@ -92,6 +92,8 @@ RANGES = {
     "actor.policy_loss.clip_cov_ub": Range(-1e6, 1e6),
     "actor.policy_loss.kl_cov_ratio": _SHARE,
     "actor.policy_loss.ppo_kl_coef": _COEFFICIENT,
+    "actor.policy_loss.tau_pos": _POSITIVE,
+    "actor.policy_loss.tau_neg": _POSITIVE,
     "actor.kl_loss_coef": _COEFFICIENT,
     "critic.cliprange_value": Range(0, 1e30, open=True),
     "rollout.tensor_model_parallel_size": _RANKS,

@@ -61,6 +61,8 @@ def policy_loss_of(actor: ActorConfig) -> PolicyLoss:
         clip_high=actor.clip_ratio_high,
         clip_c=actor.clip_ratio_c,
         kl_coef=actor.policy_loss.ppo_kl_coef,
+        tau_pos=actor.policy_loss.tau_pos,
+        tau_neg=actor.policy_loss.tau_neg,
     )
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 3 tokens,"
     result = _called(function, inputs, where)

@@ -124,6 +124,8 @@ def actor_objective(
             clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
             kl_coef=cfg.policy_loss.ppo_kl_coef,
+            tau_pos=cfg.policy_loss.tau_pos,
+            tau_neg=cfg.policy_loss.tau_neg,
         )
         inputs = ActorLossInputs(
             policy=policy,

@@ -87,6 +87,8 @@ RULES: list[Rule] = [
         ),
         role__megatron__overlap_grad_reduce="*.megatron.override_ddp_config.overlap_grad_reduce",
         role__optim__lr_decay_style="*.optim.warmup_style *.optim.lr_scheduler_type",
+        actor__policy_loss__tau_pos="actor.tau_pos",
+        actor__policy_loss__tau_neg="actor.tau_neg",
         trainer__seed="data.seed",
         trainer__async_save="actor.checkpoint.async_save",
         profile__steps="global_profiler.steps trainer.profile_steps",
@@ -200,7 +202,6 @@ RULES: list[Rule] = [
             "strategy,forward_only,turbo_config*,mixed_precision}",
         ),
         ("sequences are packed without padding", "*.pad_to_length* *.pad_bshd_to_minibatch_max"),
-        ("it is of policy loss sapo, which is not supported", "*.tau_pos *.tau_neg"),
         ("it is of another engine: vLLM generates", "rollout.engine_kwargs.[!v]*"),
         (
             "it changes vLLM's speed and memory, and vLLM's own default is used",

@@ -252,7 +252,7 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("algorithm.adv_estimator", "gdpo", ("not supported", None, None)),
         ("algorithm.adv_estimator", "optimal_token_baseline", ("not supported", None, None)),
         ("algorithm.kl_penalty", "full", ("not supported", None, None)),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", "sapo", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "dro", ("not supported", None, None)),
         ("actor_rollout_ref.actor.policy_loss.loss_mode", "dppo_tv", ("not supported", None, None)),
         ("actor_rollout_ref.actor.loss_agg_mode", "token-sum", ("not supported", None, None)),
         ("algorithm.rollout_correction.rollout_is", "geometric", ("not supported", None, None)),
@@ -375,7 +375,7 @@ def test_layouts_that_depend_on_others() -> None:
         assert line_of(key, 9000, **ulysses) == ("same", key, 18000)
     assert line_of("critic.ppo_max_token_len_per_gpu", 9000, **ulysses)[2] == 9000
     aggregation = "actor.loss_agg_mode"
-    for loss, ours in (("gspo", "seq-mean-token-mean"), ("cispo", "token-mean")):
+    for loss, ours in (("gspo", "seq-mean-token-mean"), ("sapo", "seq-mean-token-mean"), ("cispo", "token-mean")):
         assert line_of(aggregation, "token-mean", actor__policy_loss__loss_mode=loss)[2] == ours
     gspo = {"actor.policy_loss.loss_mode": "geo_mean"}
     assert converted(gspo).settings[aggregation] == "seq-mean-token-mean"

@@ -23,6 +23,8 @@ SETTINGS = PolicyLossConfig(clip_cov_ratio=0.2, clip_cov_lb=-0.5, clip_cov_ub=0.
 LOW = 0.2
 HIGH = 0.3
 CLIP_C = 1.5
+TAU_POS = 1.3
+TAU_NEG = 2.0
 
 
 def test_every_loss_can_be_set() -> None:
@@ -50,7 +52,14 @@ def mini_batch(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def inputs_of(fields: dict[str, torch.Tensor], **changed: Any) -> PolicyLossInputs:
     sizes = {"num_tokens": int(LENS.sum()), "num_sequences": len(LENS)}
-    clips = {"clip_low": LOW, "clip_high": HIGH, "clip_c": CLIP_C, "kl_coef": 0.3}
+    clips = {
+        "clip_low": LOW,
+        "clip_high": HIGH,
+        "clip_c": CLIP_C,
+        "kl_coef": 0.3,
+        "tau_pos": TAU_POS,
+        "tau_neg": TAU_NEG,
+    }
     return PolicyLossInputs(**{**fields, **sizes, **clips, **changed})
 
 
@@ -86,6 +95,9 @@ def slow(name: str, fields: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict
                 loss = number(0.0)
         elif name == "kl_cov":
             loss = -a * ratio + (0.3 * log_ratio.abs() if selected[t] else 0.0)
+        elif name == "sapo":
+            tau = TAU_POS if a > 0 else TAU_NEG
+            loss = -a * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
         elif name == "cispo":
             loss = -a * clipped * log_prob
             upper += clipped != float(ratio.detach())
