@@ -67,8 +67,8 @@ checks: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
-	$(BIN)/python tools/check_size.py rlhf_mc tools
-	$(BIN)/python tools/check_language.py
+	$(BIN)/python tests/checks/structure.py
+	$(BIN)/python tests/checks/language.py
 
 # transformer-engine-torch names the CUDA 12 build in its metadata although it compiles against either.
 lock: $(STAMP)

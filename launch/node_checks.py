@@ -18,7 +18,7 @@ from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.config.schema import Config
 from rlhf_mc.machine import facts
 from rlhf_mc.machine.check import has_gpus, used_gpus
-from rlhf_mc.machine.facts import Gpu
+from rlhf_mc.machine.facts import InstalledGpu
 from rlhf_mc.setup.early_checks import check_early
 from rlhf_mc.topology.open_files import raise_limit
 
@@ -69,7 +69,7 @@ def open_files(job: Job) -> Iterator[str]:
         yield str(error)
 
 
-def visible_gpus() -> list[Gpu]:
+def visible_gpus() -> list[InstalledGpu]:
     """Return the GPUs that this job may use, as nvidia-smi lists them; none where the run is on CPUs. Raise
     RuntimeError if nvidia-smi does not list the job's GPUs."""
     driver = facts.driver()
@@ -110,7 +110,7 @@ def gpus(job: Job) -> Iterator[str]:
         yield f"other processes use {used}: end them, or {leave_out}"
 
 
-def describe(found: list[Gpu]) -> str:
+def describe(found: list[InstalledGpu]) -> str:
     """Return number and kinds of GPUs; two nodes of equal GPUs have equal texts."""
     kinds = [f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB" for gpu in found]
     return "; ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "none"

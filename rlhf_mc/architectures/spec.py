@@ -19,7 +19,7 @@ VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary shards agree."""
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""Activation functions, by transformers' names. models/build.py has the function of each."""
+"""Activation functions, by transformers' names. models/gpt_model.py has the function of each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
 
     with working("importing Megatron-Core"):
         from rlhf_mc.checkpoint.megatron_format import save_mcore
-        from rlhf_mc.models.build import build_model
+        from rlhf_mc.models.gpt_model import build_model
         from rlhf_mc.topology.groups import tool_groups
 
     with tool_groups(*astuple(layout)) as groups:
@@ -94,7 +94,7 @@ def mcore_to_hf(checkpoint: str, output: str, layout: ToolLayout, max_shard_byte
         from rlhf_mc.checkpoint.hf_export import export_hf
         from rlhf_mc.checkpoint.hf_format import read_shape
         from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
-        from rlhf_mc.models.build import build_model
+        from rlhf_mc.models.gpt_model import build_model
         from rlhf_mc.reshard.placement import training_layouts
         from rlhf_mc.topology.groups import tool_groups
 

@@ -18,7 +18,7 @@ from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero
 from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
 from rlhf_mc.config.errors import UserError, first_line
-from rlhf_mc.models.build import PackedGPT
+from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.megatron_patches import keep_results_in_process, megatron_calls
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0

@@ -35,7 +35,7 @@ _COLLAPSED_FROM = 10.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class Violation:
     """A metric outside of its bound in one step."""
 
     metric: str
@@ -105,23 +105,23 @@ class Observed:
         found = self.past.last(key, self.cfg.window)
         return found if len(found) >= min(_FEWEST, self.cfg.window) else None
 
-    def above(self, setting: str, *keys: str) -> Finding | None:
+    def above(self, setting: str, *keys: str) -> Violation | None:
         """Return the first of the metrics that is above its bound, a setting of health."""
         return self._outside("above", setting, keys)
 
-    def below(self, setting: str, *keys: str) -> Finding | None:
+    def below(self, setting: str, *keys: str) -> Violation | None:
         """Return the first of the metrics that is below its bound, a setting of health."""
         return self._outside("below", setting, keys)
 
-    def _outside(self, side: Side, setting: str, keys: tuple[str, ...]) -> Finding | None:
+    def _outside(self, side: Side, setting: str, keys: tuple[str, ...]) -> Violation | None:
         bound = getattr(self.cfg, setting)
         for key in keys:
             value = self.get(key)
             if value is not None and _is_beyond(side, value, bound):
-                return Finding(key, value, f"{side} {bound:g}", f"health.{setting}")
+                return Violation(key, value, f"{side} {bound:g}", f"health.{setting}")
         return None
 
-    def beyond_median(self, side: Side, factor: float, setting: str, *keys: str) -> Finding | None:
+    def beyond_median(self, side: Side, factor: float, setting: str, *keys: str) -> Violation | None:
         """Return the first of the metrics that is above, or below, `factor` times its median over the window before.
         setting: the setting of health that gives the factor."""
         for key in keys:
@@ -131,7 +131,9 @@ class Observed:
                 continue
             median = statistics.median(before)
             if _is_beyond(side, value, factor * median):
-                return Finding(key, value, f"{side} {factor:g} x its median before, {median:.3g}", f"health.{setting}")
+                return Violation(
+                    key, value, f"{side} {factor:g} x its median before, {median:.3g}", f"health.{setting}"
+                )
         return None
 
 
@@ -139,21 +141,21 @@ def _is_beyond(side: Side, value: float, bound: float) -> bool:
     return value > bound if side == "above" else value < bound
 
 
-def not_finite(seen: Observed) -> Finding | None:
+def not_finite(seen: Observed) -> Violation | None:
     for key in ("actor/skipped", "critic/skipped"):
         if (share := seen.get(key)) is not None and share > 0:
-            return Finding(key, share, "above 0")
+            return Violation(key, share, "above 0")
     for key, value in seen.metrics.items():
         if not math.isfinite(value):
-            return Finding(key, value, "not finite")
+            return Violation(key, value, "not finite")
     return None
 
 
-def kl_explosion(seen: Observed) -> Finding | None:
+def kl_explosion(seen: Observed) -> Violation | None:
     return seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL)
 
 
-def policy_collapsed(seen: Observed) -> Finding | None:
+def policy_collapsed(seen: Observed) -> Violation | None:
     found = seen.below("entropy_collapse", ENTROPY)
     started = seen.past.first
     score = seen.get(SCORE)
@@ -167,15 +169,15 @@ def policy_collapsed(seen: Observed) -> Finding | None:
     return found if max(kls) > _FAR else None
 
 
-def ppo_kl_low(seen: Observed) -> Finding | None:
+def ppo_kl_low(seen: Observed) -> Violation | None:
     return seen.below("ppo_kl_min", PPO_KL) if seen.facts.updates_per_step > 1 else None
 
 
-def grad_norm_growing(seen: Observed) -> Finding | None:
+def grad_norm_growing(seen: Observed) -> Violation | None:
     return seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS)
 
 
-def entropy_falling(seen: Observed) -> Finding | None:
+def entropy_falling(seen: Observed) -> Violation | None:
     return seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY)
 
 
@@ -191,15 +193,15 @@ def _is_saturated(seen: Observed) -> bool:
     return low < high and mean >= low + seen.cfg.saturated_share * (high - low)
 
 
-def reward_constant(seen: Observed) -> Finding | None:
+def reward_constant(seen: Observed) -> Violation | None:
     high = seen.get(HIGHEST)
     low = seen.get(LOWEST)
     if high is None or low is None or high != low or _is_saturated(seen):
         return None
-    return Finding(SCORE, high, "the score of every response")
+    return Violation(SCORE, high, "the score of every response")
 
 
-def reward_flat(seen: Observed) -> Finding | None:
+def reward_flat(seen: Observed) -> Violation | None:
     """Compare the later half of the window with the earlier one: a trend is two standard errors of the difference."""
     now = seen.get(SCORE)
     count = seen.cfg.reward_window
@@ -210,32 +212,32 @@ def reward_flat(seen: Observed) -> Finding | None:
     gain = statistics.fmean(halves[1]) - statistics.fmean(halves[0])
     error = math.sqrt(sum(statistics.variance(half) / len(half) for half in halves))
     words = f"no trend: {gain:+.3g} in {count // 2} steps"
-    return Finding(SCORE, now, words, "health.reward_window") if abs(gain) <= 2.0 * error else None
+    return Violation(SCORE, now, words, "health.reward_window") if abs(gain) <= 2.0 * error else None
 
 
-def reward_saturated(seen: Observed) -> Finding | None:
+def reward_saturated(seen: Observed) -> Violation | None:
     if not _is_saturated(seen):
         return None
     high = max(seen.past.highest_score, seen.metrics[HIGHEST])
-    return Finding(SCORE, seen.metrics[SCORE], f"the highest score is {high:g}", "health.saturated_share")
+    return Violation(SCORE, seen.metrics[SCORE], f"the highest score is {high:g}", "health.saturated_share")
 
 
-def equal_groups(seen: Observed) -> Finding | None:
+def equal_groups(seen: Observed) -> Violation | None:
     if not seen.facts.compares_groups:
         return None
     return seen.above("equal_groups_max", "train/dropped_groups_ratio", "train/equal_groups_ratio")
 
 
-def rollout_mismatch(seen: Observed) -> Finding | None:
+def rollout_mismatch(seen: Observed) -> Violation | None:
     bound = seen.facts.logprob_bound
     if bound is None:
         return None
     for name, limit in (("mean", bound), ("p99", _TAIL * bound)):
         value = seen.get(key := f"training/rollout_logprobs_diff_{name}")
         if value is not None and value > limit:
-            return Finding(key, value, f"above {limit:.3g}", "trainer.max_rollout_logprob_diff")
+            return Violation(key, value, f"above {limit:.3g}", "trainer.max_rollout_logprob_diff")
     return None
 
 
-def throughput_falling(seen: Observed) -> Finding | None:
+def throughput_falling(seen: Observed) -> Violation | None:
     return seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT)

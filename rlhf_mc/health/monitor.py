@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.health.conditions import Facts, Finding, Observed, Past
-from rlhf_mc.health.rules import RULES, Rule
+from rlhf_mc.health.conditions import Facts, Observed, Past, Violation
+from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.run_files import rows_of
 
 ROLLED_BACK = "rolled back"
@@ -38,8 +38,8 @@ class Event:
     """A rule begins or ends to count, or the run acts on it."""
 
     step: int
-    rule: Rule
-    finding: Finding
+    rule: HealthRule
+    finding: Violation
     event: str
     """begins, ends, acts or ROLLED_BACK."""
     action: str
@@ -72,7 +72,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepHealth:
     """The health of one step."""
 
     num_active: int
@@ -103,12 +103,12 @@ class Monitor:
         self._past = Past(max(cfg.window, cfg.reward_window))
         self._rules = [rule for rule in RULES if getattr(cfg.responses, rule.name) != "off"]
         self._counts = {rule.name: _Count() for rule in self._rules}
-        self._findings: dict[str, Finding] = {}
+        self._findings: dict[str, Violation] = {}
         self._acting: set[str] = set()
         """Rules whose action is in health.jsonl since they began to count."""
         self._is_replaying = False
 
-    def replay(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+    def replay(self, step: int, metrics: Mapping[str, float]) -> StepHealth:
         """Count an earlier step again, without a line or an event."""
         self._is_replaying = True
         try:
@@ -116,7 +116,7 @@ class Monitor:
         finally:
             self._is_replaying = False
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+    def step(self, step: int, metrics: Mapping[str, float]) -> StepHealth:
         """Check all rules on the metrics of a step. Print and write what begins and ends."""
         seen = Observed(metrics, self._past, self._cfg, self._facts)
         acting = []
@@ -142,7 +142,7 @@ class Monitor:
                     self._emit(acting[-1])
         self._acting = set() if self._is_replaying else {event.rule.name for event in acting}
         self._past.add(metrics)
-        return Verdict(num_active, is_healthy, tuple(acting))
+        return StepHealth(num_active, is_healthy, tuple(acting))
 
     def close(self, step: int) -> None:
         """Print for each rule that has printed a warning in how many steps it has counted."""
@@ -152,10 +152,10 @@ class Monitor:
                 span = f"from {count.first} to {count.last}" if count.total > 1 else f"step {count.first}"
                 self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
 
-    def _action(self, rule: Rule) -> str:
+    def _action(self, rule: HealthRule) -> str:
         return str(getattr(self._cfg.responses, rule.name))
 
-    def _count(self, rule: Rule, count: _Count, step: int, finding: Finding) -> None:
+    def _count(self, rule: HealthRule, count: _Count, step: int, finding: Violation) -> None:
         """Count a step of a rule that has held for long enough. Print its line in the first such step of the run, and a
         short one after 10, 100, 1000, ... of them."""
         count.total += 1
@@ -174,7 +174,7 @@ class Monitor:
             since = f"in {count.total} steps since {count.first}"
             self._print(f"health: step {step}: {rule.name} {since}: {finding.metric} is {finding.value:.3g}")
 
-    def _end(self, rule: Rule, count: _Count, step: int) -> None:
+    def _end(self, rule: HealthRule, count: _Count, step: int) -> None:
         if count.consecutive >= rule.steps_needed(self._cfg):
             text = f"health: step {step}: {rule.name} ends after {count.consecutive} steps"
             finding = self._findings[rule.name]
@@ -206,7 +206,7 @@ def keep_events_up_to(path: Path, step: int) -> None:
     durable.replace(path, "".join(reversed(kept)).encode())
 
 
-def _line(step: int, rule: Rule, finding: Finding, consecutive: int = 1) -> str:
+def _line(step: int, rule: HealthRule, finding: Violation, consecutive: int = 1) -> str:
     """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
     lasting = f", for {consecutive} steps" if consecutive > 1 else ""
     return f"health: step {step}: {rule.name}: {finding.metric} is {finding.value:.3g}, {finding.bound}{lasting}"

@@ -19,19 +19,19 @@ from rlhf_mc.health.conditions import (
     REF_KL,
     SCORE,
     THROUGHPUT,
-    Finding,
     Observed,
+    Violation,
 )
 
 
 @dataclass(frozen=True)
-class Rule:
+class HealthRule:
     """A rule on the metrics of a step. config/health_schema.py has its condition in words, and the response to it."""
 
     name: str
     metrics: tuple[str, ...]
     """The metrics that it reads, for the page of rules."""
-    check: Callable[[Observed], Finding | None]
+    check: Callable[[Observed], Violation | None]
     meaning: str
     setting: str
     """The setting to turn, and in which direction. With `meaning` it is one line of the console."""
@@ -47,8 +47,8 @@ class Rule:
         return {"at once": 1, "patience": cfg.patience, "window": cfg.window}[self.after]
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[HealthRule, ...] = (
+    HealthRule(
         "not_finite",
         ("any metric", "actor/skipped", "critic/skipped"),
         conditions.not_finite,
@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
         after="at once",
         harms_policy=True,
     ),
-    Rule(
+    HealthRule(
         "kl_explosion",
         (PPO_KL, *REF_KL),
         conditions.kl_explosion,
@@ -68,7 +68,7 @@ RULES: tuple[Rule, ...] = (
         after="at once",
         harms_policy=True,
     ),
-    Rule(
+    HealthRule(
         "policy_collapsed",
         (ENTROPY, SCORE, *REF_KL),
         conditions.policy_collapsed,
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
         "Gradients are 0, so that nothing more is learned. trainer.resume_from_path names the checkpoint.",
         harms_policy=True,
     ),
-    Rule(
+    HealthRule(
         "ppo_kl_high",
         (PPO_KL,),
         lambda seen: seen.above("ppo_kl_max", PPO_KL),
@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
         "lower actor.optim.lr or actor.ppo_epochs",
         "Later mini-batches train on samples of another policy. A larger actor.ppo_mini_batch_size helps too.",
     ),
-    Rule(
+    HealthRule(
         "ppo_kl_low",
         (PPO_KL,),
         conditions.ppo_kl_low,
@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
         "construction, so that the rule needs several.",
         after="window",
     ),
-    Rule(
+    HealthRule(
         "grad_norm_high",
         GRAD_NORMS,
         lambda seen: seen.above("grad_norm_max", *GRAD_NORMS),
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         "raise data.train_batch_size, or lower actor.optim.lr or critic.optim.lr",
         "Noisy advantages and a new value head have large gradients, and so do small models.",
     ),
-    Rule(
+    HealthRule(
         "grad_norm_growing",
         GRAD_NORMS,
         conditions.grad_norm_growing,
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
         "lower actor.optim.lr or critic.optim.lr",
         "Compare actor/ppo_kl and the longest responses.",
     ),
-    Rule(
+    HealthRule(
         "grad_norm_low",
         GRAD_NORMS,
         lambda seen: seen.below("grad_norm_min", *GRAD_NORMS),
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
         "Models of billions of parameters are often below.",
         after="window",
     ),
-    Rule(
+    HealthRule(
         "entropy_falling",
         (ENTROPY,),
         conditions.entropy_falling,
@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
         "raise actor.entropy_coeff or actor.clip_ratio_high",
         "A lower actor.optim.lr slows it down.",
     ),
-    Rule(
+    HealthRule(
         "entropy_low",
         (ENTROPY,),
         lambda seen: seen.below("entropy_min", ENTROPY),
@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         "With a high reward the run is simply done.",
         after="window",
     ),
-    Rule(
+    HealthRule(
         "vf_clipfrac_high",
         ("critic/vf_clipfrac",),
         lambda seen: seen.above("vf_clipfrac_max", "critic/vf_clipfrac"),
@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         "raise critic.cliprange_value, or lower critic.optim.lr",
         "The range is in units of the return: rewards of tens need a larger one.",
     ),
-    Rule(
+    HealthRule(
         "explained_variance_low",
         ("critic/vf_explained_var",),
         lambda seen: seen.below("explained_variance_min", "critic/vf_explained_var"),
@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         "Advantages are noisier than without a critic; an algorithm.adv_estimator without one may do better.",
         after="window",
     ),
-    Rule(
+    HealthRule(
         "truncated",
         ("response_length/clip_ratio",),
         lambda seen: seen.above("truncated_max", "response_length/clip_ratio"),
@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
         "raise data.max_response_length",
         "reward.overlong_buffer.len makes answers shorter.",
     ),
-    Rule(
+    HealthRule(
         "reward_constant",
         (HIGHEST, LOWEST),
         conditions.reward_constant,
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
         "check the reward function, and train_generations/",
         "Often the answer's format is not the one that the reward reads. Else: easier prompts, a larger rollout.n.",
     ),
-    Rule(
+    HealthRule(
         "reward_flat",
         (SCORE,),
         conditions.reward_flat,
@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
         "raise actor.optim.lr, or lower algorithm.kl_ctrl.kl_coef",
         "Look at equal_groups, explained_variance_low and the generations first.",
     ),
-    Rule(
+    HealthRule(
         "reward_saturated",
         (SCORE, HIGHEST, LOWEST),
         conditions.reward_saturated,
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         "end the run (trainer.target_val_acc), or take harder prompts",
         "If validation does not rise with it, the reward is exploited: read train_generations/.",
     ),
-    Rule(
+    HealthRule(
         "equal_groups",
         ("train/equal_groups_ratio", "train/dropped_groups_ratio"),
         conditions.equal_groups,
@@ -194,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         "raise rollout.n, or set algorithm.filter_groups.enable",
         "The batch is smaller than it seems. Prompts are too easy or too hard.",
     ),
-    Rule(
+    HealthRule(
         "rollout_mismatch",
         ("training/rollout_logprobs_diff_mean", "training/rollout_logprobs_diff_p99"),
         conditions.rollout_mismatch,
@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
         "corrects for the latter.",
         after="at once",
     ),
-    Rule(
+    HealthRule(
         "throughput_falling",
         (THROUGHPUT,),
         conditions.throughput_falling,
@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         "compare the timing_s/* of this step and earlier ones",
         "Another program, a throttled GPU, slow storage, or one slow rank.",
     ),
-    Rule(
+    HealthRule(
         "replicas_unbalanced",
         ("global_seqlen/idle_share",),
         lambda seen: seen.above("idle_share_max", "global_seqlen/idle_share"),
@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         "raise actor.ppo_mini_batch_size",
         "A few long sequences cannot be spread evenly: more sequences, or fewer replicas with more tensor parallelism.",
     ),
-    Rule(
+    HealthRule(
         "memory_near_limit",
         ("perf/memory_used_ratio",),
         lambda seen: seen.above("memory_max", "perf/memory_used_ratio"),

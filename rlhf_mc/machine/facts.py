@@ -34,7 +34,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class InstalledGpu:
     """A GPU as nvidia-smi lists it."""
 
     name: str
@@ -50,7 +50,7 @@ class Driver:
     version: str = ""
     cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver runs."""
-    gpus: list[Gpu] = field(default_factory=list)
+    gpus: list[InstalledGpu] = field(default_factory=list)
     error: str = ""
     """The reason where nvidia-smi does not answer."""
 
@@ -125,7 +125,7 @@ def driver() -> Driver:
         try:
             name, total, used, capability, version = (text.strip() for text in line.rsplit(",", 4))
             major, minor = capability.split(".")
-            gpus.append(Gpu(name, int(total), int(used), (int(major), int(minor))))
+            gpus.append(InstalledGpu(name, int(total), int(used), (int(major), int(minor))))
         except ValueError:  # of a GPU that is lost
             return Driver(error=f"nvidia-smi prints {line!r}")
     newest = re.search(r"CUDA[\w ]* Version\s*:\s*(\d+)\.(\d+)", summary)

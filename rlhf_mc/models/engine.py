@@ -21,8 +21,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.build import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
+from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
 from rlhf_mc.models.memory_recovery import MemoryRecovery
@@ -44,7 +44,7 @@ from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import ProcessGroups
 
 Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(model, states [R, 1, hidden], micro-batch) -> (this micro-batch's share of the loss, its shares of statistics)."""
@@ -84,7 +84,7 @@ class OptimizerStep:
 class ModelEngine:
     """One role's model. Without optimizer settings it is frozen."""
 
-    def __init__(self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> None:
+    def __init__(self, name: str, shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> None:
         self.name = name
         self.shape = shape
         self.groups = groups

@@ -13,12 +13,12 @@ import torch
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.build import DTYPES, assemble_model
+from rlhf_mc.models.gpt_model import DTYPES, assemble_model
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.coverage import Coverage, split_axes, training_coverage
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
-from rlhf_mc.topology.groups import Groups, build_role_groups, simulated_rank
+from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, simulated_rank
 from rlhf_mc.topology.mesh import Mesh, mesh_of
 
 
@@ -66,7 +66,7 @@ def check_training_layouts(
     return found
 
 
-def _parameters(shape: ModelShape, megatron: MegatronConfig, groups: Groups) -> dict[str, torch.nn.Parameter]:
+def _parameters(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of all virtual pipeline chunks of a rank, on the meta device, by the layout's names."""
     chunks = groups.mesh.vpp
     with torch.device("meta"):
@@ -107,6 +107,6 @@ def _other_split(
     return None
 
 
-def _place(groups: Groups) -> str:
+def _place(groups: ProcessGroups) -> str:
     at = groups.coordinate
     return f"TP rank {at.tp}, stage {at.pp}, DP rank {at.dp}, EP rank {at.ep}"

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhf_mc import platform
-from rlhf_mc.models.build import PackedGPT
+from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import output_weight
 
 Shape = tuple[int, int, int]

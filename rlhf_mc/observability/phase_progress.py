@@ -63,7 +63,7 @@ class PhaseProgress:
         self._status = status
         self._stream = stream
         self._clock = clock
-        self._bottom = BottomLine(stream) if _has_columns(stream) else None
+        self._bottom = ProgressLine(stream) if _has_columns(stream) else None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlhf_mc progress", daemon=True)
 
@@ -98,7 +98,7 @@ class PhaseProgress:
                 self.tick()
 
 
-class BottomLine:
+class ProgressLine:
     """One line at the bottom of a terminal, rewritten in place."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -29,7 +29,7 @@ from rlhf_mc.run_files import PROFILE
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.rank_status import WRITE_PROFILE
 from rlhf_mc.topology.consensus import gather_objects
-from rlhf_mc.topology.groups import Groups, barrier
+from rlhf_mc.topology.groups import ProcessGroups, barrier
 
 PHASES_FILE = "phases.json"
 _HEARTBEAT_SECONDS = 0.1
@@ -48,7 +48,7 @@ def warn_of_unreached(cfg: Config, done: int, last: int) -> None:
 
 
 @contextlib.contextmanager
-def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: Groups) -> Iterator[None]:
+def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -> Iterator[None]:
     """Profile the step of the body, whose phases `timer` times, if profile.steps has it. Every rank must call it: a
     profiled step ends with an exchange of the ranks' times. groups: the actor's.
 

@@ -61,7 +61,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassTokens:
     """The tokens of a pass over one replica."""
 
     tokens: float
@@ -92,16 +92,16 @@ class Passes:
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
 
-    def forward(self, work: Work) -> list[Collective]:
+    def forward(self, work: PassTokens) -> list[Collective]:
         """Return those of a pass without gradients. All ranks get its results."""
         results = Collective("results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1)
         return _merged([*self._forward(work), *self._stages(work, backward=False), results])
 
-    def update(self, work: Work, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
+    def update(self, work: PassTokens, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
         """Return those of one optimizer step. layout: the rank's; all parameters are trained."""
         return _merged([*self.forward_and_backward(work), *self.gradients(layout, overlaps_reduction)])
 
-    def forward_and_backward(self, work: Work) -> list[Collective]:
+    def forward_and_backward(self, work: PassTokens) -> list[Collective]:
         """Return those of one optimizer step without `gradients`: they grow with the tokens."""
         found = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
         return _merged([*found, *self._stages(work, backward=False), *self._stages(work, backward=True)])
@@ -110,7 +110,7 @@ class Passes:
         """Return those of gradients and new parameters in one optimizer step, as `update`."""
         return _merged(list(self._gradients(layout, overlaps_reduction)))
 
-    def _forward(self, work: Work) -> Iterator[Collective]:
+    def _forward(self, work: PassTokens) -> Iterator[Collective]:
         yield from self._repeat(self._layer(work), self._layers)
         states = self._states(work)
         if self._is_first:
@@ -122,14 +122,14 @@ class Passes:
                 yield self._tensor_parallel("all_reduce", work.results * _FLOAT32, work)
                 yield self._tensor_parallel("all_reduce", 3 * work.results * _FLOAT32, work)
 
-    def _backward(self, work: Work) -> Iterator[Collective]:
+    def _backward(self, work: PassTokens) -> Iterator[Collective]:
         yield from self._repeat(self._layer_backward(work), self._layers)
         if self._is_first and self._is_sequence_parallel:
             yield self._tensor_parallel("all_gather", self._states(work), work)
         if self._is_last and not self._shape.value_head:
             yield self._tensor_parallel("all_reduce", work.results * self._shape.hidden_size * self._itemsize, work)
 
-    def _recomputation(self, work: Work) -> Iterator[Collective]:
+    def _recomputation(self, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of forward passes that are repeated: of whole layers, or of dense MLPs on a GPU."""
         granularity = self._megatron.recompute_granularity
         if granularity == "full":
@@ -137,7 +137,7 @@ class Passes:
         elif granularity == "selective" and self._cuda and not self._shape.has_experts:
             yield from self._repeat(self._sharded_layers(work, 1), self._layers)
 
-    def _layer(self, work: Work) -> Iterator[Collective]:
+    def _layer(self, work: PassTokens) -> Iterator[Collective]:
         """Yield the collectives of a layer's forward pass: attention, then MLP or experts."""
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("all_gather", self._qkv(work), work)
@@ -147,7 +147,7 @@ class Passes:
         yield from self._sharded_layers(work, 1)
         yield from self._experts(work, "all_gather", "reduce_scatter")
 
-    def _layer_backward(self, work: Work) -> Iterator[Collective]:
+    def _layer_backward(self, work: PassTokens) -> Iterator[Collective]:
         if self._shape.num_kv_heads < self._mesh.tp:
             yield self._tensor_parallel("reduce_scatter", self._qkv(work), work)
         pairs = 1 if self._shape.has_experts else 2
@@ -158,7 +158,7 @@ class Passes:
         if self._shape.has_experts:
             yield from self._experts(work, "reduce_scatter", "all_gather")
 
-    def _sharded_layers(self, work: Work, pairs: int) -> Iterator[Collective]:
+    def _sharded_layers(self, work: PassTokens, pairs: int) -> Iterator[Collective]:
         """Yield the collectives of pairs of a column-parallel and a row-parallel layer, which are the same forward and
         backward: the tokens are gathered before and scattered after, or summed once."""
         states = pairs * self._states(work)
@@ -168,7 +168,7 @@ class Passes:
         else:
             yield self._tensor_parallel("all_reduce", states, work, pairs)
 
-    def _experts(self, work: Work, dispatch: Kind, combine: Kind) -> Iterator[Collective]:
+    def _experts(self, work: PassTokens, dispatch: Kind, combine: Kind) -> Iterator[Collective]:
         """Yield the collectives of the "alltoall" dispatcher, for evenly routed tokens: states and float32
         probabilities go to the experts' ranks and to all tensor-parallel ranks, and the outputs back. The outputs' sum
         over tensor-parallel ranks has the type of the probabilities. dispatch, combine: the collectives over
@@ -183,7 +183,7 @@ class Passes:
             yield Collective("experts", dispatch, self._tp, gathered * row_bytes, calls)
         yield Collective("experts", combine, self._tp, gathered * hidden * _FLOAT32, calls)
 
-    def _stages(self, work: Work, backward: bool) -> Iterator[Collective]:
+    def _stages(self, work: PassTokens, backward: bool) -> Iterator[Collective]:
         """Yield the messages that this stage receives: from the previous stage, or gradients from the next. Every
         virtual pipeline chunk receives them, except the one that begins the model, or ends it."""
         chunks = self._mesh.vpp - (self._is_last if backward else self._is_first)
@@ -220,11 +220,11 @@ class Passes:
         parts = ("layernorm", "layer_norm", "router", "linear_proj.bias")
         return self._is_sequence_parallel and any(part in name for part in parts)
 
-    def _states(self, work: Work) -> float:
+    def _states(self, work: PassTokens) -> float:
         """Return the bytes of the hidden states of all tokens."""
         return work.tokens * self._shape.hidden_size * self._itemsize
 
-    def _qkv(self, work: Work) -> float:
+    def _qkv(self, work: PassTokens) -> float:
         """Return the bytes of queries, keys and values, which all ranks need where they are more than KV heads."""
         heads = self._shape.num_heads + 2 * self._shape.num_kv_heads
         return work.tokens * heads * self._shape.head_dim * self._itemsize
@@ -233,7 +233,7 @@ class Passes:
     def _is_sequence_parallel(self) -> bool:
         return self._megatron.sequence_parallel
 
-    def _tensor_parallel(self, kind: Kind, num_bytes: float, work: Work, times: int = 1) -> Collective:
+    def _tensor_parallel(self, kind: Kind, num_bytes: float, work: PassTokens, times: int = 1) -> Collective:
         return Collective("tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches)
 
     def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:

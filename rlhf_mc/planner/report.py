@@ -11,7 +11,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import NodeMemory
 from rlhf_mc.planner.memory import Phase, RankMemory
 from rlhf_mc.planner.storage import Storage
-from rlhf_mc.planner.traffic import Transfer
+from rlhf_mc.planner.traffic import Traffic
 
 GB = 10**9
 KV_CACHE = "kv_cache"
@@ -19,7 +19,7 @@ HOST_MEMORY = "host_memory"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MemoryFit:
     """The verdict on a plan."""
 
     problem: str | None
@@ -32,7 +32,7 @@ class Verdict:
 
 def verdict(
     cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bool = True, ranks_per_node: int = 1
-) -> Verdict:
+) -> MemoryFit:
     """Return the verdict on a plan. cuda: of a run on GPUs, each with device_bytes; otherwise the ranks of a node share
     the memory of all of them."""
     ranks: Sequence[int]
@@ -48,7 +48,7 @@ def verdict(
             f"phase {phase.name} on {_ranks(ranks)} takes {phase.total / GB:.1f} GB of {device_bytes / GB:.1f},"
             f" {-spare / GB:.1f} too much; the largest part is {largest}, {phase.parts[largest] / GB:.1f} GB"
         )
-        return Verdict(problem, phase.name, spare)
+        return MemoryFit(problem, phase.name, spare)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     for alike in plan:
         rollout = alike.rollout
@@ -61,8 +61,8 @@ def verdict(
                 f" {rollout.activations / GB:.1f} of activations leave {max(rollout.kv_cache, 0) / GB:.2f} for keys"
                 f" and values, and one sequence of {longest} tokens needs {needed / GB:.2f}"
             )
-            return Verdict(problem, KV_CACHE, spare)
-    return Verdict(None, phase.name, spare)
+            return MemoryFit(problem, KV_CACHE, spare)
+    return MemoryFit(None, phase.name, spare)
 
 
 def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequence[int], Phase]:
@@ -79,7 +79,7 @@ def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequ
     return max(found, key=lambda node: node[1].total)
 
 
-def with_host(found: Verdict, host: NodeMemory, node_bytes: float) -> Verdict:
+def with_host(found: MemoryFit, host: NodeMemory, node_bytes: float) -> MemoryFit:
     """Return the verdict on a plan that must also fit the host memory of a node."""
     if found.problem is not None or host.total <= node_bytes:
         return found
@@ -88,7 +88,7 @@ def with_host(found: Verdict, host: NodeMemory, node_bytes: float) -> Verdict:
         f"node {host.node} needs {host.total / GB:.0f} GB of host memory of {node_bytes / GB:.0f}; the largest part is"
         f" {largest}, {host.parts[largest] / GB:.0f} GB"
     )
-    return Verdict(problem, HOST_MEMORY, found.spare)
+    return MemoryFit(problem, HOST_MEMORY, found.spare)
 
 
 def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
@@ -110,7 +110,7 @@ def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def traffic_table(transfers: Sequence[Transfer]) -> str:
+def traffic_table(transfers: Sequence[Traffic]) -> str:
     """Return the text of the traffic of a step: a line for each phase."""
     if not transfers:
         return "traffic: none, there is one rank"
@@ -155,7 +155,7 @@ def _by_purpose(sizes: Sequence[tuple[str, float]]) -> dict[str, float]:
     return found
 
 
-def as_json(plan: Sequence[RankMemory], found: Verdict, transfers: Sequence[Transfer]) -> dict[str, Any]:
+def as_json(plan: Sequence[RankMemory], found: MemoryFit, transfers: Sequence[Traffic]) -> dict[str, Any]:
     """Return the plan as plain data, in bytes."""
     return {
         "fits": found.problem is None,

@@ -13,7 +13,7 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
-from rlhf_mc.planner.report import GB, Verdict, remedy, verdict, with_host
+from rlhf_mc.planner.report import GB, MemoryFit, remedy, verdict, with_host
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layout
 
@@ -47,7 +47,7 @@ def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 
-def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> Verdict:
+def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
     """Return the verdict on a plan."""
     found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
     if capacity.host_bytes is None:
@@ -56,7 +56,7 @@ def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> Verdic
     return with_host(found, host, capacity.host_bytes)
 
 
-def complaint(cfg: Config, capacity: Capacity, found: Verdict) -> str:
+def complaint(cfg: Config, capacity: Capacity, found: MemoryFit) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
     fits."""
     settings = remedy(cfg, found.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))

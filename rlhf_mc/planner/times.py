@@ -18,14 +18,14 @@ from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.planner.collectives import Collective, Passes, Work
+from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine, ProductRate
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import layout_at, place_of
-from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhaseWork, Transfer, phase_work
+from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
 from rlhf_mc.topology.mesh import Mesh, mesh_of
 
 _FLOAT32 = 4
@@ -76,7 +76,7 @@ def plan_times(
     cfg: Config,
     shapes: Mapping[str, ModelShape],
     plan: Sequence[RankMemory],
-    weights: Sequence[Transfer],
+    weights: Sequence[Traffic],
     machine: Machine,
     lengths: Lengths,
 ) -> StepTimes:
@@ -97,7 +97,7 @@ def step_times(
     cfg: Config,
     shapes: Mapping[str, ModelShape],
     states: Mapping[str, ModelState],
-    weights: Sequence[Transfer],
+    weights: Sequence[Traffic],
     machine: Machine,
     lengths: Lengths,
     kv_tokens: float,
@@ -142,11 +142,11 @@ class _Model:
         self._rate = ProductRate(machine.rates, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
 
-    def forward(self, work: PhaseWork) -> dict[str, float]:
+    def forward(self, work: PhasePasses) -> dict[str, float]:
         """Return the parts of a pass without gradients."""
         return self._pipelined(work, backward=False)
 
-    def update(self, work: PhaseWork, state: ModelState) -> dict[str, float]:
+    def update(self, work: PhasePasses, state: ModelState) -> dict[str, float]:
         """Return the parts of an optimizer step: forward and backward passes, sums of gradients, and the optimizer.
         state: on the rank that holds most.
 
@@ -159,7 +159,7 @@ class _Model:
             sums["gradients"] = max(0.0, sums["gradients"] - last)
         return {**found, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
 
-    def _pipelined(self, work: PhaseWork, backward: bool) -> dict[str, float]:
+    def _pipelined(self, work: PhasePasses, backward: bool) -> dict[str, float]:
         """Return the parts of a pass over all micro-batches through the pipeline.
 
         The slowest stage works on one micro-batch after the other. Before its first and after its last it waits for
@@ -181,11 +181,11 @@ class _Model:
         """Return the parts of a micro-batch on a stage: products, and communication that they wait for."""
         products = self._products(stage, sequences, results, backward)
         settings = (self._megatron.dtype, self._megatron.sequence_parallel, self._megatron.recompute_granularity)
-        work = Work(self._lengths.total, results, 0.0, 1)
+        work = PassTokens(self._lengths.total, results, 0.0, 1)
         communication = _communication(self._shape, self._mesh, stage, *settings, work, self._machine, backward)
         found = {name: sequences * seconds for name, seconds in communication.items()}
         if self._mesh.vpp > 1:
-            # Messages overlap with the products of other virtual pipeline chunks (models/build.py).
+            # Messages overlap with the products of other virtual pipeline chunks (models/gpt_model.py).
             found["pipeline"] = max(0.0, found["pipeline"] - products)
         return {"products": products, **found}
 
@@ -224,7 +224,7 @@ class _Model:
         return dict(slowest)
 
     def _recomputed_seconds(self, layers: ForwardFlops) -> float:
-        """Return the seconds of the recomputation of layers (models/build.py: recompute_modules): full, all of it;
+        """Return the seconds of the recomputation of layers (models/gpt_model.py: recompute_modules): full, all of it;
         selective, a dense MLP, or of experts nothing with products."""
         if self._megatron.recompute_granularity is None:
             return 0.0
@@ -259,7 +259,7 @@ def _communication(
     dtype: Literal["float32", "bfloat16"],
     sequence_parallel: bool,
     recompute: Literal["selective", "full"] | None,
-    work: Work,
+    work: PassTokens,
     machine: Machine,
     backward: bool,
 ) -> Mapping[str, float]:

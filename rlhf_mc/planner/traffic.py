@@ -15,7 +15,7 @@ from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
-from rlhf_mc.planner.collectives import Collective, Passes, Work
+from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
 from rlhf_mc.planner.model_state import ITEMSIZES
 from rlhf_mc.planner.rank_layouts import layouts_of
@@ -33,7 +33,7 @@ _TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Traffic:
     """One kind of collective for one purpose: bytes that a rank receives in one step. The rank is the one that receives
     most in the phase."""
 
@@ -57,7 +57,7 @@ def plan_traffic(
     world: int,
     gpus_per_node: int,
     lengths: Lengths,
-) -> list[Transfer]:
+) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
     held = {role: layouts_of(shapes[role], mesh_of(layouts(cfg)[role], world), cuda=True) for role in shapes}
     found = [weight_update(cfg, shapes["actor"], held["actor"], gpus_per_node)]
@@ -71,7 +71,7 @@ def plan_traffic(
 
 
 @dataclass(frozen=True)
-class PhaseWork:
+class PhasePasses:
     """A phase of passes over one model."""
 
     phase: str
@@ -81,28 +81,28 @@ class PhaseWork:
     """Of one replica in one pass."""
     results: float
     """Positions of each sequence at which the output layer is computed."""
-    work: Work
+    work: PassTokens
     """Of one pass: one mini-batch in an update, else all sequences."""
     passes: int
 
 
-def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths) -> Iterator[PhaseWork]:
+def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths) -> Iterator[PhasePasses]:
     """Yield the phases in which a model computes, in the order of a step."""
     actor = cfg.actor
     limits = micro_batch_limits(cfg)
 
-    def of(phase: str, role: str, count: int, passes: int | None = None) -> PhaseWork:
+    def of(phase: str, role: str, count: int, passes: int | None = None) -> PhasePasses:
         mesh = mesh_of(layouts(cfg)[role], world)
         share = share_of(mesh, count, limits[phase], lengths)
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response
-        work = Work(
+        work = PassTokens(
             (share.sequences + share.dummies) * lengths.total,
             share.sequences * results,
             count * results,
             share.micro_batches + share.dummies,
         )
-        return PhaseWork(phase, role, passes is not None, share, results, work, passes or 1)
+        return PhasePasses(phase, role, passes is not None, share, results, work, passes or 1)
 
     sampled = cfg.data.train_batch_size * cfg.rollout.n
     if not cfg.algorithm.rollout_correction.bypass_mode:
@@ -124,7 +124,7 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
 class _Model:
     """The collectives of a phase of one model."""
 
-    def __init__(self, cfg: Config, phase: PhaseWork, shape: ModelShape, held: Sequence[Layout]) -> None:
+    def __init__(self, cfg: Config, phase: PhasePasses, shape: ModelShape, held: Sequence[Layout]) -> None:
         self._phase = phase
         self._shape = shape
         self._megatron = layouts(cfg)[phase.role]
@@ -181,19 +181,19 @@ class _Rollout:
         return [one for one in found if len(one.group) > 1]
 
 
-def _received(phase: str, collectives: Sequence[Collective], rank: int, gpus_per_node: int) -> list[Transfer]:
+def _received(phase: str, collectives: Sequence[Collective], rank: int, gpus_per_node: int) -> list[Traffic]:
     """Return what this rank receives, one Transfer for each purpose and kind."""
-    found: dict[tuple[str, str], Transfer] = {}
+    found: dict[tuple[str, str], Traffic] = {}
     for one in collectives:
         intra, inter = one.received(rank, gpus_per_node)
-        before = found.get((one.name, one.kind), Transfer(phase, one.name, one.kind, 0.0, 0.0, 0.0))
-        found[one.name, one.kind] = Transfer(
+        before = found.get((one.name, one.kind), Traffic(phase, one.name, one.kind, 0.0, 0.0, 0.0))
+        found[one.name, one.kind] = Traffic(
             phase, one.name, one.kind, before.intra_node + intra, before.inter_node + inter, before.count + one.calls
         )
     return list(found.values())
 
 
-def _load(transfers: Sequence[Transfer]) -> tuple[float, float]:
+def _load(transfers: Sequence[Traffic]) -> tuple[float, float]:
     inter = sum(transfer.inter_node for transfer in transfers)
     return inter, inter + sum(transfer.intra_node for transfer in transfers)
 
@@ -213,8 +213,8 @@ def weight_update_plan(cfg: Config, shape: ModelShape, held: Sequence[Layout], g
     )
 
 
-def weight_update(cfg: Config, shape: ModelShape, held: Sequence[Layout], gpus_per_node: int) -> list[Transfer]:
+def weight_update(cfg: Config, shape: ModelShape, held: Sequence[Layout], gpus_per_node: int) -> list[Traffic]:
     """Return what the rank that receives most receives in the weight update."""
     plan = weight_update_plan(cfg, shape, held, gpus_per_node)
     inter, total = max(zip(plan.received_from_other_nodes, plan.received_bytes, strict=True))
-    return [Transfer(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(plan.buckets))] if total else []
+    return [Traffic(UPDATE_WEIGHTS, "weights", "receive", total - inter, inter, len(plan.buckets))] if total else []

@@ -137,7 +137,7 @@ _Loads = dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BucketPart:
     """One part of one tensor's moves: the unit of buckets."""
 
     pattern: int
@@ -148,7 +148,7 @@ class Step:
 
 def fill_buckets(
     patterns: Sequence[Pattern], queue: Sequence[tuple[int, int, int]], limit: int
-) -> tuple[tuple[Step, ...], ...]:
+) -> tuple[tuple[BucketPart, ...], ...]:
     """Return steps for the queued tensors (position, pattern, index in the pattern), in buckets in which no rank sends
     or receives more than `limit` elements."""
     parts = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
@@ -158,13 +158,13 @@ def fill_buckets(
         for part in range(math.prod(split))
     }
     steps = [
-        (position, part, Step(number, tensor, part, parts[number]))
+        (position, part, BucketPart(number, tensor, part, parts[number]))
         for position, number, tensor in queue
         for part in range(math.prod(parts[number]))
     ]
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
     steps.sort(key=lambda s: (patterns[s[2].pattern].forwarded, s[0], s[1], s[2].pattern, s[2].tensor))
-    buckets: list[list[Step]] = []
+    buckets: list[list[BucketPart]] = []
     filled: _Loads = {}
     forwarded = False
     for _, _, step in steps:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Alias, find_aliases
-from rlhf_mc.reshard.buckets import Move, Pattern, Step, fill_buckets
+from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
 from rlhf_mc.reshard.layout import Box, Layout, Shard
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 
@@ -35,7 +35,7 @@ class Plan:
     aliases: tuple[Mapping[str, Alias], ...]
     """[rank] local name of the target tensor -> its alias."""
     patterns: tuple[Pattern, ...]
-    buckets: tuple[tuple[Step, ...], ...]
+    buckets: tuple[tuple[BucketPart, ...], ...]
     shared_bytes: tuple[int, ...]
     copied_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig
 from rlhf_mc.config.user_function import describe_error, load_attribute
-from rlhf_mc.rewards.rules import RewardFunction
+from rlhf_mc.rewards.registry import RewardFunction
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

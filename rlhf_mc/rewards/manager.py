@@ -10,7 +10,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, problem_of
-from rlhf_mc.rewards.results import Failure, Row, Score
+from rlhf_mc.rewards.results import Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import name_of
 from rlhf_mc.rewards.worker import Worker
@@ -131,9 +131,11 @@ class RewardManager:
             worker.close()
         self._workers.clear()
 
-    def _row(self, prompt: Prompt, response: str, training: bool, text: str = "") -> Row:
+    def _row(self, prompt: Prompt, response: str, training: bool, text: str = "") -> RewardRow:
         weights = (self.mixture.training if training else self.mixture.validation)(prompt.data_source)
-        return Row(prompt.where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text)
+        return RewardRow(
+            prompt.where, prompt.data_source, response, prompt.ground_truth, prompt.extra_info, weights, text
+        )
 
     def _start_workers(self, count: int) -> list[Worker]:
         """Return `count` workers, after starting those that are missing."""
@@ -141,7 +143,7 @@ class RewardManager:
             self._workers.append(Worker(self._custom, self._reward))
         return self._workers[:count]
 
-    def _score(self, worker: Worker, rows: Sequence[Row]) -> Scores:
+    def _score(self, worker: Worker, rows: Sequence[RewardRow]) -> Scores:
         """Return the rows' scores; a worker that fails is removed."""
         try:
             return worker.score(rows, self._failed)
@@ -150,7 +152,7 @@ class RewardManager:
             self._workers.remove(worker)
             raise
 
-    def _failed(self, row: Row, failure: Failure) -> Score:
+    def _failed(self, row: RewardRow, failure: Failure) -> Score:
         """Return the default score of a row that could not be scored, with a warning. Raise UserError instead if
         reward.on_error is error."""
         message = f"{failure.origin or name_of(self._custom)}: {row.name}: {failure.problem}"

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.rewards.results import CUSTOM, DEFAULT, FUNCTIONS, REMOTE, Row
-from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES, WITHOUT_RULE, of_source
+from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, WITHOUT_RULE, of_source
+from rlhf_mc.rewards.results import CUSTOM, DEFAULT, FUNCTIONS, REMOTE, RewardRow
 
 RESERVED = ("overlong", DEFAULT, "num_failed", "num_truncated")
 """Names in the metrics of what is no part of a mixture."""
@@ -127,7 +127,7 @@ def check_sources(listed: Iterable[str], found: Collection[str]) -> None:
         )
 
 
-def problem_of(row: Row) -> str | None:
+def problem_of(row: RewardRow) -> str | None:
     """Return why the parts cannot score the row, whatever the response is, or None."""
     if not row.parts:
         if module := of_source(WITHOUT_RULE, row.data_source):

@@ -18,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import HIDDEN, masked, one_line
 from rlhf_mc.config.reward_schema import RemoteRewardConfig
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.results import Row, RowFailure
+from rlhf_mc.rewards.results import RewardRow, RowFailure
 from rlhf_mc.rewards.returned import checked
 
 if TYPE_CHECKING:
@@ -75,12 +75,14 @@ class RemoteReward:
             timeout=None, limits=httpx.Limits(max_connections=None), headers=self._headers, auth=self._login
         )
 
-    async def score(self, rows: Sequence[Row], answered: Callable[[], None]) -> list[dict[str, float] | RowFailure]:
+    async def score(
+        self, rows: Sequence[RewardRow], answered: Callable[[], None]
+    ) -> list[dict[str, float] | RowFailure]:
         """Return for each row the endpoint's numbers with "score", or a RowFailure. Call `answered` after each. At most
         max_concurrency requests are under way."""
         places = asyncio.Semaphore(self._cfg.max_concurrency)
 
-        async def score_one(row: Row) -> dict[str, float] | RowFailure:
+        async def score_one(row: RewardRow) -> dict[str, float] | RowFailure:
             async with places:
                 try:
                     async with asyncio.timeout(self._limit):
@@ -99,7 +101,7 @@ class RemoteReward:
         async with self._client() as client:
             return await asyncio.gather(*map(score_one, rows))
 
-    async def _score_one(self, client: httpx.AsyncClient, row: Row) -> dict[str, float]:
+    async def _score_one(self, client: httpx.AsyncClient, row: RewardRow) -> dict[str, float]:
         body = await self._post(client, json.dumps(self._request(row), default=str))
         try:
             return self._numbers(json_files.parse(body))
@@ -119,7 +121,7 @@ class RemoteReward:
             raise _failure(f"the reply {one_line(reply, _SHOWN)} has no number")
         return checked(float(numbers[-1]))
 
-    def _request(self, row: Row) -> dict[str, Any]:
+    def _request(self, row: RewardRow) -> dict[str, Any]:
         if self._cfg.api == "http":
             return {"prompt": row.prompt, **row.arguments()}
         texts = {"prompt": row.prompt, "response": row.response, "ground_truth": str(row.ground_truth)}

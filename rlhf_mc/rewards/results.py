@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlhf_mc.rewards.rules import RULES
+from rlhf_mc.rewards.registry import RULES
 
 FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
 """raised: the function raised. timeout: no score in time. exited: its process ended. invalid: it returned no finite
@@ -22,7 +22,7 @@ FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE})
 
 
 @dataclass(frozen=True)
-class Row:
+class RewardRow:
     """One response, with the arguments of its reward functions."""
 
     where: str

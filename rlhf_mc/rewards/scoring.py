@@ -15,10 +15,10 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
 from rlhf_mc.rewards.mixture import problem_of
+from rlhf_mc.rewards.registry import RULES
 from rlhf_mc.rewards.remote import RemoteReward
-from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, Row, RowFailure, Score
+from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, RowFailure, Score
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
-from rlhf_mc.rewards.rules import RULES
 
 Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""
@@ -42,7 +42,7 @@ class Scorer:
         """Rows are scored concurrently or in one call, not one after the other."""
         return self._custom is not None and (self._custom.is_async or self._custom.is_batched)
 
-    def score(self, rows: Sequence[Row], done: Done, progress: Callable[[], None]) -> None:
+    def score(self, rows: Sequence[RewardRow], done: Done, progress: Callable[[], None]) -> None:
         """Call `done` for each row. Before, call `progress` for each answer of the remote endpoint."""
         from_remote = {}
         if self._remote is not None:
@@ -55,13 +55,13 @@ class Scorer:
         else:
             _run_at_once(scoring)
 
-    async def _score_all(self, rows: Sequence[Row], from_remote: dict[int, Any], done: Done) -> None:
+    async def _score_all(self, rows: Sequence[RewardRow], from_remote: dict[int, Any], done: Done) -> None:
         """Score the rows. from_remote: the endpoint's answers by row."""
         from_batch: dict[int, Any] = {}
         if self._custom is not None and self._custom.is_batched:
             from_batch = await self._call_batched(self._custom, rows)
 
-        async def score_one(i: int, row: Row) -> None:
+        async def score_one(i: int, row: RewardRow) -> None:
             try:
                 outcome: Score | Failure = await self._score_one(row, from_batch.get(i), from_remote.get(i))
             except RowFailure as failure:
@@ -78,7 +78,7 @@ class Scorer:
             for i, row in enumerate(rows):
                 await score_one(i, row)
 
-    async def _score_one(self, row: Row, from_batch: Any, from_remote: Any) -> Score:
+    async def _score_one(self, row: RewardRow, from_batch: Any, from_remote: Any) -> Score:
         """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the batched function and
         of the remote endpoint for the row, or a RowFailure."""
         if problem := problem_of(row):
@@ -109,7 +109,7 @@ class Scorer:
             raise RowFailure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
         return Score(total, parts, extra, pred)
 
-    async def _call_custom(self, row: Row, from_batch: Any) -> Any:
+    async def _call_custom(self, row: RewardRow, from_batch: Any) -> Any:
         custom = self._custom
         assert custom is not None
         if custom.is_batched:
@@ -120,7 +120,7 @@ class Scorer:
             raise RowFailure("raised", f"raised {describe_error(error)}") from error
         return await self._await(result) if custom.is_async else result
 
-    async def _call_batched(self, custom: CustomFunction, rows: Sequence[Row]) -> dict[int, Any]:
+    async def _call_batched(self, custom: CustomFunction, rows: Sequence[RewardRow]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
         RowFailure of the whole call."""
         mine = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
@@ -169,7 +169,7 @@ def _raised(result: Any) -> Any:
     return result
 
 
-def _apply_rule(part: str, row: Row) -> dict[str, float]:
+def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
     """Return the result of a built-in rule. The score of a rule that compares with the ground truth is the accuracy,
     unless the rule returns one."""
     rule = RULES[part]

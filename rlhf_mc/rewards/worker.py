@@ -20,7 +20,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.results import Failure, Row, Score
+from rlhf_mc.rewards.results import Failure, RewardRow, Score
 from rlhf_mc.rewards.scoring import Scorer, name_of
 from rlhf_mc.runtime import guard
 
@@ -88,7 +88,7 @@ class Worker:
             raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
 
-    def score(self, rows: Sequence[Row], failed: Callable[[Row, Failure], Score]) -> list[Score]:
+    def score(self, rows: Sequence[RewardRow], failed: Callable[[RewardRow, Failure], Score]) -> list[Score]:
         """Return each row's score; that of a row without one is failed(row, reason). The worker cannot be used any more
         after an exception, of `failed` or another.
 
@@ -107,7 +107,11 @@ class Worker:
         return [scores[i] for i in range(len(rows))]
 
     def _receive_scores(
-        self, rows: Sequence[Row], left: list[int], scores: dict[int, Score], failed: Callable[[Row, Failure], Score]
+        self,
+        rows: Sequence[RewardRow],
+        left: list[int],
+        scores: dict[int, Score],
+        failed: Callable[[RewardRow, Failure], Score],
     ) -> Failure | None:
         """Let the process score rows[i] for each i of `left`, into scores[i]. Return None, or why the process gives no
         further score."""

@@ -31,8 +31,8 @@ from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.health.adjustments import Adjustments
-from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
@@ -52,7 +52,7 @@ from rlhf_mc.setup.memory_check import check_memory
 from rlhf_mc.setup.scorable import check_mixture, scorable
 from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
-from rlhf_mc.topology.groups import Groups, build_role_groups, set_timeout_of_all_groups
+from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import mesh_of
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -269,7 +269,7 @@ def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: Pr
         )
 
 
-def _load(role: str, start: _Start, megatron: MegatronConfig, groups: Groups) -> ModelEngine:
+def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGroups) -> ModelEngine:
     """Return a role's model in its own layout with its initial weights, from the Megatron checkpoint if there is one,
     else from the safetensors. A value head that the checkpoint lacks stays zero: the first values are 0."""
     check_fp8(f"{role}.megatron", megatron)

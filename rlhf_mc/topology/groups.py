@@ -48,7 +48,7 @@ the ends of the pipeline, are added in _group_ranks."""
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """The mesh of a role, and this rank's coordinate and process groups in it."""
 
     mesh: Mesh
@@ -65,12 +65,12 @@ class Groups:
         return self.mesh.is_last_stage(self.rank)
 
 
-def build_groups(mesh: Mesh) -> Groups:
+def build_groups(mesh: Mesh) -> ProcessGroups:
     """Return the groups of one mesh. Every rank must call it."""
     return build_role_groups({"": mesh})[""]
 
 
-def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = None) -> dict[str, Groups]:
+def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = None) -> dict[str, ProcessGroups]:
     """Return the groups of each role's mesh. Groups of the same ranks are one group: roles take turns, and each
     communicator costs memory on a GPU. Groups that carry point-to-point messages are connected. Every rank must call
     it, with the same meshes in the same order.
@@ -89,16 +89,16 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=is_local)
         return next((made[ranks] for ranks in map(tuple, rank_lists) if dist.get_rank() in ranks), None)
 
-    def groups(mesh: Mesh) -> Groups:
+    def groups(mesh: Mesh) -> ProcessGroups:
         collection = ProcessGroupCollection(hcp=None)
         for name, rank_lists in _group_ranks(mesh).items():
             setattr(collection, name, mine(rank_lists))
-        return Groups(mesh, dist.get_rank(), collection)
+        return ProcessGroups(mesh, dist.get_rank(), collection)
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # Scratch memory into which sequence parallelism gathers tokens. Roles share it.
         parallel_state._set_global_memory_buffer()
-    of_mesh: dict[Mesh, Groups] = {}
+    of_mesh: dict[Mesh, ProcessGroups] = {}
     for mesh in meshes.values():
         if mesh not in of_mesh:
             of_mesh[mesh] = groups(mesh)
@@ -150,7 +150,7 @@ def _group_ranks(mesh: Mesh) -> dict[str, list[list[int]]]:
 
 
 @contextlib.contextmanager
-def tool_groups(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[Groups]:
+def tool_groups(tp: int = 1, pp: int | None = None, ep: int = 1) -> Iterator[ProcessGroups]:
     """Join the processes that torchrun started, or make a world of this process alone; yield the groups of the mesh.
     For tools that convert checkpoints.
 

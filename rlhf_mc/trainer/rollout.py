@@ -38,7 +38,7 @@ class TooFewGroups(UserError):
 
 
 @dataclass
-class Groups:
+class SampledGroups:
     """The groups that a step has drawn. Of dropped groups only the scores are held."""
 
     n: int
@@ -121,7 +121,7 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     per_epoch = batches_per_epoch(len(run.train_prompts), prompts_per_batch(cfg.data))
     most = cfg.algorithm.filter_groups.max_num_gen_batches or per_epoch
     most_in_vain = max(BATCHES_IN_VAIN, -(-GROUPS_IN_VAIN // prompts_per_batch(cfg.data)))
-    groups = Groups(cfg.rollout.n, cfg.algorithm.filter_groups.metric)
+    groups = SampledGroups(cfg.rollout.n, cfg.algorithm.filter_groups.metric)
     num_batches = 0
     in_vain = 0
     while groups.num_kept < wanted:
@@ -151,7 +151,7 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     return prompts, batch
 
 
-def _found(cfg: Config, groups: Groups, num_batches: int) -> str:
+def _found(cfg: Config, groups: SampledGroups, num_batches: int) -> str:
     """Return what a step has found so far, in words."""
     common = ", ".join(f"{value:g} in {count}" for value, count in groups.dropped.most_common(2))
     common += ", ..." if len(groups.dropped) > 2 else ""
@@ -162,7 +162,7 @@ def _found(cfg: Config, groups: Groups, num_batches: int) -> str:
     )
 
 
-def _too_few(cfg: Config, groups: Groups, num_batches: int, is_in_vain: bool, step: int) -> str:
+def _too_few(cfg: Config, groups: SampledGroups, num_batches: int, is_in_vain: bool, step: int) -> str:
     """Return the message of TooFewGroups."""
     key = "algorithm.filter_groups.max_num_gen_batches"
     most = cfg.algorithm.filter_groups.max_num_gen_batches

@@ -17,7 +17,7 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel
@@ -31,7 +31,7 @@ class Run:
     """The parts of a run. They are the same on every rank, except for the rank's own shards."""
 
     config: Config
-    groups: Groups
+    groups: ProcessGroups
     """The actor's process groups; each model has those of its own layout."""
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]

@@ -24,7 +24,7 @@ ROLE_WIDTH = COLUMNS - sum(_WIDTHS) - len(_WIDTHS)
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """A role, or vLLM, whose engines are its data-parallel replicas."""
 
     role: str
@@ -49,7 +49,7 @@ def start_lines(run: Run) -> list[str]:
     engines = [*run.trained_models(), run.reference, *(model.engine for model in run.reward_models)]
     rows = [_row(engine) for engine in engines if engine is not None]
     vllm = gather_objects(Held(run.rollout.num_parameters, run.rollout.weight_bytes))
-    rows.append(Row("vLLM", (str(tp), "1", str(world // tp), "-"), vllm))
+    rows.append(ModelRow("vLLM", (str(tp), "1", str(world // tp), "-"), vllm))
     return [
         f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
         f"{run.schedule.total_steps} steps at most",
@@ -58,11 +58,11 @@ def start_lines(run: Run) -> list[str]:
     ]
 
 
-def _row(engine: ModelEngine) -> Row:
+def _row(engine: ModelEngine) -> ModelRow:
     """Return the row of a model. Every rank must call it."""
     mesh = engine.groups.mesh
     pp = f"{mesh.pp}x{mesh.vpp}" if mesh.vpp > 1 else str(mesh.pp)
-    return Row(engine.name, (str(mesh.tp), pp, str(mesh.dp), str(mesh.ep)), gather_objects(engine.held()))
+    return ModelRow(engine.name, (str(mesh.tp), pp, str(mesh.dp), str(mesh.ep)), gather_objects(engine.held()))
 
 
 def _precisions(run: Run) -> list[str]:
@@ -78,7 +78,7 @@ def _precisions(run: Run) -> list[str]:
     return [f"{layers} layers; " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())]
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[ModelRow]) -> list[str]:
     """Return header and rows, of at most 80 columns: of each number that of the rank with most."""
     lines = [_line("a rank holds", _TITLES)]
     for row in rows:

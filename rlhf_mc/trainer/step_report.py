@@ -20,8 +20,8 @@ from rlhf_mc.data.balance import Cost, assign_to_replicas, costs_of
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
 from rlhf_mc.machine.facts import available_memory, memory
-from rlhf_mc.models.build import DTYPES
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.observability.metrics import summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.planner.gpus import device_bfloat16

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
-from rlhf_mc.verl.convert import REFERENCES, Conversion, Given, convert
+from rlhf_mc.verl.conversion import REFERENCES, Conversion, Given, convert
 from rlhf_mc.verl.keys import plain_key
 from rlhf_mc.verl.shell_script import read_script
 from rlhf_mc.verl.shell_words import Word

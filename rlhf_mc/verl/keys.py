@@ -19,7 +19,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "null", {}, [])
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """The place of one of verl's settings in this project."""
 
     pattern: str
@@ -36,10 +36,10 @@ class Rule:
         return self.text if self.kind == "not supported" else f"{self.text}: leave it out"
 
 
-def _rules(kind: Kind, *rows: tuple[str, str] | tuple[str, str, tuple[Any, ...]]) -> list[Rule]:
+def _rules(kind: Kind, *rows: tuple[str, str] | tuple[str, str, tuple[Any, ...]]) -> list[KeyRule]:
     """Return the rules of rows (reason, patterns[, values])."""
     return [
-        Rule(pattern, kind, text, *values)
+        KeyRule(pattern, kind, text, *values)
         for text, patterns, *values in rows
         for written in patterns.split()
         for pattern in _alternatives(written)
@@ -54,10 +54,10 @@ def _alternatives(pattern: str) -> list[str]:
     return [other for name in found[2].split(",") for other in _alternatives(f"{found[1]}{name}{found[3]}")]
 
 
-def _renamed(**ours: str) -> list[Rule]:
+def _renamed(**ours: str) -> list[KeyRule]:
     """Return rules of {our key: verl's patterns}; "__" is a dot, and a leading "role" the first part of the pattern."""
     return [
-        Rule(pattern, "renamed", key.replace("__", "."))
+        KeyRule(pattern, "renamed", key.replace("__", "."))
         for key, patterns in ours.items()
         for pattern in patterns.split()
     ]
@@ -66,7 +66,7 @@ def _renamed(**ours: str) -> list[Rule]:
 _WRITTEN = "what a run writes goes to trainer.default_local_dir"
 _LONG = "For long sequences use megatron.tensor_model_parallel_size with sequence_parallel, and recompute_granularity"
 
-RULES: list[Rule] = [
+RULES: list[KeyRule] = [
     # ---- renamed
     *_renamed(
         model__tokenizer_path="data.tokenizer",
@@ -385,16 +385,16 @@ CONVERTED_HINTS = {
 
 
 @functools.cache
-def _compiled() -> tuple[tuple[re.Pattern[str], Rule], ...]:
+def _compiled() -> tuple[tuple[re.Pattern[str], KeyRule], ...]:
     return tuple((re.compile(fnmatch.translate(rule.pattern)), rule) for rule in RULES)
 
 
-def rule_of(key: str) -> Rule | None:
+def rule_of(key: str) -> KeyRule | None:
     """Return the rule of verl's key, or None. Renamed keys have the role of the key."""
     rule = next((rule for pattern, rule in _compiled() if pattern.match(key)), None)
     if rule is None or not rule.text.startswith("role."):
         return rule
-    return Rule(rule.pattern, rule.kind, key.partition(".")[0] + rule.text.removeprefix("role"))
+    return KeyRule(rule.pattern, rule.kind, key.partition(".")[0] + rule.text.removeprefix("role"))
 
 
 def hint_of(key: str) -> str | None:

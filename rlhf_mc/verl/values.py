@@ -16,7 +16,8 @@ from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 from rlhf_mc.verl.correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
 from rlhf_mc.verl.keys import OFF
-from rlhf_mc.verl.layout import (
+from rlhf_mc.verl.line import Line, Settings, number, renamed, same
+from rlhf_mc.verl.parallelism import (
     expert_parallel,
     expert_tensor,
     fsdp_offload,
@@ -27,7 +28,6 @@ from rlhf_mc.verl.layout import (
     ulysses,
     virtual_chunks,
 )
-from rlhf_mc.verl.line import Line, Settings, number, renamed, same
 
 
 def uses_critic(verl: Settings) -> bool:

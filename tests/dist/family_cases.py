@@ -14,8 +14,8 @@ from rlhf_mc.checkpoint import megatron_format
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.checkpoint.megatron_format import load_mcore, save_mcore
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate, log_probs, step_state

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import build
+from rlhf_mc.models import gpt_model
 from rlhf_mc.models.engine import layouts_of
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -53,7 +53,7 @@ def train_step_with_frozen_tensors(
     update: NaN for frozen ones, and only this rank's shard with the distributed optimizer. recompute_modules: those of
     selective recomputation, in place of a CPU's.
     """
-    patch = mock.patch.object(build, "recompute_modules", lambda *args: recompute_modules)
+    patch = mock.patch.object(gpt_model, "recompute_modules", lambda *args: recompute_modules)
     with mesh_groups(tp, pp) as groups, patch if recompute_modules else contextlib.nullcontext():
         engine = make_engine(checkpoint, role, groups, **megatron)
         tensors = frozen_tensors(f"{role}.freeze", patterns, engine.shape)

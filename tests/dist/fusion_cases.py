@@ -16,9 +16,9 @@ from model_cases import Job
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import build, engine
-from rlhf_mc.models.build import fusions
+from rlhf_mc.models import engine, gpt_model
 from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.gpt_model import fusions
 from rlhf_mc.patching import replaced
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 
@@ -38,7 +38,7 @@ def fused_activations() -> Iterator[Calls]:
     calls: Calls = []
 
     def on_gpu(shape: ModelShape) -> dict[str, Any]:
-        return {**fusions(shape), **build._fused_activation(shape)}
+        return {**fusions(shape), **gpt_model._fused_activation(shape)}
 
     with contextlib.ExitStack() as stack:
         for name, (function, method) in FUNCTIONS.items():
@@ -49,7 +49,7 @@ def fused_activations() -> Iterator[Calls]:
                 return original(ctx, *grads)
 
             stack.enter_context(replaced(function, method, staticmethod(backward)))
-        stack.enter_context(replaced(build, "fusions", on_gpu))
+        stack.enter_context(replaced(gpt_model, "fusions", on_gpu))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield calls
 
@@ -70,7 +70,7 @@ def fused_accumulation() -> Iterator[Calls]:
     with (
         replaced(layers, "fused_weight_gradient_mlp_cuda", SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)),
         replaced(layers, "_grad_accum_fusion_available", True),
-        replaced(build, "fusions", on_gpu),
+        replaced(gpt_model, "fusions", on_gpu),
     ):
         yield calls
 

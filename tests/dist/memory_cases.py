@@ -15,9 +15,9 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustments
-from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss
 from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.token_budget import TokenBudget
 from rlhf_mc.trainer.update import update

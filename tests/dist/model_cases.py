@@ -33,12 +33,12 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.health.adjustments import Adjustments
-from rlhf_mc.models import build, heads
-from rlhf_mc.models.build import PackedGPT
+from rlhf_mc.models import gpt_model, heads
 from rlhf_mc.models.engine import Loss, ModelEngine, layouts_of
 from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import log_prob_head, log_probs_and_entropy, value_head
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer import reward_models
 from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.reward_models import RewardModel, score_sequences
@@ -101,7 +101,7 @@ def conversation_scores(
         return [reward_models.score(model, tokenizer, prompts, batch, asked, None) for model in models]
 
 
-def reward_engine(checkpoint: str, groups: Groups, **megatron: Any) -> ModelEngine:
+def reward_engine(checkpoint: str, groups: ProcessGroups, **megatron: Any) -> ModelEngine:
     """Return the model of a classifier of one label, in float32 and in the layout of the groups."""
     reader = HFReader(checkpoint)
     mesh = groups.mesh
@@ -170,7 +170,7 @@ def saved_activations(checkpoint: str, batch: RaggedBatch, **megatron: Any) -> t
 
 def saved_activations_of(modules: list[str], checkpoint: str, batch: RaggedBatch) -> Any:
     """Return saved_activations with selective recomputation of these modules of Megatron-Core."""
-    with mock.patch.object(build, "recompute_modules", lambda *args: modules):
+    with mock.patch.object(gpt_model, "recompute_modules", lambda *args: modules):
         return saved_activations(checkpoint, batch, recompute_granularity="selective")
 
 

@@ -26,8 +26,8 @@ from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.checkpoint.megatron_format import save_mcore
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models import build, engine, megatron_patches
-from rlhf_mc.models.build import fusions
+from rlhf_mc.models import engine, gpt_model, megatron_patches
+from rlhf_mc.models.gpt_model import fusions
 from rlhf_mc.models.megatron_patches import EVERYWHERE, ON_CPU, WITH_TRANSFORMER_ENGINE, megatron_calls
 from rlhf_mc.patching import Patch, replaced
 from rlhf_mc.torch_patches import CUDA_CALLS, GLOO_GROUPS, CudaMeansCpu
@@ -96,7 +96,7 @@ def step_in_mode(checkpoint: str, mode: str) -> None:
 def step_without_random_states(checkpoint: str) -> None:
     """Build a model with sequence parallelism and take one optimizer step without add_random_states."""
     mcore_random.get_cuda_rng_tracker().reset()
-    with replaced(build, "add_random_states", lambda: None):
+    with replaced(gpt_model, "add_random_states", lambda: None):
         _step(checkpoint, 2, 1)
 
 
@@ -120,7 +120,7 @@ def queued_random_states() -> int:
 
 def unmarked_parameters(checkpoint: str) -> list[str]:
     """Return the parameters that differ between tensor-parallel ranks and that Megatron-Core alone does not mark."""
-    with mesh_groups(2, 1) as groups, replaced(build, "mark_tensor_parallel", lambda model: None):
+    with mesh_groups(2, 1) as groups, replaced(gpt_model, "mark_tensor_parallel", lambda model: None):
         params = make_engine(checkpoint, "actor", groups).named_parameters()
     unmarked = []
     for name, param in params.items():
@@ -164,7 +164,7 @@ def _gloo_threads() -> int:
 
 def batched_products(checkpoint: str) -> int:
     """Return the number of batched matrix products of a frozen model without multiply_as_matrices."""
-    with mesh_groups(2, 1) as groups, replaced(build, "multiply_as_matrices", lambda model: None):
+    with mesh_groups(2, 1) as groups, replaced(gpt_model, "multiply_as_matrices", lambda model: None):
         model = make_engine(checkpoint, "actor", groups, dtype="bfloat16")
         with Products() as products:
             model.score(small_batch(), [[0], [1]], lambda model, states, micro: states.float().mean((1, 2)))
@@ -179,7 +179,7 @@ def output_layer_with_fused_accumulation(checkpoint: str, patched: bool) -> None
         return {**fusions(shape), "gradient_accumulation_fusion": True}
 
     with (
-        replaced(build, "fusions", with_fusion),
+        replaced(gpt_model, "fusions", with_fusion),
         replaced(patch.owner, patch.name, patch.replacement if patched else patch.original),
         mesh_groups(1, 2) as groups,
     ):

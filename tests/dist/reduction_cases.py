@@ -17,9 +17,9 @@ from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine as engine_module
-from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch
+from rlhf_mc.models.gpt_model import PackedGPT
 
 BUCKET = 20_000
 """Parameters of a bucket: a small part of the tests' models."""

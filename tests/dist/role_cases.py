@@ -20,7 +20,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.patching import replaced
 from rlhf_mc.topology import groups as topology
-from rlhf_mc.topology.groups import Groups, build_role_groups
+from rlhf_mc.topology.groups import ProcessGroups, build_role_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.reward_models import score_sequences
@@ -94,7 +94,9 @@ def recorded_groups(name: str) -> Iterator[set[tuple[int, ...]]]:
         yield found
 
 
-def _step(placements: Mapping[str, RolePlacement], groups: Mapping[str, Groups], batch: RaggedBatch) -> dict[str, Any]:
+def _step(
+    placements: Mapping[str, RolePlacement], groups: Mapping[str, ProcessGroups], batch: RaggedBatch
+) -> dict[str, Any]:
     engines = {
         role: make_engine(
             at.checkpoint,
@@ -136,7 +138,7 @@ def _scores(role: str, engine: ModelEngine, batch: RaggedBatch) -> torch.Tensor:
     return score_tokens(engine, batch, head, BUDGET)
 
 
-def _communicators(groups: Mapping[str, Groups]) -> list[tuple[int, ...]]:
+def _communicators(groups: Mapping[str, ProcessGroups]) -> list[tuple[int, ...]]:
     """Return the ranks of each process group that this rank is in."""
     found = {}
     for role in groups.values():

@@ -10,9 +10,9 @@ from gpu_parts.host_syncs import host_syncs
 
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.build import PackedGPT
 from rlhf_mc.models.engine import Loss
 from rlhf_mc.models.forward import MicroBatch, PackingCache
+from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import log_prob_head, value_head
 
 

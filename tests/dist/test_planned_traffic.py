@@ -14,7 +14,7 @@ from traffic_cases import Counts
 
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.planner.collectives import Collective, Passes, Work
+from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import Mesh
 
@@ -42,7 +42,7 @@ def planned(
     passes = Passes(shape, config, mesh, rank, cuda=False)
     sequence = traffic_cases.PROMPT + traffic_cases.RESPONSE
     results = MICRO_BATCHES * traffic_cases.RESPONSE
-    work = Work(MICRO_BATCHES * sequence, results, mesh.dp * results, MICRO_BATCHES)
+    work = PassTokens(MICRO_BATCHES * sequence, results, mesh.dp * results, MICRO_BATCHES)
     if not trains:
         return passes.forward(work)
     return passes.update(work, training_layouts(shape, mesh)[rank], overlaps_reduction=False)

@@ -192,7 +192,7 @@ FAULTS = {
         "models_float32", "gpu_parts.engines", "layouts_of", _of_other_layers, "parameters are not those of the layout"
     ),
     "other rotary frequencies": Fault(
-        "models_bfloat16", "rlhf_mc.models.build", "_set_rope", _other_theta, "qwen2_actor: gradient error"
+        "models_bfloat16", "rlhf_mc.models.gpt_model", "_set_rope", _other_theta, "qwen2_actor: gradient error"
     ),
     "local layers": Fault(
         "models_te",

@@ -15,7 +15,7 @@ from rlhf_mc.architectures.parameters import PARAMS
 from rlhf_mc.architectures.spec import FAMILIES, Activation, ModelShape, Traits
 from rlhf_mc.checkpoint.training_state import check_shape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.build import ACTIVATIONS
+from rlhf_mc.models.gpt_model import ACTIVATIONS
 
 
 def test_every_name_in_the_tables_exists() -> None:

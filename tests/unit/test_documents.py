@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-import metrics_page
 import pytest
+from checks import metrics_page
 from documents import ROOT
 
 from rlhf_mc.config.load import dotted_keys
@@ -73,7 +73,7 @@ def test_metrics_that_pages_name_are_explained() -> None:
 
 
 def test_the_page_of_metrics_is_made_of_their_declarations() -> None:
-    assert metrics_page.PATH.read_text() == metrics_page.page(), "run python tools/metrics_page.py"
+    assert metrics_page.PATH.read_text() == metrics_page.page(), "run python tests/checks/metrics_page.py"
 
 
 def literals() -> set[str]:

@@ -21,7 +21,7 @@ from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate, rollout
-from rlhf_mc.trainer.rollout import Groups, TooFewGroups, differ, filtered_rollout, metric_values
+from rlhf_mc.trainer.rollout import SampledGroups, TooFewGroups, differ, filtered_rollout, metric_values
 from rlhf_mc.trainer.step_state import StepState, begin_step
 
 FILTER = "algorithm.filter_groups"
@@ -62,7 +62,7 @@ def groups_of(first: int, scores: Sequence[float]) -> tuple[list[Prompt], Ragged
 
 
 def test_groups_that_differ_are_kept_in_order() -> None:
-    groups = Groups(2, "score")
+    groups = SampledGroups(2, "score")
     groups.add(*groups_of(0, [0, 1, 1, 1, 1, 0]))
     groups.add(*groups_of(3, [0, 0]))
     groups.add(*groups_of(4, [0, 0, 0, 2, 3, 0]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from rlhf_mc.models.build import scale_embeddings
+from rlhf_mc.models.gpt_model import scale_embeddings
 from rlhf_mc.models.norms import ZeroCenteredRMSNorm
 from rlhf_mc.rollout.experts import fused_moe
 

@@ -17,7 +17,7 @@ from rlhf_mc.config.load import dotted_keys, load_config, validate
 from rlhf_mc.config.schema import Config, value_of
 from rlhf_mc.planner.gpus import gpu_of
 from rlhf_mc.planner.start import Capacity, judge, plan_run
-from rlhf_mc.verl.convert import DEFAULTS, VERL, Conversion, Given, convert, our_default
+from rlhf_mc.verl.conversion import DEFAULTS, VERL, Conversion, Given, convert, our_default
 from rlhf_mc.verl.input import converted_arguments, read_verl
 from rlhf_mc.verl.keys import plain_key
 

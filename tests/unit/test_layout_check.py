@@ -17,7 +17,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models import build
+from rlhf_mc.models import gpt_model
 from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.reshard.layout import mcore_layout
 from rlhf_mc.reshard.placement import training_layouts
@@ -108,6 +108,6 @@ def test_wrong_row_is_one_line(table: Any, row: str, fields: dict[str, Any], mes
 
 
 def test_wrong_type_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "DTYPES", {"bfloat16": torch.float32})
+    monkeypatch.setattr(gpt_model, "DTYPES", {"bfloat16": torch.float32})
     with pytest.raises(UserError, match=r"is torch.float32 in Megatron-Core's model, and megatron.dtype is bfloat16"):
         check_training_layouts({"actor": (MOE, MOE_LAYOUT)}, 8)

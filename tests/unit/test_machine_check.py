@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_mc.machine import check, facts
-from rlhf_mc.machine.check import TESTED_VERSIONS, Finding
-from rlhf_mc.machine.facts import Driver, Gpu, InfinibandPort, Interface, Library, Torch
+from rlhf_mc.machine.check import TESTED_VERSIONS, CheckResult
+from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu, Interface, Library, Torch
 from rlhf_mc.rollout import vllm_limits
 
 ROOT = Path(__file__).resolve().parents[2]
-H100 = Gpu("NVIDIA H100 80GB HBM3", 81559, 0, (9, 0))
+H100 = InstalledGpu("NVIDIA H100 80GB HBM3", 81559, 0, (9, 0))
 NODE = Driver("580.95.05", (13, 0), [H100] * 8)
 FILES = [f"/dev/nvidia{i}" for i in range(8)]
 ON_NODE = Torch("2.13.0+cu130", "", "13.0", "9.20.0", "2.29.7", 8, ["sm_80", "sm_90", "sm_100", "compute_120"])
@@ -46,7 +46,7 @@ def test_an_import_that_raises_is_its_last_line() -> None:
 
 
 def test_a_fact_that_cannot_be_read_is_a_note() -> None:
-    def judge(read: check.Reader) -> Finding:
+    def judge(read: check.Reader) -> CheckResult:
         raise PermissionError("/proc/self/cgroup: Permission denied")
 
     finding = check._finding(judge, None)
@@ -73,8 +73,8 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
         (check.gpus(NODE, FILES), "ok", "8 x NVIDIA H100"),
         (check.gpus(Driver(), []), "ok", "none"),
         (check.gpus(Driver(error="no driver"), FILES), "note", "no driver"),
-        (check.gpus(Driver("580", (13, 0), [Gpu("A", 8192, 4096, (9, 0))]), []), "note", "4 GiB of GPU 0"),
-        (check.gpus(Driver("580", (13, 0), [Gpu("T4", 15360, 0, (7, 5))]), []), "note", "bfloat16"),
+        (check.gpus(Driver("580", (13, 0), [InstalledGpu("A", 8192, 4096, (9, 0))]), []), "note", "4 GiB of GPU 0"),
+        (check.gpus(Driver("580", (13, 0), [InstalledGpu("T4", 15360, 0, (7, 5))]), []), "note", "bfloat16"),
         (check.driver_version(NODE, ON_NODE), "ok", "580.95.05, for CUDA 13.0"),
         (check.driver_version(Driver("550.1", (12, 4), [H100]), ON_NODE), "error", "newer driver"),
         (check.torch_build(ON_NODE, NODE, FILES), "ok", "CUDA 13.0"),
@@ -127,7 +127,7 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
         (check.cores((64, 64), 8), "ok", "64"),
     ],
 )  # fmt: skip
-def test_verdicts(finding: Finding, verdict: str, words: str) -> None:
+def test_verdicts(finding: CheckResult, verdict: str, words: str) -> None:
     text = " ".join(" ".join(finding.lines("part")).split())
     assert text.startswith(f"{verdict} part ") and words in text
 
@@ -147,7 +147,7 @@ def test_rlhf_mc_device_cpu_takes_the_gpus_out_of_the_verdicts(monkeypatch: pyte
 def test_a_host_name_of_loopback_costs_nothing_where_the_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_MC_SOCKET_IFNAME", "eth0")
     finding = check.network([Interface("eth0", "10.0.0.5", 0)], "127.0.1.1")
-    assert finding == Finding("eth0 10.0.0.5; RLHF_MC_SOCKET_IFNAME=eth0")
+    assert finding == CheckResult("eth0 10.0.0.5; RLHF_MC_SOCKET_IFNAME=eth0")
 
 
 def test_slurms_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

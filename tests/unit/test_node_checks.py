@@ -15,11 +15,11 @@ from launch.node_checks import Job
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.load import load_config
 from rlhf_mc.machine import facts
-from rlhf_mc.machine.facts import Driver, Gpu
+from rlhf_mc.machine.facts import Driver, InstalledGpu
 from rlhf_mc.reshard.layout import logical_shapes
 
 ROOT = Path(__file__).parents[2]
-H100 = Gpu("H100", 81559, 4, (9, 0))
+H100 = InstalledGpu("H100", 81559, 4, (9, 0))
 DRIVER = facts.driver
 """Not the stand-in."""
 Stats = namedtuple("Stats", "isup")
@@ -80,11 +80,15 @@ GPU_CASES = {
     "fewer than NPROC": ([H100] * 7, {}, "NPROC is 8, and the job may use 7 GPUs: ask for more"),
     "hidden": ([H100] * 8, {"CUDA_VISIBLE_DEVICES": "0,1"}, "NPROC is 8, and the job may use 2 GPUs: ask for more"),
     "not equal": (
-        [*[H100] * 7, Gpu("H200", 143771, 4, (9, 0))],
+        [*[H100] * 7, InstalledGpu("H200", 143771, 4, (9, 0))],
         {},
         "equal: 7 x H100, 80 GiB; 1 x H200, 140 GiB",
     ),
-    "used": ([*[H100] * 7, Gpu("H100", 81559, 40960, (9, 0))], {}, "other processes use 40 GiB of GPU 7: end them, or"),
+    "used": (
+        [*[H100] * 7, InstalledGpu("H100", 81559, 40960, (9, 0))],
+        {},
+        "other processes use 40 GiB of GPU 7: end them, or",
+    ),
     "none": ([], {"SLURM_GPUS_ON_NODE": "8"}, "nvidia-smi does not list the job's GPUs: there is no nvidia-smi; leave"),
     "not used": ([H100], {"RLHF_MC_DEVICE": "cpu", "SLURM_GPUS_ON_NODE": "8"}, ""),
 }
@@ -142,7 +146,7 @@ def test_run_that_does_not_fit(machine: pytest.MonkeyPatch, overrides: list[str]
     machine.setenv("NPROC", "8")
     machine.setattr(facts, "memory", lambda: (10**12, 10**12))
     arguments = [str(ROOT / "configs/ppo_70b.yaml"), *overrides, "trainer.planner=refuse"]
-    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), [Gpu("small", 8192, 4, (9, 0))] * 8))
+    machine.setattr(facts, "driver", lambda: Driver("580", (13, 0), [InstalledGpu("small", 8192, 4, (9, 0))] * 8))
     (line,) = preflight.probe(arguments)["problems"]
     assert line.startswith("does not fit: phase ") and "GB of 8.6" in line
     machine.setattr(facts, "driver", Driver)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.rewards.rules import RULE_OF_SOURCE, RULES
+from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES
 
 REPO = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("RLHF_MC_DATA", REPO.parent / "shared/data"))

@@ -26,9 +26,9 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import remote
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.metrics import reward_metrics
-from rlhf_mc.rewards.results import Row, RowFailure, Score
+from rlhf_mc.rewards.results import RewardRow, RowFailure, Score
 from rlhf_mc.rewards.returned import MOST_NAMES, Names
+from rlhf_mc.rewards.score_metrics import reward_metrics
 
 Answer = Callable[[str, dict[str, Any], Any], tuple[int, str | bytes | Iterator[bytes]]]
 
@@ -91,7 +91,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 def ask(limit: float = 60.0, num_rows: int = 1, **settings: Any) -> list[Any]:
     """Return the endpoint's results for rows whose responses are "0", "1", ..."""
     rows = [
-        Row(f"row {i}", "mine", str(i), "4", {"level": i}, {"remote": 1.0}, "2+2={response}?") for i in range(num_rows)
+        RewardRow(f"row {i}", "mine", str(i), "4", {"level": i}, {"remote": 1.0}, "2+2={response}?")
+        for i in range(num_rows)
     ]
     answered: list[None] = []
     asked = remote.RemoteReward(RemoteRewardConfig(**settings), limit)

@@ -21,7 +21,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import worker
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.rules import RULE_OF_SOURCE
+from rlhf_mc.rewards.registry import RULE_OF_SOURCE
 from rlhf_mc.runtime import work
 
 

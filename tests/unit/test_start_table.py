@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_mc.models.engine import Held
-from rlhf_mc.trainer.start_table import Row, notes, size, table
+from rlhf_mc.trainer.start_table import ModelRow, notes, size, table
 
 
 def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> None:
@@ -17,9 +17,9 @@ def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> Non
     ]
     found = table(
         [
-            Row("actor", ("8", "16x4", "1024", "64"), ranks),
-            Row("reward_models.a_very_long_name", ("1", "1", "2", "1"), [Held(620_000, 2_480_000)]),
-            Row("vLLM", ("1", "1", "2", "-"), [Held(620_000, 2_480_000)]),
+            ModelRow("actor", ("8", "16x4", "1024", "64"), ranks),
+            ModelRow("reward_models.a_very_long_name", ("1", "1", "2", "1"), [Held(620_000, 2_480_000)]),
+            ModelRow("vLLM", ("1", "1", "2", "-"), [Held(620_000, 2_480_000)]),
         ]
     )
     assert found == [
@@ -54,5 +54,5 @@ def test_size(num_bytes: float, text: str) -> None:
 )
 @example([9_999_950_000_000] * 4, "a", {"params", "grads", "optimizer"}, "")
 def test_no_line_is_wider_than_80(numbers: list[int], role: str, offloaded: set[str], note: str) -> None:
-    rows = [Row(role, ("999", "99x9", "9999", "999"), [Held(*numbers, frozenset(offloaded))])]
+    rows = [ModelRow(role, ("999", "99x9", "9999", "999"), [Held(*numbers, frozenset(offloaded))])]
     assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))

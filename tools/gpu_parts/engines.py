@@ -27,7 +27,7 @@ from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.consensus import gather_objects
-from rlhf_mc.topology.groups import Groups, build_groups
+from rlhf_mc.topology.groups import ProcessGroups, build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.update import ActorTerms, actor_objective, critic_objective
@@ -73,12 +73,12 @@ def shared_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[Groups]:
+def mesh_groups(tp: int, pp: int, ep: int = 1, vpp: int = 1) -> Iterator[ProcessGroups]:
     """Build the process groups of a layout."""
     yield build_groups(Mesh(dist.get_world_size(), tp, pp, ep, vpp=vpp))
 
 
-def make_engine(checkpoint: str, role: Role, groups: Groups, **megatron: Any) -> ModelEngine:
+def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: Any) -> ModelEngine:
     """Build the checkpoint's model as an actor, or as a critic with value_head_weight; not trainable yet."""
     reader = HFReader(checkpoint)
     shape = ModelShape.from_hf_config(reader.config, value_head=role == "critic")
@@ -113,7 +113,7 @@ def check_parameters(engine: ModelEngine) -> None:
         )
 
 
-def random_engine(config: dict[str, Any], groups: Groups, seed: int = 0, **megatron: Any) -> ModelEngine:
+def random_engine(config: dict[str, Any], groups: ProcessGroups, seed: int = 0, **megatron: Any) -> ModelEngine:
     """Build an actor of this config.json with random weights in bfloat16 and an optimizer, the same on all replicas."""
     settings = MegatronConfig(
         tensor_model_parallel_size=groups.mesh.tp, pipeline_model_parallel_size=groups.mesh.pp, **megatron

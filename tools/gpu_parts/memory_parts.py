@@ -18,9 +18,9 @@ from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.health.adjustments import Adjustments
-from rlhf_mc.models.build import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import MicroBatch, PackingCache
+from rlhf_mc.models.gpt_model import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan

@@ -31,10 +31,10 @@ from gpu_parts.tiny import make_checkpoint
 from rlhf_mc import platform
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.build import uses_transformer_engine
+from rlhf_mc.models.gpt_model import uses_transformer_engine
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.consensus import on_rank_0
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer.log_probs import score_tokens
 
 BOUNDS = {"log_prob": 1e-4, "gradient": 1e-3}
@@ -165,7 +165,7 @@ def _by_transformers(reference: Reference, batch: RaggedBatch, job: Job) -> Comp
 
 
 def _by_megatron(
-    checkpoint: str, role: Role, groups: Groups, batch: RaggedBatch, job: Job, **megatron: Any
+    checkpoint: str, role: Role, groups: ProcessGroups, batch: RaggedBatch, job: Job, **megatron: Any
 ) -> Computed:
     engine = make_engine(checkpoint, role, groups, **megatron)
     head = log_prob_head(engine.shape.vocab_size, TEMPERATURE)

@@ -21,7 +21,7 @@ from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.memory import RESERVED
 from rlhf_mc.planner.model_state import trained_state
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import ProcessGroups
 
 GB = 10**9
 RECOMPUTATION = {"none": None, "selective": "selective", "full": "full"}
@@ -84,7 +84,7 @@ def _activations(engine: ModelEngine, sizes: Sizes) -> dict[str, float]:
 
 
 def _planned(
-    engine: ModelEngine, megatron: MegatronConfig, groups: Groups, sizes: Sizes, cuda: bool
+    engine: ModelEngine, megatron: MegatronConfig, groups: ProcessGroups, sizes: Sizes, cuda: bool
 ) -> dict[str, float]:
     count, prompt, response = sizes.planned_lens
     work = Pass(count * (prompt + response), count * response, 1)

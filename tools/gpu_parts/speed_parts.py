@@ -25,9 +25,9 @@ from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.build import uses_transformer_engine
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import PackingCache
+from rlhf_mc.models.gpt_model import uses_transformer_engine
 from rlhf_mc.models.heads import log_prob_head
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")

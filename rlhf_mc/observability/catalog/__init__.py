@@ -1,5 +1,5 @@
-"""Every metric that a run logs, declared once: docs/metrics.md is made of it (tools/metrics_page.py), and a key that is
-not declared fails the tests. Each file here has the sections of one subject. No torch.
+"""Every metric that a run logs, declared once: docs/metrics.md is made of it (tests/checks/metrics_page.py), and a key
+that is not declared fails the tests. Each file here has the sections of one subject. No torch.
 """
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+from rlhf_mc.observability.catalog.generation import AGREEMENT, LENGTHS
 from rlhf_mc.observability.catalog.metric import Metric, Section
 from rlhf_mc.observability.catalog.rewards import GROUPS, PROGRESS, REWARDS
-from rlhf_mc.observability.catalog.rollout import AGREEMENT, LENGTHS
 from rlhf_mc.observability.catalog.time import MEMORY, SPEED, TIME
 from rlhf_mc.observability.catalog.updates import ACTOR, CRITIC
 

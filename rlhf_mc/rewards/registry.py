@@ -15,7 +15,7 @@ RewardFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Rule:
+class RewardRule:
     """A reward rule."""
 
     function: RewardFunction
@@ -30,29 +30,29 @@ class Rule:
 
 
 RULES = {
-    "gsm8k_strict": Rule(gsm8k.strict, ("openai/gsm8k",), answer=gsm8k.extract_answer),
-    "gsm8k_flexible": Rule(gsm8k.flexible, answer=gsm8k.extract_number),
-    "math": Rule(
+    "gsm8k_strict": RewardRule(gsm8k.strict, ("openai/gsm8k",), answer=gsm8k.extract_answer),
+    "gsm8k_flexible": RewardRule(gsm8k.flexible, answer=gsm8k.extract_number),
+    "math": RewardRule(
         math_rule.compute_score,
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
         answer=math_rule.last_boxed,
     ),
-    "math_string": Rule(verl_rules.math_string, answer=verl_rules.last_box),
-    "math_dapo": Rule(
+    "math_string": RewardRule(verl_rules.math_string, answer=verl_rules.last_box),
+    "math_dapo": RewardRule(
         verl_rules.math_dapo, ("math_dapo", "math", "math_dapo_reasoning", "aime*"), answer=verl_rules.dapo_answer
     ),
-    "numina": Rule(verl_rules.numina, ("numina_*",), answer=verl_rules.numina_answer),
-    "exact_match": Rule(text_rules.exact_match, ("arithmetic",), answer=str.strip),
-    "multiple_choice": Rule(
+    "numina": RewardRule(verl_rules.numina, ("numina_*",), answer=verl_rules.numina_answer),
+    "exact_match": RewardRule(text_rules.exact_match, ("arithmetic",), answer=str.strip),
+    "multiple_choice": RewardRule(
         text_rules.multiple_choice,
         ("hellaswag", "Rowan/hellaswag"),
         truth_problem=text_rules.choice_problem,
         answer=text_rules.extract_choice,
     ),
-    "f1": Rule(text_rules.f1, ("squad", "rajpurkar/squad")),
-    "boxed_format": Rule(text_rules.boxed_format, needs_truth=False),
-    "gsm8k_format": Rule(text_rules.gsm8k_format, needs_truth=False),
-    "think_format": Rule(text_rules.think_format, needs_truth=False),
+    "f1": RewardRule(text_rules.f1, ("squad", "rajpurkar/squad")),
+    "boxed_format": RewardRule(text_rules.boxed_format, needs_truth=False),
+    "gsm8k_format": RewardRule(text_rules.gsm8k_format, needs_truth=False),
+    "think_format": RewardRule(text_rules.think_format, needs_truth=False),
 }
 """Name of the rule, as in reward.mixture -> the rule."""
 

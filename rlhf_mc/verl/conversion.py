@@ -20,8 +20,8 @@ from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl.correction import rejection_lower_bound
 from rlhf_mc.verl.keys import OFF, Kind, rule_of
-from rlhf_mc.verl.layout import layout_defaults, layout_hints
 from rlhf_mc.verl.line import Line, Settings, number
+from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
 from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
 
 _MOST_NAMED = 10

@@ -36,7 +36,7 @@ from rlhf_mc.models.megatron_patches import (
 from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.models.transformer_engine import fp8_settings, has_packed_attention, uses_transformer_engine
 from rlhf_mc.reshard.model_checks import check_layout
-from rlhf_mc.topology.groups import Groups
+from rlhf_mc.topology.groups import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -268,7 +268,7 @@ class _RopeParameters:
         """Do nothing: the parameters are in the standard form. transformers calls it."""
 
 
-def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
+def build_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0) -> PackedGPT:
     """Return this rank's part of the model, or the virtual pipeline chunk `chunk` of it, on its device, with zero
     weights. Every rank must call it."""
     model = assemble_model(shape, megatron, groups, chunk)
@@ -280,7 +280,7 @@ def build_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chu
     return model
 
 
-def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: Groups, chunk: int = 0) -> PackedGPT:
+def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0) -> PackedGPT:
     """Return the modules of build_model, in their types, with arbitrary weights, on torch's default device. On "meta"
     they take no memory, and the process groups may be torch's "fake" ones."""
     check_layout(shape, megatron)

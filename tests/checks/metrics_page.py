@@ -1,6 +1,6 @@
 """Write docs/metrics.md from the declarations in rlhf_mc/observability/catalog.
 
-python tools/metrics_page.py
+python tests/checks/metrics_page.py
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.printing import field_docs
-from rlhf_mc.health.rules import RULES, Rule
+from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.observability.catalog import SECTIONS
 from rlhf_mc.observability.catalog.metric import Metric, Section
 
-PATH = Path(__file__).parents[1] / "docs" / "metrics.md"
+PATH = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
@@ -27,8 +27,8 @@ token unless said otherwise. A mean over tokens weighs every token of the batch 
 each mini-batch, on all ranks, and then averaged over the step's mini-batches, of all PPO epochs. Log-probs and KL are
 in nats, times in seconds of wall clock.
 
-This page is made by `python tools/metrics_page.py` from `rlhf_mc/observability/catalog/`, which declares each metric.
-In a key `<name>` stands for any text, N and k for numbers, and {a,b} for either.
+This page is made by `python tests/checks/metrics_page.py` from `rlhf_mc/observability/catalog/`, which declares each
+metric. In a key `<name>` stands for any text, N and k for numbers, and {a,b} for either.
 """
 TRACKERS = """\
 ## Experiment trackers
@@ -108,7 +108,7 @@ def _health() -> str:
     return "\n".join([HEALTH_HEAD, *columns, *map(_rule, RULES), "", HEALTH_TAIL])
 
 
-def _rule(rule: Rule) -> str:
+def _rule(rule: HealthRule) -> str:
     """Return the row of a rule, with the default of each bound."""
     defaults = HealthConfig()
     condition = field_docs(HealthResponsesConfig)[rule.name].removesuffix(".")

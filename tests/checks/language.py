@@ -1,6 +1,6 @@
 """Fail where code or documents use a private word in place of the field's standard term, where a docstring does not
 begin as docs/style.md asks, and where one line assigns several values. Part of `make checks`, which runs
-`python tools/check_language.py` from the repository's root; arguments restrict it to these files and directories.
+`python tests/checks/language.py` from the repository's root; arguments restrict it to these files and directories.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".sh", ".toml", ".sbatch")
-SKIPPED = ("tools/check_language.py",)
+SKIPPED = ("tests/checks/language.py",)
 OUTPUTS = ("build", "runs")
 
 TERMS: tuple[tuple[str, str], ...] = (
@@ -131,7 +131,7 @@ def main(roots: list[str]) -> int:
             tree = ast.parse(text, str(path))
             found += beginnings(path, tree)
             found += joint_assignments(path, tree)
-    print("\n".join(found) if found else f"check_language: {len(checked)} files, nothing found")
+    print("\n".join(found) if found else f"language: {len(checked)} files, nothing found")
     return 1 if found else 0
 
 
