@@ -54,36 +54,39 @@ class Mesh:
         """Number of model replicas."""
         return self.world // (self.tp * self.pp)
 
+    @property
+    def axes(self) -> tuple[tuple[Axis, int], ...]:
+        """Name and size of each axis, the one along which the rank varies fastest first."""
+        return (("tp", self.tp), ("ep", self.ep), ("expert_dp", self.dp // self.ep), ("pp", self.pp))
+
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinates of a global rank."""
-        assert 0 <= rank < self.world
-        dp = rank // self.tp % self.dp
-        return Coordinate(tp=rank % self.tp, dp=dp, pp=rank // (self.tp * self.dp), ep=dp % self.ep)
+        at = self._indices(rank)
+        return Coordinate(tp=at["tp"], dp=at["expert_dp"] * self.ep + at["ep"], pp=at["pp"], ep=at["ep"])
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
-        at = self.coordinate(rank)
-        places: tuple[tuple[Axis, int, int, int], ...] = (  # from the outermost: size, this rank's place, distance
-            ("pp", self.pp, at.pp, self.tp * self.dp),
-            ("expert_dp", self.dp // self.ep, at.dp // self.ep, self.tp * self.ep),
-            ("ep", self.ep, at.ep, self.tp),
-            ("tp", self.tp, at.tp, 1),
-        )
-        found = [0]
-        for axis, size, own, distance in places:
-            steps = range(size) if axis in axes else (own,)
-            found = [first + step * distance for first in found for step in steps]
-        return tuple(found)
+        at = self._indices(rank)
+        ranks = [0]
+        stride = 1
+        for axis, size in self.axes:
+            indices = range(size) if axis in axes else (at[axis],)
+            ranks = [inner + index * stride for index in indices for inner in ranks]
+            stride *= size
+        return tuple(ranks)
 
     def groups_along(self, *axes: Axis) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ only along these axes."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            at = self.coordinate(rank)
-            place: dict[Axis, int] = {"tp": at.tp, "ep": at.ep, "expert_dp": at.dp // self.ep, "pp": at.pp}
-            elsewhere = tuple(value for axis, value in place.items() if axis not in axes)
-            groups.setdefault(elsewhere, []).append(rank)
-        return list(groups.values())
+        first_ranks = (rank for rank in range(self.world) if not any(self._indices(rank)[axis] for axis in axes))
+        return [list(self.group_of(rank, *axes)) for rank in first_ranks]
+
+    def _indices(self, rank: int) -> dict[Axis, int]:
+        """Return the rank's index along each axis."""
+        assert 0 <= rank < self.world
+        indices: dict[Axis, int] = {}
+        for axis, size in self.axes:
+            rank, indices[axis] = divmod(rank, size)
+        return indices
 
     def __str__(self) -> str:
         chunks = f" ({self.vpp} chunks)" if self.vpp > 1 else ""
