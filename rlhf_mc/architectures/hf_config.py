@@ -237,11 +237,11 @@ def head_dim(config: Mapping[str, Any], family: str) -> int:
     heads = size(config, "num_attention_heads")
     if hidden % heads and (config.get("head_dim") is None or family == "llama"):  # transformers refuses such a llama
         raise UserError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    found = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
-    if family == "qwen2" and found * heads != hidden:
+    dim = hidden // heads if config.get("head_dim") is None else size(config, "head_dim")
+    if family == "qwen2" and dim * heads != hidden:
         wanted = f"hidden_size / num_attention_heads, {hidden // heads}"
-        raise refused("head_dim", found, f"vLLM gives a qwen2 model heads of {wanted}")
-    return found
+        raise refused("head_dim", dim, f"vLLM gives a qwen2 model heads of {wanted}")
+    return dim
 
 
 def activation(config: Mapping[str, Any], known: Mapping[str, _Name]) -> _Name:
@@ -301,13 +301,13 @@ def rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return (key, value) of the rotary settings."""
-    found = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
-    for key, value in found.items():
+    ropes = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    for key, value in ropes.items():
         if not isinstance(value, Mapping):
             raise refused(key, value, "expected an object with rope_type")
-    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
-        raise refused("rope_scaling", found["rope_scaling"], "rope_parameters differs from it; keep one of them")
-    for key, value in found.items():
+    if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
+        raise refused("rope_scaling", ropes["rope_scaling"], "rope_parameters differs from it; keep one of them")
+    for key, value in ropes.items():
         return key, dict(value)
     return "rope_parameters", {}
 

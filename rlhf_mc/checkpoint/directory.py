@@ -87,25 +87,25 @@ def check_names(root: Path) -> None:
     repeat what is trained already, or begin anew."""
     newest = max(steps_with_checkpoint(root), default=-1)
     for path, step in sorted(_named(root)):
-        found = _step_of(path) if _why_ignored(path, step) else None
-        if found is not None and found > newest:
+        named_step = _step_of(path) if _why_ignored(path, step) else None
+        if named_step is not None and named_step > newest:
             raise UserError(
-                f"{path} is a checkpoint of step {found}, and no later one is named by its step; rename it to"
-                f" {final_path(root, found).name}, or move it to another directory"
+                f"{path} is a checkpoint of step {named_step}, and no later one is named by its step; rename it to"
+                f" {final_path(root, named_step).name}, or move it to another directory"
             )
 
 
 def _named(root: Path) -> Iterator[tuple[Path, int]]:
     """Yield each directory that is named like a checkpoint, with the step of its name."""
-    found = ((path, _NAME.fullmatch(path.name)) for path in root.glob("global_step_*"))
-    return ((path, int(match[1])) for path, match in found if match)
+    matches = ((path, _NAME.fullmatch(path.name)) for path in root.glob("global_step_*"))
+    return ((path, int(match[1])) for path, match in matches if match)
 
 
 def _why_ignored(path: Path, step: int) -> str | None:
     if not (path / MANIFEST).is_file():
         return f"has no {MANIFEST}"
-    if (found := _step_of(path)) not in (None, step):
-        return f"is a checkpoint of step {found}"
+    if (recorded_step := _step_of(path)) not in (None, step):
+        return f"is a checkpoint of step {recorded_step}"
     right = final_path(path.parent, step).name
     return None if path.name == right else f"is not named {right}"
 
@@ -158,11 +158,11 @@ def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str |
     files."""
     path = staging_path(root, step)
     for name, file in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != file.num_bytes:
+        num_bytes = (path / name).stat().st_size if (path / name).is_file() else None
+        if num_bytes != file.num_bytes:
             raise UserError(
-                f"{path / name}: written by another rank, but here it {'is missing' if found is None else 'differs'}; "
-                "trainer.default_local_dir must be one directory that all nodes share"
+                f"{path / name}: written by another rank, but here it "
+                f"{'is missing' if num_bytes is None else 'differs'}; trainer.default_local_dir must be one directory that all nodes share"
             )
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
     body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
@@ -299,10 +299,10 @@ def _check(directory: Path, files: Mapping[str, FileDigest]) -> None:
 
 def _check_file(path: Path, expected: FileDigest) -> None:
     try:
-        found = retry_once(path.stat)
-        if not stat.S_ISREG(found.st_mode):
+        status = retry_once(path.stat)
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpoint(f"{path}: corrupt (not a file)")
-        size = found.st_size
+        size = status.st_size
         if size != expected.num_bytes:
             raise CorruptCheckpoint(f"{path}: corrupt ({size} bytes instead of {expected.num_bytes})")
         if retry_once(lambda: digest_file(path)).sha256 != expected.sha256:

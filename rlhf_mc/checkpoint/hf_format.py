@@ -96,21 +96,23 @@ class HFReader:
             )
 
     def _read_index(self) -> dict[str, str]:
-        found = _read_json(self.directory / INDEX).get("weight_map")
-        if not isinstance(found, dict) or not all(isinstance(f, str) and Path(f).name == f for f in found.values()):
+        weight_map = _read_json(self.directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(f, str) and Path(f).name == f for f in weight_map.values()
+        ):
             raise UserError(
                 f"{self.directory / INDEX}: expected a weight_map from tensor names to names of files beside it"
             )
-        return found
+        return weight_map
 
     def shape(self, value_head: bool = False) -> ModelShape:
         """Return the shape of the model that config.json describes. Raise UserError if it is not supported.
 
         Embeddings are tied only if the checkpoint has no other language-model head."""
-        found = _shape(self.directory, self.config, value_head)
-        if value_head or not found.tie_embeddings or not self._has_another_head:
-            return found
-        return replace(found, tie_embeddings=False)
+        shape = _shape(self.directory, self.config, value_head)
+        if value_head or not shape.tie_embeddings or not self._has_another_head:
+            return shape
+        return replace(shape, tie_embeddings=False)
 
     @functools.cached_property
     def _has_another_head(self) -> bool:
@@ -147,9 +149,9 @@ class HFReader:
         for name, wanted in expected.items():
             if name == "score.weight" and name not in self.names:
                 continue
-            found = tuple(self._slice(name).get_shape())
-            if found != wanted:
-                raise UserError(f"{self.file_of(name)}: {name} has shape {found}, config.json describes {wanted}")
+            stored = tuple(self._slice(name).get_shape())
+            if stored != wanted:
+                raise UserError(f"{self.file_of(name)}: {name} has shape {stored}, config.json describes {wanted}")
         self._check_files()
         excess = [n for n in self.names if n not in expected and n not in _HEADS and not is_buffer(n)]
         if excess:
@@ -174,17 +176,17 @@ class HFReader:
 
     def dtype_name(self) -> str:
         """Return torch's name of the dtype of the weights. Raise UserError unless all have the same supported dtype."""
-        found = {name: self._slice(name).get_dtype() for name in self.names if not is_buffer(name)}
-        types = set(found.values())
+        dtypes = {name: self._slice(name).get_dtype() for name in self.names if not is_buffer(name)}
+        types = set(dtypes.values())
         if len(types) != 1 or not types <= _DTYPES.keys():
-            raise UserError(f"{self.directory}: {_by_type(found)}; expected one of {TYPES} for all")
+            raise UserError(f"{self.directory}: {_by_type(dtypes)}; expected one of {TYPES} for all")
         return _DTYPES[types.pop()]
 
     def num_not_finite(self, name: str) -> int:
         """Return the number of NaN and infinite values of a tensor, which is read completely."""
-        found = self._slice(name)
+        stored = self._slice(name)
         with self.reading():
-            return num_not_finite(found[:])
+            return num_not_finite(stored[:])
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:

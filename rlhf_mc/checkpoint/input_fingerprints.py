@@ -58,8 +58,8 @@ def read_inputs(cfg: Config) -> Inputs:
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
     mine = range(rank, len(files), world)
     hashed = counted(mine, len(mine), "files", "hashing inputs")
-    found = gather_results(lambda: {number: _hashed(files[number]) for number in hashed})
-    by_number = {number: entry for entries in found for number, entry in entries.items()}
+    hashes = gather_results(lambda: {number: _hashed(files[number]) for number in hashed})
+    by_number = {number: entry for entries in hashes for number, entry in entries.items()}
     inputs: Inputs = {}
     for number, file in enumerate(files):
         inputs.setdefault(file.setting, {})[file.name] = by_number[number]

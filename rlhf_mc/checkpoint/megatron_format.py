@@ -171,10 +171,10 @@ def _check_same_model(
         for key, value in mine.items():
             if isinstance(value, ShardedTensorFactory):
                 continue  # linear_fc1, whose size is checked by linear_fc2
-            found = tuple(stored[key].global_shape)
-            if found != tuple(value.global_shape) and not value.allow_shape_mismatch:
+            stored_shape = tuple(stored[key].global_shape)
+            if stored_shape != tuple(value.global_shape) and not value.allow_shape_mismatch:
                 raise UserError(
-                    f"{directory}: tensor {key} has shape {found}, the model needs {tuple(value.global_shape)}; "
+                    f"{directory}: tensor {key} has shape {stored_shape}, the model needs {tuple(value.global_shape)}; "
                     "it is a checkpoint of another architecture"
                 )
 

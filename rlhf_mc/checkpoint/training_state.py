@@ -146,13 +146,13 @@ def _models(models: Sequence[TrainedModel]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": python_platform.python_version()}
+    versions = {"python": python_platform.python_version()}
     for name in LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # one of vLLM's two builds
             continue
-    return found
+    return versions
 
 
 def stored_models(path: Path) -> dict[str, Any]:

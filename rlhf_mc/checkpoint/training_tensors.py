@@ -50,12 +50,12 @@ class HostBuffers:
     def copies(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         """Return a copy of each block, in their order. The copies of the call before are overwritten."""
         views = self._arena.views([block.data.nbytes for block in blocks])
-        found = [
+        copies = [
             view.view(block.data.dtype).view(block.data.shape).copy_(block.data, non_blocking=True)
             for view, block in zip(views, blocks, strict=True)
         ]
         platform.synchronize()
-        return found
+        return copies
 
 
 class TensorWriter:

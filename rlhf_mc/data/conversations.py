@@ -35,10 +35,10 @@ class ConversationTokenizer:
 
     def tokens(self, prompt: Prompt, response: str) -> np.ndarray:
         """Return the tokens of the rendered conversation, at least one, int32. The text has the special tokens."""
-        found = list(self.tokenizer(self.text(prompt, response), add_special_tokens=False)["input_ids"])
-        if not found:
+        tokens = list(self.tokenizer(self.text(prompt, response), add_special_tokens=False)["input_ids"])
+        if not tokens:
             raise UserError(f"{prompt.where}: the chat template of {self.key} gives a text without tokens")
-        return np.array(found, np.int32)
+        return np.array(tokens, np.int32)
 
 
 def batch_of(conversations: Sequence[np.ndarray]) -> RaggedBatch:

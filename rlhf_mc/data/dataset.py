@@ -93,12 +93,12 @@ class Prompts(Sequence[Prompt]):
         of_file: dict[int, list[int]] = {}
         for index in indices:
             of_file.setdefault(bisect_right(self._firsts, index) - 1, []).append(index)
-        found: dict[int, Prompt] = {}
+        prompts: dict[int, Prompt] = {}
         for number, mine in of_file.items():
             file = self._files[number]
             rows = file.source.rows([int(file.rows[index - self._firsts[number]]) for index in mine])
-            found.update((index, self._prompt(number, index, row)) for index, row in zip(mine, rows, strict=True))
-        return [found[index] for index in indices]
+            prompts.update((index, self._prompt(number, index, row)) for index, row in zip(mine, rows, strict=True))
+        return [prompts[index] for index in indices]
 
     def _prompt(self, number: int, index: int, row: Mapping[str, Any]) -> Prompt:
         """Return the prompt of a row of file `number`."""

@@ -145,11 +145,11 @@ def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> _Opened:
             opened = _Opened(open_rows(file, cfg, by_rule), digest(file))
     except UserError as caught:
         error = caught
-    found = gather_objects((error, None if opened is None else (len(opened.rows), opened.content)))
-    for other, _ in found:
+    opened_by_rank = gather_objects((error, None if opened is None else (len(opened.rows), opened.content)))
+    for other, _ in opened_by_rank:
         if other is not None:
             raise other
-    contents = [cast(tuple[int, str], content) for _, content in found]
+    contents = [cast(tuple[int, str], content) for _, content in opened_by_rank]
     for rank, (num_rows, content) in enumerate(contents):
         if content != contents[0][1]:
             raise UserError(

@@ -70,8 +70,8 @@ def _decode(message: torch.Tensor, count: int) -> Responses:
 
 def _digest(responses: Responses) -> torch.Tensor:
     """Return a hash of all tokens, [4] int64."""
-    found = hashlib.sha256(responses.lens.tobytes() + responses.tokens.tobytes())
-    return torch.frombuffer(bytearray(found.digest()), dtype=torch.int64)
+    digest = hashlib.sha256(responses.lens.tobytes() + responses.tokens.tobytes())
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
 
 def _check_same_tokens(engines: Sequence[Sequence[int]], digests: torch.Tensor) -> None:

@@ -81,8 +81,8 @@ class ParquetRows:
         slices = [self._table.slice(number, 1) for number in numbers]
         if not slices or self._table.num_columns == 0:
             return [{} for _ in slices]
-        found: list[dict[str, Any]] = pa.concat_tables(slices).combine_chunks().to_pylist()
-        return found
+        rows: list[dict[str, Any]] = pa.concat_tables(slices).combine_chunks().to_pylist()
+        return rows
 
     def place(self, number: int) -> str:
         return f"row {number}"

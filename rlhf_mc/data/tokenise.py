@@ -112,8 +112,8 @@ def messages_of(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        found = "null" if prompt is None else repr(prompt)[:60]
-        raise UserError(f"{where}: column {column!r} is {found}, expected chat messages or a non-empty string")
+        shown = "null" if prompt is None else repr(prompt)[:60]
+        raise UserError(f"{where}: column {column!r} is {shown}, expected chat messages or a non-empty string")
     for message in prompt:
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):

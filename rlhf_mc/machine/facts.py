@@ -211,12 +211,12 @@ def shared_memory() -> tuple[int, int]:
 def interfaces() -> list[Interface]:
     """Return the network interfaces that are up, without loopback."""
     stats = psutil.net_if_stats()
-    found = []
+    interfaces = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         ips = [one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)]
         if name in stats and stats[name].isup and ips and not ips[0].startswith("127."):
-            found.append(Interface(name, ips[0], stats[name].speed))
-    return found
+            interfaces.append(Interface(name, ips[0], stats[name].speed))
+    return interfaces
 
 
 def host_address() -> str:

@@ -39,9 +39,9 @@ class PackedSequences(PackedSeqParams):
 
     def for_format(self, qkv_format: str) -> PackedSequences:
         """Return the same description, with the same tensors, for this format."""
-        found = copy.copy(self)
-        found.qkv_format = qkv_format
-        return found
+        config = copy.copy(self)
+        config.qkv_format = qkv_format
+        return config
 
 
 def pack(seq_lens: Sequence[int]) -> PackedSequences:

@@ -47,11 +47,11 @@ def check_training_layouts(
         role: training_layouts(shape, meshes[role], uses_transformer_engine()) for role, (shape, _) in models.items()
     }
     axes = {role: split_axes(shape) for role, (shape, _) in models.items()}
-    found = {}
+    checked = {}
     for role, (shape, _) in models.items():
         start = time.perf_counter()
-        found[role] = CheckedRole(meshes[role], training_coverage(shape, meshes[role], held[role]))
-        found[role].seconds = time.perf_counter() - start
+        checked[role] = CheckedRole(meshes[role], training_coverage(shape, meshes[role], held[role]))
+        checked[role].seconds = time.perf_counter() - start
     for rank in range(world):
         with simulated_rank(rank, world):
             groups = build_role_groups(meshes)
@@ -61,9 +61,9 @@ def check_training_layouts(
                 layout = held[role][rank]
                 if problem := _difference(params, layout, megatron) or _other_split(params, layout, axes[role]):
                     raise UserError(f"{role}, rank {rank} ({_place(groups[role])}): {problem}")
-                found[role].num_local += len(params)
-                found[role].seconds += time.perf_counter() - start
-    return found
+                checked[role].num_local += len(params)
+                checked[role].seconds += time.perf_counter() - start
+    return checked
 
 
 def _parameters(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> dict[str, torch.nn.Parameter]:
@@ -100,10 +100,10 @@ def _other_split(
     dimension (axes: by the checkpoint's tensor): a square matrix would have the same shape."""
     for shard in layout.shards:
         param = params[shard.local]
-        found = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
-        if found != axes[shard.tensor]:
+        dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+        if dim != axes[shard.tensor]:
             of_layout = f"{axes[shard.tensor]} in the layout (None: not split)"
-            return f"{shard.local} is split along dimension {found} in Megatron-Core's model and {of_layout}"
+            return f"{shard.local} is split along dimension {dim} in Megatron-Core's model and {of_layout}"
     return None
 
 

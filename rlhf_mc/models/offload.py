@@ -180,13 +180,13 @@ def tensors_besides(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tens
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of the tensors, each once, in their order, without empty ones (also those that another group
     has offloaded). Storage that torch has not allocated (mapped from a file, for example) cannot be resized."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes():
             assert storage.resizable(), f"a tensor of shape {tuple(tensor.shape)} lies in memory that is not its own"
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -222,12 +222,12 @@ class HostArena:
         steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if sum(steps) > self.num_bytes:
             self._allocate(sum(steps))
-        found = []
+        views = []
         start = 0
         for size, step in zip(sizes, steps, strict=True):
-            found.append(self._bytes[start : start + size])
+            views.append(self._bytes[start : start + size])
             start += step
-        return found
+        return views
 
     def release(self) -> None:
         """Unlock the memory. It is freed with the last view."""

@@ -61,13 +61,13 @@ class Exchange:
         totals = iter([sum(column) for column in zip(*rows, strict=True)][1:])
         return [{name: next(totals) for name in self._agreed} for _ in mini_batches]
 
-    def _rows(self, mini_batches: Sequence[StatisticSums], found: set[tuple[str, ...]]) -> torch.Tensor:
+    def _rows(self, mini_batches: Sequence[StatisticSums], names: set[tuple[str, ...]]) -> torch.Tensor:
         """Return [1 + mini-batches x agreed names] float64: 1 where this rank's names are those agreed, and the sums,
         which are 0 where this rank contributes none."""
-        known = found <= {self._agreed}
+        known = names <= {self._agreed}
         device = platform.device()
         # Filled by kernels: a tensor of Python numbers is a copy that the host waits for.
         head = torch.full((1,), float(known), dtype=torch.float64, device=device)
         none = torch.zeros(len(self._agreed), dtype=torch.float64, device=device)
-        rows = [sums.sums if known and found and sums.sums is not None else none for sums in mini_batches]
+        rows = [sums.sums if known and names and sums.sums is not None else none for sums in mini_batches]
         return torch.cat([head, *rows])

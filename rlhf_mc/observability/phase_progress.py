@@ -173,21 +173,21 @@ def measures(works: Sequence[Work], now: float, seconds: float, last_seconds: fl
 
     seconds: time in the phase so far; last_seconds: of the phase when it last ran. The time left follows from the units
     done, if any. Responses end late and together, so that for them the last time says more, until it is over."""
-    found = []
+    texts = []
     share = share_done(works)
     counts = next((piece for piece in works if piece.total > 0), None)
     left: float | None = None
     if counts is not None and share is not None:
         seconds = now - counts.start
-        found.append(f"{math.floor(100 * share)}% {counts.done:.0f}/{counts.total:.0f} {counts.unit}")
-        found += _rate(counts, seconds)
+        texts.append(f"{math.floor(100 * share)}% {counts.done:.0f}/{counts.total:.0f} {counts.unit}")
+        texts += _rate(counts, seconds)
         left = seconds * (1.0 / share - 1.0) if share >= MIN_SHARE else None
     if last_seconds is not None and last_seconds > seconds and (left is None or (counts and counts.tokens)):
         left = last_seconds - seconds
-    found.append(format_seconds(seconds))
+    texts.append(format_seconds(seconds))
     if left is not None:
-        found.append(f"{format_seconds(left)} left")
-    return found
+        texts.append(f"{format_seconds(left)} left")
+    return texts
 
 
 def _rate(counts: Work, seconds: float) -> list[str]:
@@ -201,12 +201,12 @@ def _rate(counts: Work, seconds: float) -> list[str]:
     return [f"{tqdm.format_sizeof(rate)}/s" if rate >= 1 else f"{1 / rate:.1f} s each"]
 
 
-def _fitted(head: str, found: Sequence[str], columns: int) -> str:
+def _fitted(head: str, measures: Sequence[str], columns: int) -> str:
     """Return head and measures in at most `columns`. The last measure, the time left, is the last to be left out."""
-    found = list(found)
-    while len(found) > 1 and len(", ".join(found)) > columns - 24:
-        found.pop(-2)
-    tail = " " + ", ".join(found)
+    measures = list(measures)
+    while len(measures) > 1 and len(", ".join(measures)) > columns - 24:
+        measures.pop(-2)
+    tail = " " + ", ".join(measures)
     room = max(columns - len(tail), 0)
     if len(head) > room:
         head = head[: max(room - 2, 0)] + ".."[:room]

@@ -122,15 +122,15 @@ class Progress:
         columns = FILE_COLUMNS
         if self._stream.isatty():
             columns = shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
-        found = []
+        parts = []
         for column in COLUMNS:
             if not (column.always or column.title in self._titles):
                 continue
             width += 1 + column.width
             if width > columns and column.title not in ("reward", "kl_ref", "kl_old"):
                 break
-            found.append(column)
-        return found
+            parts.append(column)
+        return parts
 
 
 def _first(metrics: Mapping[str, float], keys: tuple[str, ...]) -> float | None:
@@ -177,9 +177,9 @@ def short_time(seconds: float) -> str:
 def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the accuracy by data source, from the keys val-core/<data_source>/acc/mean@N. A data source may contain
     slashes."""
-    found = {}
+    accuracies = {}
     for key, value in metrics.items():
         source, separator, _ = key.removeprefix("val-core/").rpartition("/acc/mean@")
         if key.startswith("val-core/") and separator:
-            found[source] = value
-    return found
+            accuracies[source] = value
+    return accuracies

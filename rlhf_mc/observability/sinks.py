@@ -196,11 +196,11 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
         return
     rows = list(rows_of(path))
     other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
-    found = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
+    steps = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
     if other is not None:
         fault = f"holds rows of another run, {other}, beside those of {run_id}"
-    elif found != wanted:
-        missing = sorted(set(wanted) - set(found))
+    elif steps != wanted:
+        missing = sorted(set(wanted) - set(steps))
         fault = f"lacks the row of step {missing[0]}" if missing else "holds a step twice, in excess or out of order"
         fault += f" ({len(missing)} of {len(wanted)} rows are missing)" if missing else ""
     else:

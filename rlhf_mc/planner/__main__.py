@@ -71,7 +71,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     cfg = load_config(arguments.config, with_model(arguments.config, arguments.overrides, arguments.model))
     plan = plan_run(cfg, capacity)
     shapes = shapes_of(cfg)
-    found = judge(cfg, plan, capacity)
+    fit = judge(cfg, plan, capacity)
     lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
     host = plan_host_memory(cfg, shapes, plan, gpus_per_node)
     storage = plan_storage(cfg, shapes, plan, gpus_per_node, arguments.storage_bandwidth)
@@ -83,16 +83,16 @@ def _plan(arguments: argparse.Namespace) -> None:
         times = plan_times(cfg, shapes, plan, weights, machine, lengths)
     if arguments.json:
         files = {"host_memory": vars(host), "storage": {**vars(storage), "space": storage.space}}
-        text = {**as_json(plan, found, transfers), **files, "times": times and times_json(times, lengths)}
+        text = {**as_json(plan, fit, transfers), **files, "times": times and times_json(times, lengths)}
         print(json.dumps(text))
     else:
         memory = table(cfg, plan, capacity.device_bytes)
         print(memory, host_table(host, storage), traffic_table(transfers), sep="\n")
         print(times_table(times, lengths) if times else NO_TIMES)
-    if found.problem is not None:
-        raise UserError(complaint(cfg, capacity, found))
+    if fit.problem is not None:
+        raise UserError(complaint(cfg, capacity, fit))
     if not arguments.json:
-        print(f"fits: the fullest phase is {found.phase}, and leaves {found.spare / 1e9:.1f} GB of each device")
+        print(f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each device")
 
 
 def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -162,11 +162,11 @@ def forward_peak(shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage:
     sizes = _Sizes.of(shape, megatron)
     # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product.
     layer = sizes.states + shape.hidden_size + 3 * sizes.ffn + 2 * sizes.expert_inputs
-    found = work.tokens * layer * sizes.itemsize
+    num_bytes = work.tokens * layer * sizes.itemsize
     if stage < mesh.pp - 1:
-        return found
+        return num_bytes
     states = work.tokens * (sizes.states + shape.hidden_size) * sizes.itemsize
-    return max(found, states + _logit_bytes(shape, megatron, work.logits, cuda, 2 * _FLOAT32))
+    return max(num_bytes, states + _logit_bytes(shape, megatron, work.logits, cuda, 2 * _FLOAT32))
 
 
 def _head_bytes(shape: ModelShape, megatron: MegatronConfig, logits: int, cuda: bool, entropy: bool) -> float:

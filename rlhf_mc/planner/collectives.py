@@ -103,8 +103,8 @@ class Passes:
 
     def forward_and_backward(self, work: PassTokens) -> list[Collective]:
         """Return those of one optimizer step without `gradients`: they grow with the tokens."""
-        found = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
-        return _merged([*found, *self._stages(work, backward=False), *self._stages(work, backward=True)])
+        collectives = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
+        return _merged([*collectives, *self._stages(work, backward=False), *self._stages(work, backward=True)])
 
     def gradients(self, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
         """Return those of gradients and new parameters in one optimizer step, as `update`."""
@@ -237,16 +237,16 @@ class Passes:
         return Collective("tensor parallel", kind, self._tp, num_bytes, times * work.num_micro_batches)
 
     def _repeat(self, collectives: Iterator[Collective], count: int) -> Iterator[Collective]:
-        return (found.times(count) for found in collectives)
+        return (collective.times(count) for collective in collectives)
 
 
 def _merged(collectives: Sequence[Collective]) -> list[Collective]:
     """Return one Collective for each purpose, kind and group; none for groups of one rank."""
-    found: dict[tuple[str, Kind, tuple[int, ...]], Collective] = {}
+    merged: dict[tuple[str, Kind, tuple[int, ...]], Collective] = {}
     for one in collectives:
         key = (one.name, one.kind, one.group)
         if len(one.group) == 1 or not one.calls:
             continue
-        before = found.get(key, Collective(*key, 0.0, 0.0))
-        found[key] = replace(one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls)
-    return list(found.values())
+        before = merged.get(key, Collective(*key, 0.0, 0.0))
+        merged[key] = replace(one, num_bytes=before.num_bytes + one.num_bytes, calls=before.calls + one.calls)
+    return list(merged.values())

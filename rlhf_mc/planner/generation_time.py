@@ -54,13 +54,13 @@ def generation(cfg: Config, shape: ModelShape, machine: Machine, lengths: Length
     read = decode_weight_bytes(shape, tp, itemsize, 1 if fp8 else itemsize, held) + held * context * kv_bytes
     memory = read / rates.memory
     products = held * rate.seconds(one) / tp
-    found = {"prefill": prefill, "decode": steps * max(memory, products)}
+    seconds = {"prefill": prefill, "decode": steps * max(memory, products)}
     if tp > 1:
         tokens = steps * held + prefilled * lengths.prompt
         states = 2 * shape.num_layers * tokens * shape.hidden_size * itemsize
         logits = steps * held * padded_vocab_size(shape.vocab_size, 1) * _FLOAT32
-        found["tensor parallel"] = ring_seconds(2 * states + logits, tp, machine)
-    return found
+        seconds["tensor parallel"] = ring_seconds(2 * states + logits, tp, machine)
+    return seconds
 
 
 def decode_weight_bytes(shape: ModelShape, tp: int, itemsize: int, linear_itemsize: int, tokens: int) -> float:

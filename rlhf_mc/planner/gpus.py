@@ -74,12 +74,12 @@ def gpu_of(text: str) -> Gpu:
     if text.lower() in GPUS:
         return GPUS[text.lower()]
     try:
-        found = int(float(text))
+        memory = int(float(text))
     except (ValueError, OverflowError):
-        found = 0
-    if found < 1 << 30:
+        memory = 0
+    if memory < 1 << 30:
         raise UserError(f"--gpu is {text!r}; it must be one of {', '.join(GPUS)}, or its memory in bytes, such as 80e9")
-    return Gpu(found)
+    return Gpu(memory)
 
 
 def device_bfloat16(name: str) -> float | None:

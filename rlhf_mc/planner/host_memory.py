@@ -67,23 +67,23 @@ def plan_host_memory(
 
 def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory, world: int) -> dict[str, float]:
     """Return the bytes of one of these ranks. Gradients are offloaded without a copy."""
-    found = {"processes": float(PROCESS + cfg.reward.num_workers * WORKER)}
+    parts = {"processes": float(PROCESS + cfg.reward.num_workers * WORKER)}
     copies = 0.0
     for role in shapes:
         state = ranks.states[role]
         settings = layouts(cfg)[role]
         if settings.param_offload:
-            found[f"{role} params"] = state.params
+            parts[f"{role} params"] = state.params
         if role in TRAINED:
             if settings.optimizer_offload:
-                found[f"{role} optimizer"] = state.optimizer
+                parts[f"{role} optimizer"] = state.optimizer
             copies += saved_bytes(state, mesh_of(settings, world))
     if cfg.trainer.save_freq > 0 and cfg.trainer.async_save:
-        found["asynchronous save"] = copies
+        parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    found["batch"] = responses * (longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN)
-    return found
+    parts["batch"] = responses * (longest * _PER_TOKEN + cfg.data.max_response_length * _PER_RESPONSE_TOKEN)
+    return parts
 
 
 def saved_bytes(state: ModelState, mesh: Mesh) -> float:

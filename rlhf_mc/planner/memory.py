@@ -114,11 +114,11 @@ def plan_memory(
         models = {role: _Model(cfg, role, shapes[role], meshes[role], ranks[0], cuda) for role in shapes}
         key = (rollout, *((model.state, model.stage) for model in models.values()))
         classes.setdefault(key, (models, rollout, []))[2].extend(ranks)
-    found: list[RankMemory] = []
+    planned: list[RankMemory] = []
     for models, rollout, ranks in classes.values():
         states = {role: model.state for role, model in models.items()}
-        found.append(RankMemory(tuple(sorted(ranks)), tuple(_phases(cfg, models, rollout, cuda)), rollout, states))
-    return found
+        planned.append(RankMemory(tuple(sorted(ranks)), tuple(_phases(cfg, models, rollout, cuda)), rollout, states))
+    return planned
 
 
 def _one_of_each_stage(meshes: Sequence[Mesh]) -> list[int]:
@@ -192,7 +192,7 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
 
 def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[str, float]]:
     """Return the activations of each pass over the models, by phase."""
-    found = {}
+    peaks = {}
     for phase, limit in micro_batch_limits(cfg).items():
         role = _ROLES_OF_PASSES.get(phase, phase)
         if role not in models:
@@ -206,8 +206,8 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
             size = model.update(_pass(cfg, limit, model.replicas, mini_batch), role == "actor" and entropy)
         else:
             size = model.forward(_pass(cfg, limit, model.replicas, cfg.data.train_batch_size))
-        found[phase] = {"activations": size}
-    return found
+        peaks[phase] = {"activations": size}
+    return peaks
 
 
 def _pass(cfg: Config, limit: Limit, replicas: int, prompts: int) -> Pass:

@@ -174,12 +174,12 @@ def buffers_of(
 
 def _chunks(layout: Layout) -> dict[str, list[tuple[str, int]]]:
     """Return (name, elements) of the parameters of each virtual pipeline chunk, in the order of named_parameters."""
-    found: dict[str, list[tuple[str, int]]] = {}
+    chunks: dict[str, list[tuple[str, int]]] = {}
     for name, size in layout.shapes.items():
         chunk = re.match(r"(?:chunk\d+\.)?", name)
         assert chunk is not None
-        found.setdefault(chunk.group(), []).append((name, math.prod(size)))
-    return {chunk: sorted(sizes, key=lambda size: _place(size[0])) for chunk, sizes in found.items()}
+        chunks.setdefault(chunk.group(), []).append((name, math.prod(size)))
+    return {chunk: sorted(sizes, key=lambda size: _place(size[0])) for chunk, sizes in chunks.items()}
 
 
 @functools.lru_cache(maxsize=1 << 16)

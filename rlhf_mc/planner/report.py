@@ -79,16 +79,16 @@ def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequ
     return max(found, key=lambda node: node[1].total)
 
 
-def with_host(found: MemoryFit, host: NodeMemory, node_bytes: float) -> MemoryFit:
+def with_host(fit: MemoryFit, host: NodeMemory, node_bytes: float) -> MemoryFit:
     """Return the verdict on a plan that must also fit the host memory of a node."""
-    if found.problem is not None or host.total <= node_bytes:
-        return found
+    if fit.problem is not None or host.total <= node_bytes:
+        return fit
     largest = max(host.parts, key=lambda part: host.parts[part])
     problem = (
         f"node {host.node} needs {host.total / GB:.0f} GB of host memory of {node_bytes / GB:.0f}; the largest part is"
         f" {largest}, {host.parts[largest] / GB:.0f} GB"
     )
-    return MemoryFit(problem, HOST_MEMORY, found.spare)
+    return MemoryFit(problem, HOST_MEMORY, fit.spare)
 
 
 def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
@@ -149,19 +149,19 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
 
 
 def _by_purpose(sizes: Sequence[tuple[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for name, size in sizes:
-        found[name] = found.get(name, 0.0) + size
-    return found
+        totals[name] = totals.get(name, 0.0) + size
+    return totals
 
 
-def as_json(plan: Sequence[RankMemory], found: MemoryFit, transfers: Sequence[Traffic]) -> dict[str, Any]:
+def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traffic]) -> dict[str, Any]:
     """Return the plan as plain data, in bytes."""
     return {
-        "fits": found.problem is None,
-        "problem": found.problem,
-        "fullest_phase": found.phase,
-        "spare_bytes": found.spare,
+        "fits": fit.problem is None,
+        "problem": fit.problem,
+        "fullest_phase": fit.phase,
+        "spare_bytes": fit.spare,
         "ranks": [
             {
                 "ranks": list(ranks.ranks),
@@ -209,16 +209,16 @@ def _offloads(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
     for part in ("grad", "optimizer", "param"):
         if part == "param" and cfg.reshard.share_weights:
             continue  # the actor's weights are then vLLM's too
-        if found := _unset(cfg, roles, f"{part}_offload", True):
-            yield found
+        if unset := _unset(cfg, roles, f"{part}_offload", True):
+            yield unset
 
 
 def _remedies_of_host(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
     if cfg.trainer.async_save:
         yield ["trainer.async_save=false"]
     for part in ("param", "optimizer"):
-        if found := _unset(cfg, roles, f"{part}_offload", False):
-            yield found
+        if unset := _unset(cfg, roles, f"{part}_offload", False):
+            yield unset
 
 
 def _remedies_of_updates(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
@@ -230,8 +230,8 @@ def _remedies_of_updates(cfg: Config, roles: Sequence[str]) -> Iterator[list[str
     budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
     if cfg.actor.use_dynamic_bsz and min(budgets.values()) >= longest:
         yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
-    if found := _unset(cfg, roles, "recompute_granularity", "full"):
-        yield found
+    if unset := _unset(cfg, roles, "recompute_granularity", "full"):
+        yield unset
 
 
 def _remedies_of_vllm(cfg: Config, phase: str) -> Iterator[list[str]]:

@@ -160,22 +160,22 @@ class _Search:
 
     def best(self, top: int, beyond_node: bool) -> list[Choice]:
         """Return the best choices. beyond_node: with tensor-parallel groups that span nodes, and only those."""
-        found: dict[tuple[object, ...], Choice] = {}
+        best: dict[tuple[object, ...], Choice] = {}
         candidates = sorted(self._candidates(beyond_node), key=lambda candidate: candidate.bound)
         for number, candidate in enumerate(candidates):
-            if self.time.is_over(0.8, f"{number} of {len(candidates)} settings tried, {len(found)} layouts fit"):
+            if self.time.is_over(0.8, f"{number} of {len(candidates)} settings tried, {len(best)} layouts fit"):
                 break
-            enough = sorted(choice.times.seconds for choice in found.values())[top - 1 : top]
+            enough = sorted(choice.times.seconds for choice in best.values())[top - 1 : top]
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
                 break
             choice = self._fitting(candidate)
             if choice is None:
                 continue
             key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
-            both = [choice, *([found[key]] if key in found else [])]
-            found[key] = _ranked(both)[0]
+            both = [choice, *([best[key]] if key in best else [])]
+            best[key] = _ranked(both)[0]
         complete: list[Choice] = []
-        for choice in _ranked(list(found.values())):
+        for choice in _ranked(list(best.values())):
             if len(complete) == top or (
                 complete and self.time.is_over(1.0, f"{len(complete)} of {top} plans completed")
             ):
@@ -283,22 +283,22 @@ class _Search:
         if not self._base.actor.use_dynamic_bsz:
             return {}
         scorers = [f"{role}.forward_max_token_len_per_gpu" for role in reward_models(self._base)]
-        found = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys((*_FORWARD_BUDGETS, *scorers), forward)
+        budgets = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys((*_FORWARD_BUDGETS, *scorers), forward)
         absent = tuple(f"{role}." for role in ("critic", "ref") if role not in self._shapes)
-        return {key: value for key, value in found.items() if not key.startswith(absent)}
+        return {key: value for key, value in budgets.items() if not key.startswith(absent)}
 
     def _levels(self) -> list[dict[str, Any]]:
         """Return the settings that offload, from those that free least to those that free most and take most time."""
         shares = self._base.rollout.quantization is None
         offloads = ("grad_offload", "optimizer_offload", "param_offload")
-        found = []
+        levels = []
         for count in range(len(offloads) + 1):
             level: dict[str, Any] = {f"{_MEGATRON}.{name}": offloads.index(name) < count for name in offloads}
             level["reshard.share_weights"] = shares and not level[f"{_MEGATRON}.param_offload"]
-            found.append({**level, "rollout.free_cache_engine": True})
+            levels.append({**level, "rollout.free_cache_engine": True})
         if not self._base.rollout.free_cache_engine:
-            found.insert(0, {**found[0], "rollout.free_cache_engine": False})
-        return found
+            levels.insert(0, {**levels[0], "rollout.free_cache_engine": False})
+        return levels
 
     # ---------------------------------------------------------------- memory
 
@@ -318,7 +318,7 @@ class _Search:
 
     def _fitting(self, candidate: _Candidate) -> Choice | None:
         """Return the quickest choice of offload for a candidate; None: none fits."""
-        found = []
+        fitting = []
         for level, settings in enumerate(self._levels()):
             for forward in dict.fromkeys((candidate.forward, candidate.budget)):
                 key = (*candidate.layout.values(), candidate.recompute, candidate.budget, forward, level)
@@ -333,14 +333,14 @@ class _Search:
                 }
                 choice = self._with_vllm(chosen, level, key)
                 if choice is not None:
-                    found.append(choice)
+                    fitting.append(choice)
                     break
             # More offload frees memory for the KV cache alone.
-            if found and found[-1].times.sequences_at_a_time == sequences_at_a_time(
-                found[-1].cfg, self._machine.world, self._lengths, _UNLIMITED
+            if fitting and fitting[-1].times.sequences_at_a_time == sequences_at_a_time(
+                fitting[-1].cfg, self._machine.world, self._lengths, _UNLIMITED
             ):
                 break
-        return _ranked(found)[0] if found else None
+        return _ranked(fitting)[0] if fitting else None
 
     def _with_vllm(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
         """Return the choice with the smallest share of vLLM that holds all of an engine's sequences, or else the
@@ -364,11 +364,11 @@ class _Search:
         cfg = self._config(chosen)
         # Host memory is that of all ranks of a node.
         plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
-        found = judge(cfg, plan, self._capacity)
-        if found.problem is not None or found.spare < MARGIN * self._device_bytes:
+        fit = judge(cfg, plan, self._capacity)
+        if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
             return None
         times = plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths)
-        return Choice(chosen, cfg, times, found.spare, found.phase, level)
+        return Choice(chosen, cfg, times, fit.spare, fit.phase, level)
 
     def _room_of_vllm(self, plan: Sequence[RankMemory]) -> float | None:
         """Return the share of the device that vLLM may take; None: even without its KV cache a phase does not fit."""
@@ -397,17 +397,17 @@ class _Search:
             plan = plan_run(choice.cfg, self._capacity)
         except UserError:
             return None
-        found = judge(choice.cfg, plan, self._capacity)
-        if found.problem is not None or found.spare < MARGIN * self._device_bytes:
+        fit = judge(choice.cfg, plan, self._capacity)
+        if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
             return None
         machine = self._machine
         if machine.world > MOST_RANKS:
-            return replace(choice, spare=found.spare, phase=found.phase)
+            return replace(choice, spare=fit.spare, phase=fit.phase)
         shape = self._shapes["actor"]
         held = layouts_of(shape, mesh_of(choice.cfg.actor.megatron, machine.world), cuda=True)
         weights = weight_update(choice.cfg, shape, held, machine.gpus_per_node)
         times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
-        return replace(choice, times=times, spare=found.spare, phase=found.phase)
+        return replace(choice, times=times, spare=fit.spare, phase=fit.phase)
 
     def _plan(self, cfg: Config, one_of_each_stage: bool = True) -> list[RankMemory]:
         world = self._machine.world

@@ -49,23 +49,23 @@ def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
 
 def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
     """Return the verdict on a plan."""
-    found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
+    fit = verdict(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
     if capacity.host_bytes is None:
-        return found
+        return fit
     host = plan_host_memory(cfg, shapes_of(cfg), plan, capacity.ranks_per_node)
-    return with_host(found, host, capacity.host_bytes)
+    return with_host(fit, host, capacity.host_bytes)
 
 
-def complaint(cfg: Config, capacity: Capacity, found: MemoryFit) -> str:
+def complaint(cfg: Config, capacity: Capacity, fit: MemoryFit) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
     fits."""
-    settings = remedy(cfg, found.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))
+    settings = remedy(cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))
     advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
     if not capacity.cuda:
         advice = "use fewer ranks on a node, or one with more memory"
     if settings is not None:
         advice = f"it fits with {' '.join(settings)}"
-    return f"does not fit: {found.problem}; {advice}"
+    return f"does not fit: {fit.problem}; {advice}"
 
 
 def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
@@ -79,14 +79,14 @@ def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
 def check_start(cfg: Config, capacity: Capacity) -> str:
     """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
     plan = plan_run(cfg, capacity)
-    found = judge(cfg, plan, capacity)
-    if found.problem is None:
+    fit = judge(cfg, plan, capacity)
+    if fit.problem is None:
         ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
         size = capacity.device_bytes * ranks
         where = "of each GPU" if capacity.cuda else "of a node"
-        taken = size - found.spare
-        return f"memory as planned: {found.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
-    line = complaint(cfg, capacity, found)
+        taken = size - fit.spare
+        return f"memory as planned: {fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
+    line = complaint(cfg, capacity, fit)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
     return f"WARNING: as planned it {line}"

@@ -56,7 +56,7 @@ def plan_storage(
     second and direction, of a node."""
     trainer = cfg.trainer
     settings = {role: (layouts(cfg)[role], getattr(cfg, role).freeze) for role in TRAINED if role in shapes}
-    checkpoint = sum(checkpoint_bytes(shapes[role], *found) for role, found in settings.items())
+    checkpoint = sum(checkpoint_bytes(shapes[role], *setting) for role, setting in settings.items())
     nodes = max(1, sum(len(ranks.ranks) for ranks in plan) // gpus_per_node)
     read: dict[int, int] = {}
     for ranks in plan:

@@ -123,12 +123,12 @@ def passes(
     lengths: Lengths,
 ) -> list[PhaseTime]:
     """Return the times of the phases in which a model computes. Arguments as of step_times."""
-    found = []
+    passes = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
         model = _Model(shapes[work.role], layouts(cfg)[work.role], machine, lengths)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
-        found.append(PhaseTime(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
-    return found
+        passes.append(PhaseTime(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
+    return passes
 
 
 class _Model:
@@ -152,12 +152,12 @@ class _Model:
 
         Where gradients are reduced during the backward pass of the last micro-batch, the part that takes longer than
         that pass is counted. New parameters are gathered after the optimizer step (docs/decisions/0012)."""
-        found = self._pipelined(work, backward=True)
+        seconds = self._pipelined(work, backward=True)
         sums = self._sums_of_gradients()
         if overlaps_reduction(self._megatron, self._mesh.dp, True):
-            last = found["products"] * BACKWARD / (1 + BACKWARD) / work.share.micro_batches
+            last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.share.micro_batches
             sums["gradients"] = max(0.0, sums["gradients"] - last)
-        return {**found, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
+        return {**seconds, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
 
     def _pipelined(self, work: PhasePasses, backward: bool) -> dict[str, float]:
         """Return the parts of a pass over all micro-batches through the pipeline.
@@ -310,10 +310,10 @@ def _sums_of_gradients(
 
 def _by_purpose(collectives: Iterable[Collective], rank: int, machine: Machine) -> dict[str, float]:
     """Return the seconds of the collectives on this rank, by purpose, one after the other."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for one in collectives:
-        found[one.name] = found.get(one.name, 0.0) + machine.seconds(*one.received(rank, machine.gpus_per_node))
-    return found
+        totals[one.name] = totals.get(one.name, 0.0) + machine.seconds(*one.received(rank, machine.gpus_per_node))
+    return totals
 
 
 def onload_bytes(cfg: Config, states: Mapping[str, ModelState], phases: Sequence[str]) -> float:

@@ -60,14 +60,14 @@ def plan_traffic(
 ) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
     held = {role: layouts_of(shapes[role], mesh_of(layouts(cfg)[role], world), cuda=True) for role in shapes}
-    found = [weight_update(cfg, shapes["actor"], held["actor"], gpus_per_node)]
+    traffic = [weight_update(cfg, shapes["actor"], held["actor"], gpus_per_node)]
     steps = [(GEN, _Rollout(cfg, shapes["actor"], world, gpus_per_node, lengths).collectives)]
     for work in phase_work(cfg, shapes, world, lengths):
         steps.append((work.phase, _Model(cfg, work, shapes[work.role], held[work.role]).collectives))
     for phase, collectives in steps:
         received = [_received(phase, collectives(rank), rank, gpus_per_node) for rank in range(world)]
-        found.append(max(received, key=_load))
-    return [transfer for transfers in found for transfer in transfers]
+        traffic.append(max(received, key=_load))
+    return [transfer for transfers in traffic for transfer in transfers]
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class _Model:
         """Return those of all passes, on this rank."""
         passes = Passes(self._shape, self._megatron, self._mesh, rank, cuda=True)
         if self._phase.is_update:
-            found = passes.update(self._phase.work, self._held[rank], self._overlaps)
+            collectives = passes.update(self._phase.work, self._held[rank], self._overlaps)
         else:
-            found = passes.forward(self._phase.work)
-        return [one.times(self._phase.passes) for one in found]
+            collectives = passes.forward(self._phase.work)
+        return [one.times(self._phase.passes) for one in collectives]
 
 
 class _Rollout:
@@ -183,14 +183,14 @@ class _Rollout:
 
 def _received(phase: str, collectives: Sequence[Collective], rank: int, gpus_per_node: int) -> list[Traffic]:
     """Return what this rank receives, one Transfer for each purpose and kind."""
-    found: dict[tuple[str, str], Traffic] = {}
+    received: dict[tuple[str, str], Traffic] = {}
     for one in collectives:
         intra, inter = one.received(rank, gpus_per_node)
-        before = found.get((one.name, one.kind), Traffic(phase, one.name, one.kind, 0.0, 0.0, 0.0))
-        found[one.name, one.kind] = Traffic(
+        before = received.get((one.name, one.kind), Traffic(phase, one.name, one.kind, 0.0, 0.0, 0.0))
+        received[one.name, one.kind] = Traffic(
             phase, one.name, one.kind, before.intra_node + intra, before.inter_node + inter, before.count + one.calls
         )
-    return list(found.values())
+    return list(received.values())
 
 
 def _load(transfers: Sequence[Traffic]) -> tuple[float, float]:

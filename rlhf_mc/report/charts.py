@@ -95,7 +95,7 @@ def _extremes(rows: Sequence[Row], key: str) -> tuple[float | None, float | None
 
 def charts(keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return the charts of CHARTS that have any of the logged keys: id, title and those keys."""
-    found = []
+    charts = []
     for name, title, patterns in CHARTS:
         shown: list[str] = []
         for pattern in patterns:
@@ -112,8 +112,8 @@ def charts(keys: Sequence[str]) -> list[dict[str, Any]]:
             means = [key for key in sources if key.endswith("/mean")]
             shown += means if len(means) > 1 else []
         if shown:
-            found.append({"id": name, "title": title, "keys": shown})
-    return found
+            charts.append({"id": name, "title": title, "keys": shown})
+    return charts
 
 
 def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
@@ -127,10 +127,10 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     seconds = {name: [_mean(group, TIMING + name) for group in bars] for name in phases}
     usual = _usual_shared(timed)
     other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
-    found = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
+    series = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
     if any(value > 0.001 for value in other):
-        found["other"] = [short(value) for value in other]
-    return {"steps": [[group[0]["step"], group[-1]["step"]] for group in bars], "phases": found}
+        series["other"] = [short(value) for value in other]
+    return {"steps": [[group[0]["step"], group[-1]["step"]] for group in bars], "phases": series}
 
 
 def _usual_shared(rows: Sequence[Row]) -> dict[str, float]:
@@ -142,12 +142,12 @@ def _usual_shared(rows: Sequence[Row]) -> dict[str, float]:
 def _other(row: Row, phases: Sequence[str], usual: Mapping[str, float]) -> float:
     """Return the seconds of a step in no phase. Of a step with a phase after it, the SHARED phases count as within for
     their usual time; if that is not known, entirely, and the result may be too small."""
-    found = _seconds(row, _WHOLE)
+    total = _seconds(row, _WHOLE)
     for name in phases:
         if name not in AFTER_STEP:
             seconds = _seconds(row, name)
-            found -= min(seconds, usual.get(name, seconds)) if _has_after(row) else seconds
-    return max(0.0, found)
+            total -= min(seconds, usual.get(name, seconds)) if _has_after(row) else seconds
+    return max(0.0, total)
 
 
 def _has_after(row: Row) -> bool:
@@ -190,7 +190,7 @@ def _is_histogram(value: Any) -> bool:
 def marks(run: RunRecord) -> list[dict[str, Any]]:
     """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, faults (a start that
     ended by an error or has no recorded end) and adjustments."""
-    found = []
+    marks = []
     for earlier, start in zip(run.starts, run.starts[1:], strict=False):
         after = start.get("after_step")
         step = after if isinstance(after, int) else 0
@@ -202,18 +202,18 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
         else:
             text = f"resumed after step {step}; the start before: {end.get('text')}"
         is_fault = not isinstance(end, dict) or end.get("how") == "failed"
-        found.append({"step": step, "kind": "fault" if is_fault else "resume", "text": text})
+        marks.append({"step": step, "kind": "fault" if is_fault else "resume", "text": text})
     if run.state in ("failed", "died"):
-        found.append({"step": run.last_step, "kind": "fault", "text": run.state_text})
+        marks.append({"step": run.last_step, "kind": "fault", "text": run.state_text})
     for step in run.nonfinite_steps:
-        found.append(
+        marks.append(
             {"step": step, "kind": "fault", "text": f"loss or gradient not finite: nonfinite_step_{step}.json"}
         )
     for row in run.adjustments:
         if isinstance(row.get("after_step"), int):
             text = f"{row.get('setting')} set to {row.get('value')} after step {row['after_step']}: {row.get('reason')}"
-            found.append({"step": row["after_step"], "kind": "adjustment", "text": text})
-    return sorted(found, key=lambda mark: mark["step"])
+            marks.append({"step": row["after_step"], "kind": "adjustment", "text": text})
+    return sorted(marks, key=lambda mark: mark["step"])
 
 
 def groups_of(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:

@@ -112,8 +112,8 @@ def _meaning(key: str) -> dict[str, str]:
     metric = catalog.find(key)
     if metric is None:
         return {}
-    found = {"meaning": metric.meaning, "unit": metric.unit, "reduction": metric.reduction, "watch": metric.watch_for}
-    return {name: _plain(text) for name, text in found.items() if text and text != "–"}
+    entry = {"meaning": metric.meaning, "unit": metric.unit, "reduction": metric.reduction, "watch": metric.watch_for}
+    return {name: _plain(text) for name, text in entry.items() if text and text != "–"}
 
 
 def _plain(text: str) -> str:

@@ -87,8 +87,8 @@ class RunRecord:
     @property
     def config(self) -> dict[str, Any]:
         """The settings of the latest start; empty if they are not recorded."""
-        found = self.starts[-1].get("config") if self.starts else None
-        return found if isinstance(found, dict) else {}
+        config = self.starts[-1].get("config") if self.starts else None
+        return config if isinstance(config, dict) else {}
 
     @property
     def last_step(self) -> int:
@@ -181,10 +181,10 @@ def number(value: Any) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:  # an integer of more than 308 digits
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def _rows(path: Path, faults: list[str], with_step: bool = False, name: str = "") -> list[Row]:
@@ -211,20 +211,20 @@ def _is_step(value: Any) -> bool:
 def _valid_starts(starts: Sequence[Row], faults: list[str]) -> list[Row]:
     """Return the starts without the parts that are of another type than _START_TYPES, and without pairs of changed
     settings that are none. Add a sentence to `faults` for each kind."""
-    found: list[Row] = []
+    valid: list[Row] = []
     odd: dict[str, int] = {}
     for start in starts:
         row = {key: value for key, value in start.items() if value is not None}  # such as git outside of a repository
         for key in [key for key, kind in _START_TYPES.items() if not isinstance(row.get(key, kind()), kind)]:
-            odd[f"{key}, which is no {'list' if _START_TYPES[key] is list else 'object'}"] = len(found) + 1
+            odd[f"{key}, which is no {'list' if _START_TYPES[key] is list else 'object'}"] = len(valid) + 1
             del row[key]
         changed = row.get("changed", {})
         pairs = {key: pair for key, pair in changed.items() if isinstance(pair, list) and len(pair) == 2}
         if len(pairs) < len(changed):
-            odd["changed, where a value is no pair"] = len(found) + 1
-        found.append({**row, "changed": pairs})
+            odd["changed, where a value is no pair"] = len(valid) + 1
+        valid.append({**row, "changed": pairs})
     faults += [f"{STARTS_FILE}: start {start} has {what}; it is left out" for what, start in odd.items()]
-    return found
+    return valid
 
 
 def _by_step(rows: Sequence[Row]) -> list[Row]:
@@ -284,17 +284,17 @@ def _of_json(path: Path, name: str, faults: list[str]) -> list[Sample]:
 
 def _phases(folder: Path, faults: list[str]) -> dict[int, Row]:
     """Return the content of profile/step_<n>/phases.json by step."""
-    found = {}
+    phases = {}
     for path in folder.glob("step_*/phases.json"):
         try:
             content = json_files.read(path)
             lists = [phase.get(key) or [] for phase in content["phases"].values() for key in _TIMES]
             if not all(isinstance(seconds, list) for seconds in lists):
                 raise ValueError("no lists of times")
-            found[_number_in(path.parent.name)] = content
+            phases[_number_in(path.parent.name)] = content
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             faults.append(f"profile/{path.parent.name}/{path.name} cannot be read: {error}")
-    return dict(sorted(found.items()))
+    return dict(sorted(phases.items()))
 
 
 def _number_in(name: str) -> int:

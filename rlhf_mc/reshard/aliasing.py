@@ -35,7 +35,7 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
         if STACK in shard.local:
             continue  # each expert has a tensor of its own in the source
         held.setdefault(shard.tensor, []).append(shard)
-    found = {}
+    aliases = {}
     shapes = source.stacked_shapes
     for local, shards in target.by_local.items():
         if not all(shard.tensor in held for shard in shards):
@@ -48,8 +48,8 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
         in_bounds = row >= 0 and row + size[0] <= shapes[src_local][0]
         if in_bounds and row * math.prod(size[1:]) * itemsize % ALIGNMENT == 0:
             numel = sum(math.prod(b - a for a, b in shard.box) for shard in shards)
-            found[local] = Alias(local, src_local, row, size[0], numel)
-    return found
+            aliases[local] = Alias(local, src_local, row, size[0], numel)
+    return aliases
 
 
 def _start(

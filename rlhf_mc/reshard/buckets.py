@@ -34,8 +34,8 @@ class Move:
         if parts == (1, 1):
             return self
         outer, inner = divmod(number, parts[1])
-        found = self._range(0, outer, parts[0])
-        return found._range(1, inner, parts[1]) if found and parts[1] > 1 else found
+        rest = self._range(0, outer, parts[0])
+        return rest._range(1, inner, parts[1]) if rest and parts[1] > 1 else rest
 
     def _range(self, axis: int, number: int, parts: int) -> Move | None:
         size = self.extent[axis]

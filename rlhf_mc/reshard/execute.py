@@ -134,12 +134,12 @@ def _blocks(
         if STACK in local:
             return [tensors[member(local, expert)][_slices(within, extent[1:])][None] for expert in experts]
         return [tensors[local][expert][_slices(within, extent[1:])][None] for expert in experts]
-    found = tensors[local]
-    if isinstance(found, torch.Tensor):
-        return [_strided(found, offset, extent, count, step)]
+    tensor = tensors[local]
+    if isinstance(tensor, torch.Tensor):
+        return [_strided(tensor, offset, extent, count, step)]
     # Slices of a file are read block by block. Files stack no experts, so offset and extent are equally long.
     starts = [(offset[0] + n * step, *offset[1:]) for n in range(count)]
-    return [torch.stack([found[_slices(start, extent)] for start in starts])]
+    return [torch.stack([tensor[_slices(start, extent)] for start in starts])]
 
 
 def _strided(tensor: torch.Tensor, offset: Sequence[int], extent: Sequence[int], count: int, step: int) -> torch.Tensor:

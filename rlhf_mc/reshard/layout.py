@@ -104,10 +104,10 @@ class Layout:
     @functools.cached_property
     def by_local(self) -> dict[str, list[Shard]]:
         """Local tensor, or stack -> its shards."""
-        found: dict[str, list[Shard]] = {}
+        shards: dict[str, list[Shard]] = {}
         for shard in self.stacked:
-            found.setdefault(shard.local, []).append(shard)
-        return found
+            shards.setdefault(shard.local, []).append(shard)
+        return shards
 
     def without(self, tensors: Collection[str]) -> Layout:
         """Return the layout without the shards of these logical tensors. It has no stacks, so it can only be planned
@@ -274,8 +274,8 @@ def _check_split(
     key: str, engine: str, shape: ModelShape, size: int, obstacle: Callable[[int], _Obstacle | None]
 ) -> None:
     """Raise UserError, which lists the sizes that work, if there is an obstacle to this size."""
-    if found := obstacle(size):
-        what, tensor = found
+    if problem := obstacle(size):
+        what, tensor = problem
         most = max(shape.num_heads, shape.num_experts)
         works = ", ".join(str(n) for n in range(1, most + 1) if obstacle(n) is None)
         tensor = f"{tensor} {list(logical_shapes(shape)[tensor])}"
@@ -299,8 +299,8 @@ def _uneven_rows(shape: ModelShape, tp_size: int) -> _Obstacle | None:
 
 
 def _vllm_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
-    if found := _kv_obstacle(shape, tp_size):
-        return found
+    if problem := _kv_obstacle(shape, tp_size):
+        return problem
     if shape.has_experts and tp_size > shape.num_experts:
         return f"num_experts is {shape.num_experts}, fewer than ranks", _LAYER + "mlp.gate.weight"
     ffn = ("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")

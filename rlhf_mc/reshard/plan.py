@@ -59,12 +59,12 @@ class Plan:
         moves = [[m for m in p.moves if rank in (m.src_rank, m.dst_rank)] for p in self.patterns]
         buckets = []
         for bucket in self.buckets:
-            found: list[Transfer] = []
+            transfers: list[Transfer] = []
             for step in bucket:
                 parts = [part for move in moves[step.pattern] if (part := move.part(step.number, step.parts))]
-                found += join_strided(self.patterns[step.pattern].transfer(part, step.tensor) for part in parts)
-            sends = tuple(t for t in found if t.src_rank == rank)
-            buckets.append((sends, tuple(t for t in found if t.dst_rank == rank)))
+                transfers += join_strided(self.patterns[step.pattern].transfer(part, step.tensor) for part in parts)
+            sends = tuple(t for t in transfers if t.src_rank == rank)
+            buckets.append((sends, tuple(t for t in transfers if t.dst_rank == rank)))
         return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
 
 
@@ -132,13 +132,13 @@ def _alias(
     rests: dict[tuple[int, frozenset[str]], Layout] = {}
     for have, want in zip(source, target, strict=True):
         if (id(have), id(want)) not in known:
-            found = find_aliases(have, want, itemsize)
-            names = id(want), frozenset(found)
+            aliases = find_aliases(have, want, itemsize)
+            names = id(want), frozenset(aliases)
             if names not in rests:
-                rests[names] = Layout(want.stacked_shapes, tuple(p for p in want.stacked if p.local not in found))
-            known[id(have), id(want)] = found, rests[names]
+                rests[names] = Layout(want.stacked_shapes, tuple(p for p in want.stacked if p.local not in aliases))
+            known[id(have), id(want)] = aliases, rests[names]
     both = [known[id(have), id(want)] for have, want in zip(source, target, strict=True)]
-    return [found for found, _ in both], [rest for _, rest in both]
+    return [aliases for aliases, _ in both], [rest for _, rest in both]
 
 
 class _Side:

@@ -75,7 +75,7 @@ def _checksums_of_senders(
     outgoing = {p: _checksums(source_blocks(t, source, target) for t in ts).to(device) for p, ts in leaving.items()}
     incoming = {p: torch.empty(len(ts), 2, dtype=torch.int64, device=device) for p, ts in arriving.items()}
     send_and_receive(outgoing, incoming, group)
-    rows = {p: iter(found.cpu()) for p, found in incoming.items()}
+    rows = {p: iter(sums.cpu()) for p, sums in incoming.items()}
     return _stacked([next(rows[t.src_rank]) for t in received])
 
 

@@ -98,10 +98,10 @@ def spelled(text: str) -> str:
     for pattern, replacement in _SPELLING:
         text = pattern.sub(replacement, text)
     text = text.strip().strip("*")
-    if found := _DOTS.fullmatch(text):
-        text = rf"{found[1]}.{found[2]}\overline{{{found[3]}}}"
+    if match := _DOTS.fullmatch(text):
+        text = rf"{match[1]}.{match[2]}\overline{{{match[3]}}}"
     text = _REPEATING.sub(_fraction, text).rstrip(". \\")
-    return text if _LIST_BRACKET.search(text) else _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    return text if _LIST_BRACKET.search(text) else _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def squeezed(text: str) -> str:
@@ -109,20 +109,20 @@ def squeezed(text: str) -> str:
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
-def _fraction(found: re.Match[str]) -> str:
+def _fraction(match: re.Match[str]) -> str:
     r"""Return 0.1\overline{6} as a fraction, 16 - 1 over 90."""
-    once = found[2]
-    period = found[3] or found[4]
-    digits = (found[1] or "0") + once
+    once = match[2]
+    period = match[3] or match[4]
+    digits = (match[1] or "0") + once
     return rf"\frac{{{int(digits + period) - int(digits)}}}{{{'9' * len(period) + '0' * len(once)}}}"
 
 
 def number(text: str) -> Decimal | None:
     """Return the value of a decimal number, in scientific notation or not, or None."""
-    found = _NUMBER.fullmatch(text)
-    if found is None or not (found[2] or (found[3] or ".") != "."):
+    match = _NUMBER.fullmatch(text)
+    if match is None or not (match[2] or (match[3] or ".") != "."):
         return None
-    sign, whole, decimals, exponent = found.groups()
+    sign, whole, decimals, exponent = match.groups()
     return Decimal(f"{sign}{whole or 0}{decimals or ''}e{(exponent or '0').strip('{} ')}")
 
 
@@ -133,8 +133,8 @@ def without_percent(text: str) -> str:
 
 def without_unit(text: str) -> str:
     """Return the number of `8 apples`, and another text as it is."""
-    found = _QUANTITY.fullmatch(plain(text))
-    return found[1] if found and _NO_UNITS.isdisjoint(found[2].split()) else text
+    match = _QUANTITY.fullmatch(plain(text))
+    return match[1] if match and _NO_UNITS.isdisjoint(match[2].split()) else text
 
 
 def is_equation(text: str) -> bool:
@@ -144,8 +144,8 @@ def is_equation(text: str) -> bool:
 
 def without_name(text: str) -> str:
     """Return the right side of `x = 5` or `f(x) = 5`, and another text as it is."""
-    found = _DEFINITION.fullmatch(text)
-    return found[1] if found else text
+    match = _DEFINITION.fullmatch(text)
+    return match[1] if match else text
 
 
 def plain(text: str) -> str:
@@ -156,19 +156,19 @@ def plain(text: str) -> str:
 def label(text: str) -> tuple[str, str]:
     """Return the letter of a choice, or "", and the text after it: (D) 12 is ("D", "12")."""
     text = plain(text)
-    found = _LABEL.fullmatch(text)
-    if found:
-        return found[1] or found[2], found[3].strip()
+    match = _LABEL.fullmatch(text)
+    if match:
+        return match[1] or match[2], match[3].strip()
     return (text[-1], "") if re.fullmatch(r"(?:(?i:option|choice) )?[A-J]", text) else ("", text)
 
 
 def based(text: str) -> tuple[str, str] | None:
     """Return the digits and the base of a number with a base, or None."""
-    found = _BASE.fullmatch(plain(text))
-    if found is None:
+    match = _BASE.fullmatch(plain(text))
+    if match is None:
         return None
-    base = found[2] or found[3]
-    return found[1].upper().lstrip("0") or "0", _BASES.get(base, base)
+    base = match[2] or match[3]
+    return match[1].upper().lstrip("0") or "0", _BASES.get(base, base)
 
 
 def words(text: str) -> str | None:
@@ -182,8 +182,8 @@ def words(text: str) -> str | None:
 
 def unit(text: str) -> str | None:
     """Return the unit at the end, by one name for all its spellings, or None."""
-    found = _UNIT.search(text)
-    return _UNITS.get(found[1] or found[2]) if found else None
+    match = _UNIT.search(text)
+    return _UNITS.get(match[1] or match[2]) if match else None
 
 
 def brackets(text: str, items: list[str]) -> str:
@@ -214,15 +214,15 @@ def _is_enclosed(text: str) -> bool:
 
 def parts(text: str) -> list[str]:
     """Return the parts of a list, between its commas, semicolons, `and` and `or` outside brackets."""
-    found = [""]
+    parts = [""]
     depth = 0
     for character in _LINK.sub(",", text):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth <= 0:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += character
-    return [part.strip() for part in found]
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 def with_both_signs(text: str) -> str:
@@ -237,10 +237,10 @@ def repeated(items: list[str]) -> list[str]:
 
 def as_union(text: str) -> str:
     r"""Return x < 1 or x > 3 as the union of intervals, and another text as it is."""
-    found = [_ONE_SIDED.fullmatch(part) for part in _OR.split(text)]
+    matches = [_ONE_SIDED.fullmatch(part) for part in _OR.split(text)]
     intervals = []
-    for one in found:
-        if one is None or len(found) == 1 or one[1] != (found[0] or one)[1]:
+    for one in matches:
+        if one is None or len(matches) == 1 or one[1] != (matches[0] or one)[1]:
             return text
         is_closed = one[2] not in "<>"
         below = one[2] == "<" or one[2].startswith("\\l")

@@ -34,19 +34,19 @@ def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
     it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
     where = f"custom_reward_function.path {cfg.path}"
     name = cfg.name
-    found = load_attribute("custom_reward_function", str(cfg.path), name)
+    function = load_attribute("custom_reward_function", str(cfg.path), name)
     kwargs = cfg.reward_kwargs
-    if inspect.isclass(found):
+    if inspect.isclass(function):
         try:
-            found = found(**kwargs)
+            function = function(**kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise UserError(f"{where}: building the object of {name} raised {describe_error(error)}") from error
         kwargs = {}
-    if not callable(found):
-        raise UserError(f"{where}: {name!r} is not a function but {type(found).__name__}")
-    is_batched = _check_signature(found, where, name, kwargs)
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
-    return CustomFunction(found, is_async, is_batched, kwargs)
+    if not callable(function):
+        raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
+    is_batched = _check_signature(function, where, name, kwargs)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return CustomFunction(function, is_async, is_batched, kwargs)
 
 
 def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]) -> bool:

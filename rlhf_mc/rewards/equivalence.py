@@ -132,9 +132,9 @@ def _load():  # type: ignore[no-untyped-def]
     def parsed(text: str):  # type: ignore[no-untyped-def]
         return parse(rf"\boxed{{{text}}}", kinds, parsing_timeout=None, raise_on_error=False)
 
-    def number(found):  # type: ignore[no-untyped-def]
+    def number(value):  # type: ignore[no-untyped-def]
         """Return the expression with the imaginary unit for i, which the parser leaves a symbol that is not real."""
-        return found.subs(Symbol("i", real=False), I) if isinstance(found, Basic) else found
+        return value.subs(Symbol("i", real=False), I) if isinstance(value, Basic) else value
 
     def same(answer: str, truth: str) -> bool:
         random.seed(0)  # SymPy evaluates expressions at random points; the result must not depend on earlier rows

@@ -16,8 +16,8 @@ def extract_answer(text: str) -> str | None:
 
     It is as strict as verl's: after `#### $18` there is no number, and `#### 18.` gives "18.", which is not "18".
     """
-    found = _ANSWER.findall(text[-_TAIL_CHARS:])
-    return found[-1].replace(",", "") if found else None
+    answers = _ANSWER.findall(text[-_TAIL_CHARS:])
+    return answers[-1].replace(",", "") if answers else None
 
 
 def strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
@@ -33,8 +33,8 @@ def flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info:
 
 def extract_number(text: str) -> str | None:
     """Return the last number, without thousands commas, or None."""
-    found = _NUMBER.findall(text[-_TAIL_CHARS:])
-    return found[-1].replace(",", "") if found else None
+    numbers = _NUMBER.findall(text[-_TAIL_CHARS:])
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def _reference(ground_truth: Any) -> str:

@@ -95,8 +95,8 @@ def _equivalent(answer: str, truth: str) -> bool:
         return _equivalent(*contents)
     with_base = forms.based(answer), forms.based(truth)
     if any(with_base):
-        digits = [found[0] if found else text for found, text in zip(with_base, (answer, truth), strict=True)]
-        bases = {found[1] for found in with_base if found}
+        digits = [match[0] if match else text for match, text in zip(with_base, (answer, truth), strict=True)]
+        bases = {match[1] for match in with_base if match}
         return digits[0] == digits[1] and len(bases) == 1
     texts = forms.words(answer), forms.words(truth)
     if all(texts):

@@ -117,11 +117,11 @@ def _weights_of(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, 
     return {part: float(weight) for part, weight in parts.items()}
 
 
-def check_sources(listed: Iterable[str], found: Collection[str]) -> None:
+def check_sources(listed: Iterable[str], sources: Collection[str]) -> None:
     """Raise UserError for a data source that reward.mixture lists and no row has. found: those of the rows."""
-    for source in sorted(set(listed) - set(found)):
-        near = difflib.get_close_matches(source, found, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the rows have {', '.join(map(repr, sorted(found)[:8]))}"
+    for source in sorted(set(listed) - set(sources)):
+        near = difflib.get_close_matches(source, sources, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the rows have {', '.join(map(repr, sorted(sources)[:8]))}"
         raise UserError(
             f"reward.mixture: no row of data.train_files or data.val_files has the data source {source!r}; {hint}"
         )

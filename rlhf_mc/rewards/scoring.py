@@ -186,7 +186,7 @@ def list_of(results: Any, count: int) -> list[Any]:
     """Return a batched function's results, one for each row."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__iter__"):
         refuse("", results, f"expected a list of {count} scores")
-    found = list(results)
-    if len(found) != count:
-        raise RowFailure("invalid", f"returned {len(found)} scores for {count} responses")
-    return found
+    scores = list(results)
+    if len(scores) != count:
+        raise RowFailure("invalid", f"returned {len(scores)} scores for {count} responses")
+    return scores

@@ -82,12 +82,12 @@ def extract_choice(text: str) -> str | None:
     tail = text[-_TAIL_CHARS:]
     boxed = last_boxed(tail)
     if boxed is not None:
-        found = _BARE_CHOICE.fullmatch(boxed.replace("\\text{", "").replace("}", "").strip())
-        return found[1] if found else None
+        match = _BARE_CHOICE.fullmatch(boxed.replace("\\text{", "").replace("}", "").strip())
+        return match[1] if match else None
     if marked := _CHOICE_AFTER_MARK.findall(tail):
         return str(marked[-1])
-    found = _BARE_CHOICE.fullmatch(text.strip()) if len(text) <= _TAIL_CHARS else None
-    return found[1] if found else None
+    match = _BARE_CHOICE.fullmatch(text.strip()) if len(text) <= _TAIL_CHARS else None
+    return match[1] if match else None
 
 
 def _index(choice: str) -> int:

@@ -130,9 +130,9 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
     r"""Return as "score" 1.0 if the text after the last "Answer:" is the ground truth after the normalisation of
     Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D), else -1.0, and as "acc" 1.0 or 0.0. A response
     without "Answer:" is right if its last \boxed{...} is the ground truth, character for character."""
-    found, is_normalised = _dapo_answer(solution_str)
+    answer, is_normalised = _dapo_answer(solution_str)
     truth = str(ground_truth)
-    is_right = found == (dapo_normalised(truth) if is_normalised else truth)
+    is_right = answer == (dapo_normalised(truth) if is_normalised else truth)
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right)}
 
 

@@ -45,5 +45,5 @@ class Draws:
     def log_probs(self, num_tokens: np.ndarray) -> np.ndarray:
         """Return the log-probs of the first num_tokens [requests] tokens of each response, end to end: float32."""
         is_drawn = np.arange(self._log_probs.shape[1]) < num_tokens[:, None]
-        found: np.ndarray = self._log_probs[is_drawn]
-        return found
+        drawn: np.ndarray = self._log_probs[is_drawn]
+        return drawn

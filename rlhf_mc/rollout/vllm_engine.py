@@ -41,12 +41,12 @@ from rlhf_mc.topology.consensus import on_every_rank
 def check_build() -> None:
     """Raise UserError if this build of vLLM does not compute where the trainer does: vLLM chooses by its own build and
     the driver, without RLHF_MC_DEVICE."""
-    found = current_platform.device_type
+    device = current_platform.device_type
     wanted = platform.device().type
-    if found != wanted:
+    if device != wanted:
         raise UserError(
-            f"rollout: this vLLM computes on {found or 'no device'}, and the trainer on {wanted}; install vLLM's build "
-            f"for {wanted}{', or unset RLHF_MC_DEVICE' if found == 'cuda' else ''}"
+            f"rollout: this vLLM computes on {device or 'no device'}, and the trainer on {wanted}; install vLLM's "
+            f"build for {wanted}{', or unset RLHF_MC_DEVICE' if device == 'cuda' else ''}"
         )
 
 
@@ -110,9 +110,9 @@ class VLLMEngine:
             )
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
         written = vllm_layout(shape, self._group.index(rank), len(self._group)).shapes
-        found = self._quantized.shapes(self._model)
+        shapes = self._quantized.shapes(self._model)
         try:
-            on_every_rank(lambda: check_parameters(model_path, written, found))
+            on_every_rank(lambda: check_parameters(model_path, written, shapes))
         except UserError:
             self.close()
             raise

@@ -31,6 +31,6 @@ def _check_fp8(shape: ModelShape) -> None:
     if shape.has_experts:
         raise UserError(f"model.path: a mixture-of-experts model, and {key}; experts are not quantized: set it to null")
     if platform.use_cuda() and (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
-        found = ".".join(map(str, capability))
+        present = ".".join(map(str, capability))
         needed = ".".join(map(str, FP8_CAPABILITY))
-        raise NodeError(f"{key}; this GPU has compute capability {found}, and fp8 needs {needed}: set it to null")
+        raise NodeError(f"{key}; this GPU has compute capability {present}, and fp8 needs {needed}: set it to null")

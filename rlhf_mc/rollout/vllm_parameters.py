@@ -38,9 +38,9 @@ def check_rollout_layouts(cfg: Config, shape: ModelShape) -> int:
     num_compared = 0
     for rank in range(tp):
         layout = vllm_layout(shape, rank, tp)
-        found = {name: tuple(param.shape) for name, param in _model(cfg, shape, rank).named_parameters()}
-        check_parameters(f"{cfg.model.path}, rank {rank} of an engine", layout.shapes, found)
-        num_compared += len(found)
+        shapes = {name: tuple(param.shape) for name, param in _model(cfg, shape, rank).named_parameters()}
+        check_parameters(f"{cfg.model.path}, rank {rank} of an engine", layout.shapes, shapes)
+        num_compared += len(shapes)
     return num_compared
 
 

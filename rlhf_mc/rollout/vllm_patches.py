@@ -207,11 +207,11 @@ def use_storage(storage: Mapping[str, torch.Tensor]) -> None:
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             for name, param in model.named_parameters():
-                found = storage.get(name)
-                if found is None or found.shape != param.shape:  # VLLMEngine refuses the shape
+                tensor = storage.get(name)
+                if tensor is None or tensor.shape != param.shape:  # VLLMEngine refuses the shape
                     param.data.zero_()
                     continue
-                assert found.dtype == param.dtype, name
-                param.data = found
+                assert tensor.dtype == param.dtype, name
+                param.data = tensor
 
     register_model_loader(LOAD_FORMAT)(Loader)

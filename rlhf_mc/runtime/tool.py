@@ -77,11 +77,11 @@ def number(least: float, what: str) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         try:
-            found = float(text)
+            value = float(text)
         except ValueError:
-            found = math.nan
-        if not least <= found < math.inf:
+            value = math.nan
+        if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}")
-        return found
+        return value
 
     return read

@@ -41,21 +41,21 @@ def scorable(
             for prompt in some:
                 conversation.text(prompt, "")
 
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     mine = my_share(len(prompts))
     for other in gather_objects(_problems(check, prompts, mine, on_bad_row == "error")):
-        found |= other
-    if not found:
+        problems |= other
+    if not problems:
         return prompts
-    first = next(iter(found.values()))
+    first = next(iter(problems.values()))
     if on_bad_row == "error":
         raise UserError(first)
-    if len(found) == len(prompts):
+    if len(problems) == len(prompts):
         raise UserError(f"all {len(prompts)} prompts are skipped (data.on_bad_row): {first}")
     if global_rank() == 0:
-        named = "; ".join(list(found.values())[:NAMED]) + ("; ..." if len(found) > NAMED else "")
-        logger.warning("%d of %d prompts skipped (data.on_bad_row): %s", len(found), len(prompts), named)
-    return prompts.without(found)
+        named = "; ".join(list(problems.values())[:NAMED]) + ("; ..." if len(problems) > NAMED else "")
+        logger.warning("%d of %d prompts skipped (data.on_bad_row): %s", len(problems), len(prompts), named)
+    return prompts.without(problems)
 
 
 def check_mixture(listed: Collection[str], *read: Prompts) -> None:
@@ -63,27 +63,27 @@ def check_mixture(listed: Collection[str], *read: Prompts) -> None:
     rank reads its part until it has seen all of them: every rank must call it."""
     if not listed:
         return
-    found: set[str] = set()
+    sources: set[str] = set()
     for prompts in read:
         mine = my_share(len(prompts))
         for first in range(mine.start, mine.stop, _READ_TOGETHER):
-            if found.issuperset(listed):
+            if sources.issuperset(listed):
                 break
-            found |= {prompt.data_source for prompt in prompts[first : min(first + _READ_TOGETHER, mine.stop)]}
-    check_sources(listed, set().union(*gather_objects(found)))
+            sources |= {prompt.data_source for prompt in prompts[first : min(first + _READ_TOGETHER, mine.stop)]}
+    check_sources(listed, set().union(*gather_objects(sources)))
 
 
 def _problems(check: Callable[[list[Prompt]], None], prompts: Prompts, mine: range, only_first: bool) -> dict[int, str]:
     """Return by index the problems of these prompts, in order."""
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     with contextlib.suppress(UserError):
         check(prompts[mine.start : mine.stop])
-        return found
+        return problems
     for index in mine:
         try:
             check([prompts[index]])
         except UserError as error:
-            found[index] = str(error)
+            problems[index] = str(error)
             if only_first:
                 break
-    return found
+    return problems

@@ -48,13 +48,13 @@ def reward_model_checkpoint(
     key = f"{role}.model_path"
     path = str(value_of(cfg, key))
     if conversations is None:
-        found = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
+        checkpoint = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
-        found = _checkpoint(key, path)
-        _check_size(conversations.key, conversations.tokenizer, found.shape, f"{key} {path}")
-    if HEAD not in found.reader.names:
+        checkpoint = _checkpoint(key, path)
+        _check_size(conversations.key, conversations.tokenizer, checkpoint.shape, f"{key} {path}")
+    if HEAD not in checkpoint.reader.names:
         raise UserError(f"{key} {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label")
-    return found
+    return checkpoint
 
 
 def value_checkpoint(
@@ -63,17 +63,17 @@ def value_checkpoint(
     """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if the actor's prompts
     and responses are too long for it or of another vocabulary, or if its head is not a value head. own_key: the setting
     that would give the model a tokenizer of its own, if there is one."""
-    found = _checkpoint(key, path)
+    checkpoint = _checkpoint(key, path)
     where = f"{key} {path}"
     longest = data.max_prompt_length + data.max_response_length
-    if longest > found.shape.max_position_embeddings:
+    if longest > checkpoint.shape.max_position_embeddings:
         raise UserError(
-            f"{where}: max_position_embeddings is {found.shape.max_position_embeddings}, fewer than the {longest}"
+            f"{where}: max_position_embeddings is {checkpoint.shape.max_position_embeddings}, fewer than the {longest}"
             " tokens of data.max_prompt_length + data.max_response_length"
         )
-    _check_size("the actor's", tokenizer, found.shape, where)
+    _check_size("the actor's", tokenizer, checkpoint.shape, where)
     _check_same_tokens(key, path, tokenizer, own_key)
-    return found
+    return checkpoint
 
 
 def _checkpoint(key: str, path: str) -> ValueCheckpoint:

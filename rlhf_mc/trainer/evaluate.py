@@ -162,7 +162,7 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
                 values[f"{section}/{source}/{name}/{statistic}"].append(value)
         if len(responses) > 1 and (source, CORE) in graded:
             _say_no_pass(source)
-    return {key: float(np.mean(found)) for key, found in sorted(values.items())}
+    return {key: float(np.mean(numbers)) for key, numbers in sorted(values.items())}
 
 
 @cache
@@ -183,10 +183,10 @@ def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict
     """Return the statistics of one number over the responses to one prompt. is_binary: it is 0 or 1 for all prompts."""
     numbers = np.array([response.numbers[name] for response in responses], dtype=np.float64)
     n = len(numbers)
-    found = {f"mean@{n}": float(np.mean(numbers))}
+    statistics = {f"mean@{n}": float(np.mean(numbers))}
     if n == 1:
-        return found
-    found[f"std@{n}"] = float(np.std(numbers))
+        return statistics
+    statistics[f"std@{n}"] = float(np.std(numbers))
     votes = [response.vote for response in responses]
     for k in _sizes(n):
         draws = _draws(n, k)
@@ -195,11 +195,11 @@ def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict
         if None not in votes:
             resampled["maj"] = numbers[_majority(_codes(votes)[draws], draws)]
         for statistic, sample in resampled.items():
-            found[f"{statistic}@{k}/mean"] = float(np.mean(sample))
-            found[f"{statistic}@{k}/std"] = float(np.std(sample))
+            statistics[f"{statistic}@{k}/mean"] = float(np.mean(sample))
+            statistics[f"{statistic}@{k}/std"] = float(np.std(sample))
         if is_binary:
-            found[f"pass@{k}"] = 1.0 - math.comb(n - int(numbers.sum()), k) / math.comb(n, k)
-    return found
+            statistics[f"pass@{k}"] = 1.0 - math.comb(n - int(numbers.sum()), k) / math.comb(n, k)
+    return statistics
 
 
 def _sizes(n: int) -> list[int]:
@@ -233,7 +233,7 @@ def validate(run: Run, state: StepState) -> float:
     cfg = run.config
     update_weights(run, state.timer)
     with run.offload_schedule.phase(state.timer, "testing"):
-        found = evaluate(
+        result = evaluate(
             run.rollout,
             run.val_prompts,
             run.rewards,
@@ -243,15 +243,15 @@ def validate(run: Run, state: StepState) -> float:
             run.stop_token_ids,
             cfg.trainer.seed,
         )
-        metrics = found.metrics()
+        metrics = result.metrics()
     state.metrics.update(metrics)
     best = cfg.trainer.best_metric
     if best is not None and best not in metrics:  # the same on every rank
         raise UserError(f"trainer.best_metric is {best!r}, no metric of the validation; it has {', '.join(metrics)}")
     directory = Path(cfg.trainer.default_local_dir)
     if run.groups.rank == 0:
-        texts = found.texts(run.tokenizer, cfg.trainer.log_val_generations)
+        texts = result.texts(run.tokenizer, cfg.trainer.log_val_generations)
         view("generations/", lambda: write_generations(directory, state.step, texts))
-        responses = found.generations.token_ids()
-        keep_samples(run, cfg.trainer.validation_data_dir, state.step, found.prompts, responses, found.scores)
-    return found.accuracy
+        responses = result.generations.token_ids()
+        keep_samples(run, cfg.trainer.validation_data_dir, state.step, result.prompts, responses, result.scores)
+    return result.accuracy

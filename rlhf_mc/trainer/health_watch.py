@@ -142,20 +142,20 @@ def act(run: Run, checkpoints: Checkpoints, step: int, health: HealthWatch) -> L
     """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
     resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
     rank must call it."""
-    found = {
+    changes = {
         response_to(run, name): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
     }
-    if "stop" in found:
-        name, text = found["stop"]
+    if "stop" in changes:
+        name, text = changes["stop"]
         rule = next(rule for rule in RULES if rule.name == name)
         line = f"{text}: {rule.meaning}; {rule.setting}; health.responses.{name} is stop: nothing is exported"
         raise Unhealthy(line, saves=True)
-    if "roll_back" in found:
-        name, text = found["roll_back"]
+    if "roll_back" in changes:
+        name, text = changes["roll_back"]
         health.rolled_back(name, to=roll_back(run, checkpoints, step, text))
         return "rolled back"
-    if "fixed_kl_coef" in found:
-        fix_kl_coef(run, step, found["fixed_kl_coef"][1])
+    if "fixed_kl_coef" in changes:
+        fix_kl_coef(run, step, changes["fixed_kl_coef"][1])
     return "continues"
 
 

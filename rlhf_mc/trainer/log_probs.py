@@ -37,8 +37,8 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     if mine:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in the next.
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
-            found = sum_over_ranks(torch.stack(list(mine.values())))
-        batch = batch.with_fields(**dict(zip(mine, found, strict=True)))
+            summed = sum_over_ranks(torch.stack(list(mine.values())))
+        batch = batch.with_fields(**dict(zip(mine, summed, strict=True)))
     if "old_log_probs" in mine:
         run.log_prob_check.check(batch, state.step)
     # With bypass_mode in the first step too, so that a resumed run computes the same.

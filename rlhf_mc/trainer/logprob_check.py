@@ -96,16 +96,16 @@ class LogProbCheck:
                     f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; the first: "
                     f"{self._token(batch, int(broken.nonzero()[0]))}"
                 )
-        found = Difference.of(batch)
+        gap = Difference.of(batch)
         mean = self.mean_bound
         tail = TAIL * mean
-        if found.mean <= mean and found.p99 <= tail:
+        if gap.mean <= mean and gap.p99 <= tail:
             return None
         each = token_differences(batch)
         worst = "; ".join(self._token(batch, i) for i in each.topk(min(WORST, len(each))).indices.tolist())
         return (
-            f"the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by {found.mean:.3g} on average and "
-            f"by {found.p99:.3g} at the 99th percentile of {len(each)} tokens, where trainer.max_rollout_logprob_diff "
+            f"the log-probs of vLLM (rollout) and of Megatron-Core (trainer) differ by {gap.mean:.3g} on average and "
+            f"by {gap.p99:.3g} at the 99th percentile of {len(each)} tokens, where trainer.max_rollout_logprob_diff "
             f"allows {mean:.3g} and {tail:.3g} ({self.dtype}, temperature {self.temperature:g}); the worst: {worst}"
         )
 

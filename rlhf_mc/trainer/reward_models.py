@@ -87,12 +87,12 @@ def score(
         responses = batch.responses()
         pairs = [(prompts[i], responses[i]) for i in asked]
         read, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
-        found = score_sequences(model.engine, read, model.limit)
+        scores = score_sequences(model.engine, read, model.limit)
     elif len(asked) == batch.num_sequences:
-        found = score_sequences(model.engine, batch, model.limit, packing)
+        scores = score_sequences(model.engine, batch, model.limit, packing)
     else:
-        found = score_sequences(model.engine, batch.select(asked), model.limit)
-    values[list(asked)] = found
+        scores = score_sequences(model.engine, batch.select(asked), model.limit)
+    values[list(asked)] = scores
     return ModelScores(values, num_truncated)
 
 

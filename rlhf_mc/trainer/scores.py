@@ -166,9 +166,9 @@ def score_by_reward_model(
     with run.offload_schedule.phase(state.timer, model.role):
         for responses, part, packing in passes:
             asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
-            found = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
-            values += found.values.tolist()
-            num_truncated += found.num_truncated
+            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
+            values += scores.values.tolist()
+            num_truncated += scores.num_truncated
     if not all(map(math.isfinite, values)):  # the same on every rank
         raise UserError(f"{model.role}.model_path: {model.path}: a score is not finite in step {state.step}")
     if model.conversations is not None:

@@ -59,9 +59,9 @@ def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Te
     """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
     call it."""
     mine = next((local for local, param in params.items() if num_not_finite(param)), None)
-    for rank, found in enumerate(gather_objects(mine)):
-        if found is not None:
-            return f"the model's weights are not finite ({found} on rank {rank}): resume from an earlier checkpoint"
+    for rank, names in enumerate(gather_objects(mine)):
+        if names is not None:
+            return f"the model's weights are not finite ({names} on rank {rank}): resume from an earlier checkpoint"
     per_token = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "scores", "advantages", "returns")
     fields = {key: getattr(mini, key) for key in per_token}
     bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]

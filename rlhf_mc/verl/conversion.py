@@ -147,29 +147,33 @@ def convert(given: Mapping[str, Given]) -> Conversion:
     """Return our settings for verl's. given: verl's settings without actor_rollout_ref, with references replaced."""
     verl = {key: item.value for key, item in given.items()}
     result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, item in given.items():
         line = _checked(_line(key, item.value, verl))
         result.report.append((item.written, line))
         if line.ours is not None:
-            _put(found, line.ours, line.value)
-    for line in _defaults(verl, found):
+            _put(settings, line.ours, line.value)
+    for line in _defaults(verl, settings):
         assert line.ours is not None
         result.report.append((line.ours, line))
-        found[line.ours] = line.value
-    result.hints += [("verl's defaults", f"those of version {VERL}"), *layout_hints(verl, found), *_reward_hints(verl)]
-    result.settings = dict(sorted(found.items(), key=lambda setting: dotted_keys().index(setting[0])))
+        settings[line.ours] = line.value
+    result.hints += [
+        ("verl's defaults", f"those of version {VERL}"),
+        *layout_hints(verl, settings),
+        *_reward_hints(verl),
+    ]
+    result.settings = dict(sorted(settings.items(), key=lambda setting: dotted_keys().index(setting[0])))
     return result
 
 
-def _put(found: dict[str, Any], key: str, value: Any) -> None:
+def _put(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set a setting of ours. A key inside a free-form mapping becomes an entry of it."""
     mapping = _mapping_of(key)
     if mapping is None:
-        found[key] = value
+        settings[key] = value
         return
     *path, last = key.removeprefix(f"{mapping}.").split(".")
-    inner = found.setdefault(mapping, {})
+    inner = settings.setdefault(mapping, {})
     for part in path:
         inner = inner.setdefault(part, {})
     inner[last] = value
@@ -243,35 +247,35 @@ def our_default(key: str) -> Any:
     return functools.reduce(getattr, key.split("."), Config(DataConfig([]), ModelConfig(""), TrainerConfig("")))
 
 
-def _defaults(verl: Settings, found: Mapping[str, Any]) -> Iterator[Line]:
+def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:
     """Yield verl's defaults that differ from ours, for settings that were not given."""
     for key, value, text in DEFAULTS:
-        if key not in found and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
+        if key not in settings and (key != "actor.kl_loss_type" or verl.get("actor.use_kl_loss")):
             yield Line("default", text, key, value)
-    loss = found.get("actor.policy_loss.loss_mode")
-    if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in found:
+    loss = settings.get("actor.policy_loss.loss_mode")
+    if loss in SEQUENCE_LOSSES and "actor.loss_agg_mode" not in settings:
         yield Line("default", f"verl's {loss} has no other; ours: token-mean", "actor.loss_agg_mode", OF_SEQUENCES)
     roles = _roles(verl)
-    yield from layout_defaults(verl, found, roles)
+    yield from layout_defaults(verl, settings, roles)
     for key, source in REFERENCES:
         is_used = key.startswith(("rollout.", *(f"{role}." for role in roles)))
-        if is_used and key not in found and source in found and found[source] != our_default(key):
-            yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, found[source])
+        if is_used and key not in settings and source in settings and settings[source] != our_default(key):
+            yield Line("default", f"as {source}; ours: {yaml_text(our_default(key))}", key, settings[source])
     lower = f"{_CORRECTION}rollout_rs_threshold_lower"
-    if f"{_CORRECTION}rollout_rs_threshold" in found and lower not in found:
+    if f"{_CORRECTION}rollout_rs_threshold" in settings and lower not in settings:
         bound = rejection_lower_bound(verl)
         if bound is not None:
             yield Line("default", "of rollout_rs_threshold", lower, bound)
-    path = found.get("reward_model.model_path")
+    path = settings.get("reward_model.model_path")
     if "reward_model" in roles and path is not None and "reward_model.model.input_tokenizer" not in verl:
         text = "it reads conversations in its own chat template; ours: the actor's tokens"
         yield Line("default", text, "reward_model.tokenizer_path", path)
-    if found.get("custom_reward_function.path") is None and "reward.math_rule" not in found:
+    if settings.get("custom_reward_function.path") is None and "reward.math_rule" not in settings:
         text = "verl's comparison of strings; ours: math, which finds more answers equal (docs/rewards.md)"
         yield Line("default", text, "reward.math_rule", "math_string")
-    if found.get("actor.megatron.param_offload"):
+    if settings.get("actor.megatron.param_offload"):
         yield Line("default", "weights that vLLM shares cannot be offloaded", "reshard.share_weights", False)
-    if "trainer.default_local_dir" not in found:
+    if "trainer.default_local_dir" not in settings:
         project = verl.get("trainer.project_name") or "verl_examples"
         path = f"checkpoints/{project}/{verl.get('trainer.experiment_name') or 'gsm8k'}"
         yield Line("default", "of project_name and experiment_name", "trainer.default_local_dir", path)

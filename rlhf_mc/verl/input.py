@@ -202,15 +202,15 @@ def _check_bases(bases: Any, origin: str) -> None:
 def _script_words(path: str, reading: Reading) -> list[Word]:
     """Return the overrides of the one command in a script that starts verl."""
     script = read_script(_text(path), path, reading.environment)
-    found = [words for words in map(_arguments, script.commands) if words is not None]
-    if len(found) != 1:
-        lines = ", ".join(str(words[0].line) for words in found if words)
-        what = f"{len(found)} commands (lines {lines})" if found else "no command"
+    commands = [words for words in map(_arguments, script.commands) if words is not None]
+    if len(commands) != 1:
+        lines = ", ".join(str(words[0].line) for words in commands if words)
+        what = f"{len(commands)} commands (lines {lines})" if commands else "no command"
         others = {
             words[at + 1].text for words in script.commands for at, word in enumerate(words[:-1]) if word.text == "-m"
         }
-        ended = f"; {script.ended}" if script.ended and not found else ""
-        ended = f"; it starts {_shown(', '.join(sorted(others)))}" if others and not found and not ended else ended
+        ended = f"; {script.ended}" if script.ended and not commands else ""
+        ended = f"; it starts {_shown(', '.join(sorted(others)))}" if others and not commands and not ended else ended
         raise UserError(
             f"{path}: {what} with `-m verl.trainer.main_ppo` or `-m recipe.dapo.main_dapo`; expected one{ended}"
         )
@@ -219,7 +219,7 @@ def _script_words(path: str, reading: Reading) -> list[Word]:
             reading.note("not read", words[-1].text, f"line {words[0].line} sources it; give its variables by {ENV}")
     for name, value in script.environment.items():
         reading.note("environment", f"{name}: {value}", "given" if name in reading.environment else "of this process")
-    overrides = _without_options(found[0], path)
+    overrides = _without_options(commands[0], path)
     given = {_key_of(word.text) for word in overrides}
     for line, text in script.written:
         for key in _SETTING.findall(text):
@@ -312,13 +312,13 @@ def _replaced(value: str, written: str, reading: Reading) -> Any:
     return out
 
 
-def _lookup(found: re.Match[str], written: str, reading: Reading) -> Any:
+def _lookup(match: re.Match[str], written: str, reading: Reading) -> Any:
     """Return the value of a reference; _ABSENT: the setting's own default in verl is the same."""
-    kind, dots, name, default = found.groups()
+    kind, dots, name, default = match.groups()
     if kind == "oc.env":
         known = {**{n: os.environ[n] for n in ("HOME",) if n in os.environ}, **reading.environment}
         if name not in known and default is None:
-            raise UserError(f"{written}: {found[0]}: give --env {name}=VALUE, or --env {name}")
+            raise UserError(f"{written}: {match[0]}: give --env {name}=VALUE, or --env {name}")
         reading.note("environment", f"{name}: {known.get(name, default)}", f"for {written}")
         return known[name] if name in known else parse_yaml(default, written)
     if dots:
@@ -335,13 +335,13 @@ def _lookup(found: re.Match[str], written: str, reading: Reading) -> Any:
         or (plain_key(written), source) in REFERENCES
     ):
         return _ABSENT
-    raise _absent(found, written)
+    raise _absent(match, written)
 
 
-def _absent(found: re.Match[str], written: str) -> UserError:
-    name = found[3]
+def _absent(match: re.Match[str], written: str) -> UserError:
+    name = match[3]
     if "." in name:
-        return UserError(f"{written}: {found[0]}: {name} is not given; give {name}=VALUE, or {written}=VALUE")
+        return UserError(f"{written}: {match[0]}: {name} is not given; give {name}=VALUE, or {written}=VALUE")
     return UserError(
-        f"{written}: {found[0]} is no setting of verl's; of a variable of the shell give the value: {written}=VALUE"
+        f"{written}: {match[0]} is no setting of verl's; of a variable of the shell give the value: {written}=VALUE"
     )

@@ -48,10 +48,10 @@ def _rules(kind: Kind, *rows: tuple[str, str] | tuple[str, str, tuple[Any, ...]]
 
 def _alternatives(pattern: str) -> list[str]:
     """Return the patterns of one with {a,b} groups."""
-    found = re.fullmatch(r"(.*?)\{(.*?)\}(.*)", pattern)
-    if found is None:
+    match = re.fullmatch(r"(.*?)\{(.*?)\}(.*)", pattern)
+    if match is None:
         return [pattern]
-    return [other for name in found[2].split(",") for other in _alternatives(f"{found[1]}{name}{found[3]}")]
+    return [other for name in match[2].split(",") for other in _alternatives(f"{match[1]}{name}{match[3]}")]
 
 
 def _renamed(**ours: str) -> list[KeyRule]:

@@ -39,42 +39,42 @@ def is_fsdp(verl: Settings) -> bool:
     return not any(".megatron." in key for key in verl)
 
 
-def layout_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
     """Yield verl's defaults of each model's layout that differ from what the model would have here. found: our
     settings. roles: the models besides the actor."""
     if is_fsdp(verl):
-        yield from _fsdp_defaults(verl, found, roles)
+        yield from _fsdp_defaults(verl, settings, roles)
     else:
         for key in (f"{role}.megatron.{name}" for role in roles for name in _OWN.get(role, ())):
             name = key.rpartition(".")[2]
             default = _VERL_MEGATRON[name]
-            if key not in found and found.get(f"actor.megatron.{name}", default) != default:
+            if key not in settings and settings.get(f"actor.megatron.{name}", default) != default:
                 yield Line("default", "ours: the actor's", key, default)
     for role in ("actor", *roles):
         key = f"{role}.megatron.sequence_parallel"
-        if key not in found and number(found, f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
+        if key not in settings and number(settings, f"{role}.megatron.tensor_model_parallel_size", 1) > 1:
             yield Line("default", "ours: false" if role == "actor" else "ours: the actor's", key, True)
 
 
-def _fsdp_defaults(verl: Settings, found: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
+def _fsdp_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
     for role, budget in (("actor", 16384), ("critic", 32768)):
         line = token_budget(f"{role}.ppo_max_token_len_per_gpu", budget, verl)
-        if role in ("actor", *roles) and line.ours not in found and line.value != budget:
+        if role in ("actor", *roles) and line.ours not in settings and line.value != budget:
             yield Line("default", line.text, line.ours, line.value)
     actor = "actor.megatron.recompute_granularity"
     critic = "critic.megatron.recompute_granularity"
-    if actor not in found:
+    if actor not in settings:
         yield Line("default", "verl's enable_gradient_checkpointing is true; ours: null", actor, FULL)
-    if "critic" in roles and critic not in found and found.get(actor, FULL) != FULL:
+    if "critic" in roles and critic not in settings and settings.get(actor, FULL) != FULL:
         yield Line("default", "verl's enable_gradient_checkpointing is true; ours: the actor's", critic, FULL)
     freed = "actor.megatron.grad_offload"
-    if freed not in found:
+    if freed not in settings:
         yield Line("default", "FSDP has no gradients outside the update; ours: false", freed, True)
 
 
-def layout_hints(verl: Settings, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def layout_hints(verl: Settings, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (subject, what to do) where a layout cannot be converted."""
-    if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in found:
+    if is_fsdp(verl) and "actor.megatron.tensor_model_parallel_size" not in settings:
         yield (
             "note: layout",
             "FSDP shards each layer over all GPUs; here tensor and pipeline parallelism do, of size 1 if none is given."

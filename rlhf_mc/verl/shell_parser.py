@@ -40,8 +40,8 @@ def parsed(text: str) -> Node:
     except OSError as error:
         raise UserError(f"line 1: {program}: {error}") from error
     if done.returncode:
-        found = re.match(r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace"))
-        raise UserError(f"line {found[1]}: {found[2]}" if found else "line 1: nested too deeply")
+        match = re.match(r"(?:<standard input>:)?(\d+):\S*?:? (.*)", done.stderr.decode(errors="replace"))
+        raise UserError(f"line {match[1]}: {match[2]}" if match else "line 1: nested too deeply")
     tree: Node = json_files.parse(done.stdout)
     return tree
 

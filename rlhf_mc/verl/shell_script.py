@@ -254,8 +254,8 @@ class _Interpreter:
         """Return the first variable in a condition that has no value."""
         name = (tree.get("Param") or {}).get("Value", "") if isinstance(tree, dict) else ""
         if name.isidentifier():
-            found = self.state.variables.get(name)
-            bad = next((word for word in found.values() if word.problem), None) if found else Word(0, "", "", name)
+            value = self.state.variables.get(name)
+            bad = next((word for word in value.values() if word.problem), None) if value else Word(0, "", "", name)
             if bad is not None:
                 return bad.variable or name
         for item in tree.values() if isinstance(tree, dict) else tree:
@@ -372,8 +372,8 @@ class _Interpreter:
         return self._print(" ".join(word.text for word in words[1:] if word.text not in ("-n", "-e")), bad)
 
     def _run_pwd(self, words: list[Word]) -> bool:
-        found = self.words.lookup("PWD") or {"0": words[0]}
-        return self._print(found["0"].text, found["0"])
+        value = self.words.lookup("PWD") or {"0": words[0]}
+        return self._print(value["0"].text, value["0"])
 
     def _run_basename(self, words: list[Word]) -> bool:
         names = [word for word in words[1:] if not word.text.startswith("--")] or words

@@ -122,7 +122,7 @@ class Expander:
         for part in word.get("Parts", []):
             self._part(part, quoted, False, out)
         out.end()
-        self.state.spend(sum(len(found.text) + 32 for found in out.done), out.line)
+        self.state.spend(sum(len(field.text) + 32 for field in out.done), out.line)
         return out.done
 
     def text(self, word: Node | None, line: int = 0) -> Word:
@@ -130,10 +130,10 @@ class Expander:
         return self._joined(self.fields(word, quoted=True) if word else [], line)
 
     def _joined(self, words: list[Word], line: int) -> Word:
-        found = _Fields(line)
+        joined = _Fields(line)
         for number, item in enumerate(words):
-            found.add(replace(item, text=" " * bool(number) + item.text))
-        return found.last or Word(line, "")
+            joined.add(replace(item, text=" " * bool(number) + item.text))
+        return joined.last or Word(line, "")
 
     def _part(self, part: Node, quoted: bool, in_quotes: bool, out: _Fields) -> None:
         kind = part["Type"]
@@ -190,28 +190,28 @@ class Expander:
             return {"0": Word(1, str(len(state.arguments)))}
         if name.isdigit() and 0 < int(name) <= len(state.arguments):
             return {"0": state.arguments[int(name) - 1]}
-        found = state.variables.get(name)
-        if found is not None and any(word.line == 0 for word in found.values()):
+        value = state.variables.get(name)
+        if value is not None and any(word.line == 0 for word in value.values()):
             state.used.add(name)
-        return found
+        return value
 
     def _parameter(self, node: Node, quoted: bool) -> list[Word]:
         name = node["Param"]["Value"]
-        found = self.lookup(name)
+        value = self.lookup(name)
         index = self.index(node["Index"]) if node.get("Index") else None
         if node.get("Excl"):
             if index in ("@", "*"):
-                return [Word(line_of(node), key) for key in found or {}]
-            name = found["0"].text if found and "0" in found else name
-            found = self.lookup(name) if not (found and any(word.problem for word in found.values())) else found
+                return [Word(line_of(node), key) for key in value or {}]
+            name = value["0"].text if value and "0" in value else name
+            value = self.lookup(name) if not (value and any(word.problem for word in value.values())) else value
         is_list = _is_list(node)
         values = None
-        if found is not None and is_list:
-            values = list(found.values())
-        elif found is not None:
+        if value is not None and is_list:
+            values = list(value.values())
+        elif value is not None:
             key = index or "0"
-            key = str(len(found) + int(key)) if re.fullmatch(r"-\d+", key) else key
-            values = [found[key]] if key in found else None
+            key = str(len(value) + int(key)) if re.fullmatch(r"-\d+", key) else key
+            values = [value[key]] if key in value else None
         if node.get("Length"):
             return self._length(node, values, is_list)
         return self._with_default(node, name, values, is_list, quoted)
