@@ -162,7 +162,8 @@ def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str |
         if num_bytes != file.num_bytes:
             raise UserError(
                 f"{path / name}: written by another rank, but here it "
-                f"{'is missing' if num_bytes is None else 'differs'}; trainer.default_local_dir must be one directory that all nodes share"
+                f"{'is missing' if num_bytes is None else 'differs'}; trainer.default_local_dir must be one directory "
+                "that all nodes share"
             )
     listed = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(files.items())}
     body = {"format": FORMAT, "step": step, "run_id": run_id, "files": listed}
