@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_bytes
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks, num_bytes
 from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
@@ -57,7 +57,7 @@ def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
             param.normal_()
         engine.make_trainable(OptimConfig(), total_steps=10)
         engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
-        roles.append(TrainedModel(engine, layouts_of(engine)))
+        roles.append(TrainedModel(engine, engine_layouts(engine)))
     return roles
 
 
@@ -121,7 +121,7 @@ def main() -> None:
 
 def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
     """Save synchronously and in the background in each round, and report. The first round is a warm-up."""
-    size = num_bytes(block for role in roles for block in blocks_of(role))
+    size = num_bytes(block for role in roles for block in model_blocks(role))
     buffers = HostBuffers()
     blocked: dict[str, list[float]] = {"synchronous": [], "background": [], "commit": [], "written after": []}
     speed: dict[str, list[float]] = {"alone": [], "during save": []}

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
@@ -40,7 +40,7 @@ def make_variants(directory: str, dtype: str) -> dict[str, ModelEngine]:
     for variant in VARIANTS:
         config = MegatronConfig(tensor_model_parallel_size=world, dtype=dtype, use_distributed_optimizer=False)
         engine = ModelEngine(variant, ModelShape.from_hf_config(reader.config), config, groups)
-        import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
+        import_hf(reader, engine_layouts(engine)[groups.rank], engine.params)
         engines[variant] = engine
     engines["trainable"].make_trainable(OptimConfig(), total_steps=1)
     return engines

@@ -22,7 +22,7 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head, log_probs
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
@@ -199,7 +199,7 @@ def make_engine(model: Qwen2ForCausalLM) -> ModelEngine:
         megatron = MegatronConfig(dtype="float32", use_distributed_optimizer=False)
         groups = build_groups(Mesh(1, 1, 1))
         engine = ModelEngine("actor", ModelShape.from_hf_config(reader.config), megatron, groups)
-        import_hf(reader, layouts_of(engine)[0], engine.params)
+        import_hf(reader, engine_layouts(engine)[0], engine.params)
     engine.make_trainable(OptimConfig(), total_steps=1)
     return engine
 

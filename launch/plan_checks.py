@@ -15,7 +15,7 @@ from launch.node_checks import Job, visible_gpus
 from rlhf_mc.machine import facts
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory
-from rlhf_mc.planner.start import Capacity, complaint, judge, plan_run, shapes_of
+from rlhf_mc.planner.start import Capacity, check_fit, fit_error, plan_run, planned_shapes
 from rlhf_mc.planner.storage import plan_storage
 
 GB = 10**9
@@ -31,15 +31,15 @@ def capacity(job: Job) -> Capacity:
 def memory(job: Job, plan: list[RankMemory]) -> Iterator[str]:
     """Yield a line if the run does not fit into the memory of the GPUs, or of the node where it runs on CPUs."""
     where = capacity(job)
-    found = judge(job.cfg, plan, where)
+    found = check_fit(job.cfg, plan, where)
     if found.problem is not None:
-        yield complaint(job.cfg, where, found)
+        yield fit_error(job.cfg, where, found)
 
 
 def storage(job: Job, plan: list[RankMemory]) -> Iterator[str]:
     """Yield a line if the checkpoints and the export do not fit into the output directory's file system. Checkpoints
     that this run already has are part of what it needs. Quotas are not known here."""
-    files = plan_storage(job.cfg, shapes_of(job.cfg), plan, job.ranks_per_node)
+    files = plan_storage(job.cfg, planned_shapes(job.cfg), plan, job.ranks_per_node)
     number = 1 if files.checkpoints is None else files.checkpoints
     needed = number * files.checkpoint + files.export
     folder = Path(job.cfg.trainer.default_local_dir).absolute()
@@ -72,7 +72,7 @@ def host_memory_needed(job: Job, plan: list[RankMemory]) -> dict[str, float]:
     figures for GPUs alone; on CPUs the run itself compares."""
     if not visible_gpus():
         return {}
-    return dict(plan_host_memory(job.cfg, shapes_of(job.cfg), plan, job.ranks_per_node).parts)
+    return dict(plan_host_memory(job.cfg, planned_shapes(job.cfg), plan, job.ranks_per_node).parts)
 
 
 def make_plan(job: Job) -> list[RankMemory]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from launch import plan_checks
 from launch.node_checks import Job, describe, problems, visible_gpus
-from rlhf_mc.command_line import config_of
+from rlhf_mc.command_line import config_from_argv
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.config.load import to_dict
 from rlhf_mc.config.paths import inputs_of
@@ -46,7 +46,7 @@ def probe(arguments: list[str]) -> dict[str, Any]:
     node = _here()
     found: dict[str, Any] = {"node": node, "Python and packages": _versions(), "code": f"{_digest(_code())} in {ROOT}"}
     try:
-        cfg = config_of(arguments)
+        cfg = config_from_argv(arguments)
     except UserError as error:
         return {**found, "problems": [f"config: {error}"]}
     found["config"] = _digest(json.dumps(to_dict(cfg), sort_keys=True))

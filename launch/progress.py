@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rlhf_mc.checkpoint.directory import final_path, steps_with_checkpoint
-from rlhf_mc.command_line import config_of
+from rlhf_mc.command_line import config_from_argv
 
 
 def newest(folder: Path) -> str:
@@ -19,4 +19,4 @@ def newest(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(newest(Path(config_of(sys.argv[1:]).trainer.default_local_dir)))
+    print(newest(Path(config_from_argv(sys.argv[1:]).trainer.default_local_dir)))

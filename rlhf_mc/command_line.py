@@ -115,7 +115,7 @@ def parse(argv: list[str]) -> CommandLine:
     return CommandLine(arguments[0], arguments[1:], option)
 
 
-def config_of(argv: list[str]) -> Config:
+def config_from_argv(argv: list[str]) -> Config:
     """Return the config of a command line that trains. Raise UserError for a mistake, or an option that prints."""
     command = parse(argv)
     if command.option is not None:

@@ -29,7 +29,7 @@ REPORT = "report.html"
 Row = dict[str, Any]
 
 
-def lines_of(path: Path) -> list[str]:
+def text_lines(path: Path) -> list[str]:
     """Return the lines of a text file, each with its newline; a last line that is cut has none. Only a newline ends a
     line: U+2028, of which str.splitlines makes two, may be within a JSON string. Raise OSError."""
     lines = json_files.read_bytes(path).decode(errors="replace").split("\n")
@@ -45,17 +45,17 @@ def json_objects_and_faults(path: Path) -> tuple[list[Row], list[int]]:
     """Return the JSON objects of a file of JSON lines, and the numbers of the lines, from 1, that are none. A file that
     is missing or a directory has no lines."""
     try:
-        rows = [_object(line) for line in lines_of(path)]
+        rows = [_object(line) for line in text_lines(path)]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return [], []
     return [row for row in rows if row is not None], [number for number, row in enumerate(rows, 1) if row is None]
 
 
-def rows_of(path: Path) -> Iterator[tuple[str, Row]]:
+def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield each complete line of a step with its parsed row, of metrics.jsonl or a file like it. A missing file has
     none."""
     try:
-        lines = lines_of(path)
+        lines = text_lines(path)
     except FileNotFoundError:
         return
     for line in lines:
@@ -65,12 +65,12 @@ def rows_of(path: Path) -> Iterator[tuple[str, Row]]:
 
 def steps_logged(path: Path) -> list[int]:
     """Return the steps of the rows of metrics.jsonl, in file order."""
-    return [row["step"] for _, row in rows_of(path)]
+    return [row["step"] for _, row in read_rows(path)]
 
 
 def keep_up_to(path: Path, step: int) -> None:
     """Drop the rows of later steps, and a truncated row. The file is replaced atomically."""
-    kept = [line for line, row in rows_of(path) if row["step"] <= step]
+    kept = [line for line, row in read_rows(path) if row["step"] <= step]
     durable.replace(path, "".join(kept).encode())
 
 

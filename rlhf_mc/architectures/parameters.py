@@ -206,6 +206,6 @@ PARAMS: tuple[Param, ...] = (
 )
 
 
-def params_of(shape: ModelShape) -> tuple[Param, ...]:
+def model_params(shape: ModelShape) -> tuple[Param, ...]:
     """Return the rows of the parameters that this model has."""
     return tuple(p for p in PARAMS if p.only_if is None or getattr(shape, p.only_if))

@@ -65,7 +65,7 @@ def is_buffer(name: str) -> bool:
     return name.endswith(_BUFFERS)
 
 
-def some_of(names: Collection[str]) -> str:
+def shorten_names(names: Collection[str]) -> str:
     """Return the first names, and the number of the others."""
     more = len(names) - _NAMED
     return ", ".join(sorted(names)[:_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -157,7 +157,7 @@ class HFReader:
         if excess:
             be = "is" if len(excess) == 1 else "are"
             raise UserError(
-                f"{self.directory}: {some_of(excess)} {be} no part of the {shape.family} model of config.json"
+                f"{self.directory}: {shorten_names(excess)} {be} no part of the {shape.family} model of config.json"
             )
         other = {n: self._slice(n).get_dtype() for n in expected if n in self.names}
         other = {name: dtype for name, dtype in other.items() if dtype not in _DTYPES}
@@ -270,7 +270,7 @@ def _by_type(types: Mapping[str, str]) -> str:
     for name, dtype in types.items():
         names.setdefault(_DTYPES.get(dtype, dtype), []).append(name)
     rarest_first = sorted(names.items(), key=lambda item: len(item[1]))
-    return "tensors of " + ", of ".join(f"{dtype} ({some_of(found)})" for dtype, found in rarest_first)
+    return "tensors of " + ", of ".join(f"{dtype} ({shorten_names(found)})" for dtype, found in rarest_first)
 
 
 def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:

@@ -41,7 +41,7 @@ class Block:
     """True on exactly one of the ranks that hold the block, which writes it."""
 
 
-def blocks_of(model: TrainedModel) -> list[Block]:
+def model_blocks(model: TrainedModel) -> list[Block]:
     """Return this rank's blocks of a model. Every rank must call it."""
     rank = dist.get_rank()
     parts = model.engine.optimizer_parts()

@@ -20,7 +20,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest
 from rlhf_mc.checkpoint.input_fingerprints import Inputs
-from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import parse_yaml
@@ -61,7 +61,7 @@ class Save:
             "versions": _versions(),
         }
         self._config = config
-        blocks = [block for model in models for block in blocks_of(model)]
+        blocks = [block for model in models for block in model_blocks(model)]
         self._writing = TensorWriter(blocks, directory.staging_path(root, step), buffers)
         if buffers is None:
             self._writing.wait()
@@ -100,7 +100,7 @@ def load(path: Path, models: Sequence[TrainedModel]) -> dict[str, Any]:
             model.engine.load_progress(state["models"][model.engine.name]["progress"])
         loop: dict[str, Any] = state["loop"]
     # After load_progress, in which the optimizers allocate their state.
-    read_tensors([block for model in models for block in blocks_of(model)], path)
+    read_tensors([block for model in models for block in model_blocks(model)], path)
     return loop
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from rlhf_mc.verl.keys import hint_of, plain_key
+from rlhf_mc.verl.keys import plain_key, rename_hint
 
 _MOST_NAMED = 10
 _NEAR = 0.75
@@ -42,7 +42,7 @@ def _replacement(key: str, known: Sequence[str]) -> str:
             if name == key
             else f"write it without {key[: -len(name)]!r}: {name}"
         )
-    if (found := _EARLIER.get(name) or hint_of(plain_key(name))) is not None:
+    if (found := _EARLIER.get(name) or rename_hint(plain_key(name))) is not None:
         return found
     near = nearest_key(name, known)
     return (

@@ -28,7 +28,7 @@ Limit = int | Sequences
 """The limit of a micro-batch: a number of tokens, or of sequences."""
 
 
-def costs_of(seq_lens: Sequence[int], cost: Cost) -> list[float]:
+def sequence_costs(seq_lens: Sequence[int], cost: Cost) -> list[float]:
     """Return the cost of each sequence, computed once for each length."""
     of_length = {n: cost(n) for n in set(seq_lens)}
     return [of_length[n] for n in seq_lens]
@@ -40,7 +40,7 @@ def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = 
     Replicas may get different numbers of sequences. Each gets at least one if there are at least num_replicas
     sequences. Deterministic. The default cost is the number of tokens.
     """
-    return [sorted(group) for group in _largest_differencing(tuple(costs_of(seq_lens, cost)), num_replicas)]
+    return [sorted(group) for group in _largest_differencing(tuple(sequence_costs(seq_lens, cost)), num_replicas)]
 
 
 def num_micro_batches_needed(seq_lens: Sequence[int], budget: int) -> int:
@@ -109,7 +109,7 @@ def plan_micro_batches(
         [[replica[i] for i in group] for group in replica_groups]
         for replica, replica_groups in zip(replicas, groups, strict=True)
     ]
-    _fill_empty(plan, costs_of(seq_lens, cost))
+    _fill_empty(plan, sequence_costs(seq_lens, cost))
     return plan
 
 

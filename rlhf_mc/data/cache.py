@@ -74,7 +74,7 @@ class Tokens:
     counts: Counts
 
 
-def key_of(
+def cache_key(
     content: str,
     tokenizer: PreTrainedTokenizerBase,
     cfg: DataConfig,

@@ -41,7 +41,7 @@ class ConversationTokenizer:
         return np.array(tokens, np.int32)
 
 
-def batch_of(conversations: Sequence[np.ndarray]) -> RaggedBatch:
+def conversation_batch(conversations: Sequence[np.ndarray]) -> RaggedBatch:
     """Return the conversations, each [tokens] int32, as a batch for scores of sequences: the response is the last token
     of each."""
     lens = torch.tensor([len(tokens) for tokens in conversations], dtype=torch.int64)

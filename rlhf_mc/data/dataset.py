@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.source import EXTRA, REFERENCE, Rows
-from rlhf_mc.data.tokenise import messages_of
+from rlhf_mc.data.tokenise import chat_messages
 
 NO_SOURCE = "unknown"
 """The data source of rows that have none, in metrics. Only a function of the user's own scores them."""
@@ -122,4 +122,4 @@ class Prompts(Sequence[Prompt]):
 def _messages(file: FilePrompts, row: Mapping[str, Any], number: int) -> Sequence[Mapping[str, Any]]:
     """Return the chat messages of a row's prompt, if they are kept."""
     key = file.messages_key
-    return () if key is None else messages_of(row[key], f"{file.name}, row {number}", key)
+    return () if key is None else chat_messages(row[key], f"{file.name}, row {number}", key)

@@ -63,7 +63,7 @@ def load_prompts(
         where = f"{key} {file}"
         opened = _open(where, file, cfg, by_rule)
         rows = opened.rows.first(most_rows)
-        entry = cache.key_of(opened.content, tokenizer, cfg, by_rule, most_rows, most_texts)
+        entry = cache.cache_key(opened.content, tokenizer, cfg, by_rule, most_rows, most_texts)
         tokens = _cached(cfg.cache_dir, entry)
         if tokens is None:
             share = _tokenised_share(where, rows, rows_to_tokens, cfg, most_texts)

@@ -130,7 +130,7 @@ def is_jsonl(path: str) -> bool:
     return path.endswith((".jsonl", ".json"))
 
 
-def columns_of(cfg: DataConfig, by_rule: bool = True) -> tuple[str, ...]:
+def needed_columns(cfg: DataConfig, by_rule: bool = True) -> tuple[str, ...]:
     """Return the required columns of a file of prompts. by_rule: as `scored_by_rule` returns."""
     return (cfg.prompt_key, cfg.reward_fn_key, REFERENCE) if by_rule else (cfg.prompt_key,)
 
@@ -154,11 +154,11 @@ def check_columns(path: str, required: Sequence[str]) -> None:
 
 def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
     """Return the rows of a file. Raise NodeError if it is missing, cannot be read, or lacks a required column."""
-    required = columns_of(cfg, by_rule)
+    required = needed_columns(cfg, by_rule)
     if is_jsonl(path):
         jsonl.check_columns(path, required)
         return JsonlRows(*jsonl.read_lines(path))
-    optional = [name for name in (*columns_of(cfg), EXTRA) if name not in required]
+    optional = [name for name in (*needed_columns(cfg), EXTRA) if name not in required]
     return ParquetRows(parquet.read_table(path, required, optional))
 
 

@@ -72,7 +72,7 @@ class RowTokenizer:
         """Return the text, and whether the tokenizer has to add special tokens: the text of a template has them."""
         if isinstance(prompt, str) and prompt.strip() and self._tokenizer.chat_template is None:
             return prompt, True
-        messages = messages_of(prompt, where, self._cfg.prompt_key)
+        messages = chat_messages(prompt, where, self._cfg.prompt_key)
         if self._tokenizer.chat_template is None:
             raise UserError(
                 f"{where}: the prompt is chat messages, but the tokenizer of {self._tokenizer.name_or_path} has no chat"
@@ -107,7 +107,7 @@ def _most_characters_of_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return 4 * max(16, max(map(len, tokenizer.get_vocab())))
 
 
-def messages_of(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
+def chat_messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
     """Return the chat messages of a prompt, without the fields that parquet filled with null."""
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]

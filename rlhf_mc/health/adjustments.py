@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from rlhf_mc import durable, json_files
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.run_files import ADJUSTMENTS_FILE, lines_of
+from rlhf_mc.run_files import ADJUSTMENTS_FILE, text_lines
 from rlhf_mc.topology.consensus import on_rank_0
 
 SUBJECT = "trainer.default_local_dir"
@@ -93,7 +93,7 @@ class Adjustments:
 
     def _read(self) -> list[Adjustment]:
         try:
-            lines = lines_of(self._path)
+            lines = text_lines(self._path)
         except FileNotFoundError:
             return []
         return [_parsed(self._path, number, line) for number, line in enumerate(lines, start=1)]

@@ -15,7 +15,7 @@ from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.health.conditions import Facts, Observed, Past, Violation
 from rlhf_mc.health.rules import RULES, HealthRule
-from rlhf_mc.run_files import rows_of
+from rlhf_mc.run_files import read_rows
 
 ROLLED_BACK = "rolled back"
 _BACK_TO = "rolled_back_to"
@@ -197,7 +197,7 @@ def keep_events_up_to(path: Path, step: int) -> None:
     that resumes there is past it."""
     kept = []
     earliest = math.inf
-    for line, row in reversed(list(rows_of(path))):
+    for line, row in reversed(list(read_rows(path))):
         is_roll_back = isinstance(row.get(_BACK_TO), int)
         if is_roll_back:
             earliest = min(earliest, row[_BACK_TO])

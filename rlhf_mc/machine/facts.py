@@ -95,7 +95,7 @@ class InfinibandPort:
     link_layer: str
 
 
-def output_of(*command: str) -> str:
+def command_output(*command: str) -> str:
     """Return what a command prints. Raise RuntimeError with the last line of its errors if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
@@ -115,8 +115,8 @@ def driver() -> Driver:
         return Driver()
     fields = "name,memory.total,memory.used,compute_cap,driver_version"
     try:
-        lines = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
-        summary = output_of("nvidia-smi")
+        lines = command_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
+        summary = command_output("nvidia-smi")
     except (OSError, RuntimeError) as error:
         return Driver(error=first_line(error))
     gpus = []
@@ -137,7 +137,7 @@ def gpu_device_files() -> list[str]:
     return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
-def version_of(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
@@ -147,7 +147,7 @@ def version_of(package: str) -> str | None:
 
 def imported(package: str, code: str) -> tuple[Library, str]:
     """Run `code`, which imports the package, in a process of its own. Return the library and the last line printed."""
-    version = version_of(package)
+    version = installed_version(package)
     if version is None:
         return Library(None), ""
     try:
@@ -238,7 +238,7 @@ def infiniband() -> list[InfinibandPort]:
 
 def slurm() -> str | None:
     """Return the version of Slurm's commands, or None where there are none."""
-    return output_of("sinfo", "--version") if shutil.which("sinfo") else None
+    return command_output("sinfo", "--version") if shutil.which("sinfo") else None
 
 
 def cores() -> tuple[int, int]:

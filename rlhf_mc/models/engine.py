@@ -435,6 +435,6 @@ def _remove_hooks(nodes: list[Any]) -> None:
     nodes.clear()
 
 
-def layouts_of(engine: ModelEngine) -> list[Layout]:
+def engine_layouts(engine: ModelEngine) -> list[Layout]:
     """Return each rank's layout of an engine's model."""
     return training_layouts(engine.shape, engine.groups.mesh, uses_transformer_engine())

@@ -19,7 +19,7 @@ from rlhf_mc.reshard.coverage import Coverage, split_axes, training_coverage
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, simulated_rank
-from rlhf_mc.topology.mesh import Mesh, mesh_of
+from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 
 @dataclass
@@ -42,7 +42,7 @@ def check_training_layouts(
     The modules are those of this process: on a CPU Megatron-Core's local layers. fp8 is left out: it changes no
     parameter."""
     models = {role: (shape, replace(megatron, fp8=None)) for role, (shape, megatron) in models.items()}
-    meshes = {role: mesh_of(megatron, world) for role, (_, megatron) in models.items()}
+    meshes = {role: training_mesh(megatron, world) for role, (_, megatron) in models.items()}
     held = {
         role: training_layouts(shape, meshes[role], uses_transformer_engine()) for role, (shape, _) in models.items()
     }

@@ -69,14 +69,14 @@ def with_rest(rank: RankTimes, whole: str, span: float) -> RankTimes:
     )
 
 
-def phases_of(ranks: Sequence[RankTimes]) -> list[str]:
+def phase_names(ranks: Sequence[RankTimes]) -> list[str]:
     """Return the phases of the step in the order in which the first rank has ended them; the whole step
     last."""
     names = dict.fromkeys(name for rank in ranks for name in rank.seconds)
     return sorted(names, key=lambda name: name == STEP)
 
 
-def slowest_of(ranks: Sequence[RankTimes], phase: str) -> int | None:
+def slowest_rank(ranks: Sequence[RankTimes], phase: str) -> int | None:
     """Return the rank with the most own work in a phase; None if the ranks are balanced."""
     if len(ranks) == 1 or phase == STEP:
         return None
@@ -86,7 +86,7 @@ def slowest_of(ranks: Sequence[RankTimes], phase: str) -> int | None:
     return slowest if _excess(work, slowest) >= max(_LEAST_SECONDS, _LEAST_GAP * longest) else None
 
 
-def reason_of(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
+def waiting_reason(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
     """Return in words why the slowest rank of a phase took longer than the others."""
     work = [rank.work(phase) for rank in ranks]
     ratio = work[slowest] / max(_of_others(work, slowest), 1e-9)
@@ -142,15 +142,15 @@ def _excess(values: Sequence[float], one: int) -> float:
 def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:
     """Return the content of phases.json. Lists are by rank."""
     phases: dict[str, Any] = {}
-    for name in phases_of(ranks):
-        slowest = slowest_of(ranks, name)
+    for name in phase_names(ranks):
+        slowest = slowest_rank(ranks, name)
         kinds = dict.fromkeys(kind for rank in ranks for kind in rank.amounts.get(name, {}))
         phases[name] = {
             "seconds": [round(rank.seconds.get(name, 0.0), 6) for rank in ranks],
             "waiting": [round(rank.waiting.get(name, 0.0), 6) for rank in ranks],
             **{kind: [round(rank.amount(name, kind), 6) for rank in ranks] for kind in kinds},
             "slowest": slowest,
-            "reason": None if slowest is None else reason_of(ranks, name, slowest),
+            "reason": None if slowest is None else waiting_reason(ranks, name, slowest),
         }
     return {
         "step": step,
@@ -167,10 +167,10 @@ def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
     lines = [f"profile of step {step}: seconds of each rank's own work and of its waiting"]
     lines += _columns(ranks) if len(ranks) <= MOST_COLUMNS else _summaries(ranks)
     alike: dict[tuple[int, str], list[str]] = {}
-    for phase in phases_of(ranks):
-        slowest = slowest_of(ranks, phase)
+    for phase in phase_names(ranks):
+        slowest = slowest_rank(ranks, phase)
         if slowest is not None:
-            alike.setdefault((slowest, reason_of(ranks, phase, slowest)), []).append(phase)
+            alike.setdefault((slowest, waiting_reason(ranks, phase, slowest)), []).append(phase)
     rest = "the other" if len(ranks) == 2 else "the others"
     for (slowest, reason), phases in alike.items():
         text = f"{', '.join(phases)}: {rest} waited for rank {slowest}: {reason}"
@@ -181,7 +181,7 @@ def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
 def _columns(ranks: Sequence[RankTimes]) -> list[str]:
     heads = "".join(f"{f'rank {r}' + '*' * rank.is_traced:>8}" for r, rank in enumerate(ranks))
     lines = [f"{'phase':16}{heads}{'   * traced' if any(rank.is_traced for rank in ranks) else ''}"[:WIDTH].rstrip()]
-    for phase in phases_of(ranks):
+    for phase in phase_names(ranks):
         lines.append(f"{phase[:16]:16}" + "".join(_cell(rank.work(phase)) for rank in ranks))
         waiting = [rank.waiting.get(phase, 0.0) for rank in ranks]
         if max(waiting) >= 0.005:
@@ -191,7 +191,7 @@ def _columns(ranks: Sequence[RankTimes]) -> list[str]:
 
 def _summaries(ranks: Sequence[RankTimes]) -> list[str]:
     lines = [f"{'phase':16}{'own work: min':>18}{'median':>9}{'max':>18}{'most waiting':>18}"]
-    for phase in phases_of(ranks):
+    for phase in phase_names(ranks):
         work = [rank.work(phase) for rank in ranks]
         waiting = [rank.waiting.get(phase, 0.0) for rank in ranks]
         low = _of_rank(work, work.index(min(work)))

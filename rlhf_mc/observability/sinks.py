@@ -25,7 +25,7 @@ from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.progress import Progress
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
-from rlhf_mc.run_files import METRICS_FILE, keep_up_to, rows_of
+from rlhf_mc.run_files import METRICS_FILE, keep_up_to, read_rows
 from rlhf_mc.runtime.console import say
 
 TENSORBOARD_DIR = "tensorboard"
@@ -194,7 +194,7 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
     wanted = [step for first, last in logged for step in range(first, last + 1)]
     if not wanted:
         return
-    rows = list(rows_of(path))
+    rows = list(read_rows(path))
     other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
     steps = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
     if other is not None:

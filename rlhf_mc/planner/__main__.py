@@ -20,15 +20,15 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings
-from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, gpu_of
+from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, parse_gpu
 from rlhf_mc.planner.host_memory import plan_host_memory
-from rlhf_mc.planner.lengths import lengths_of
+from rlhf_mc.planner.lengths import expected_lengths
 from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.planner.report import as_json, host_table, table, traffic_table
 from rlhf_mc.planner.search import search
 from rlhf_mc.planner.search_report import check_new_file, search_json, search_table, write_config
-from rlhf_mc.planner.start import Capacity, complaint, judge, plan_run, shapes_of
+from rlhf_mc.planner.start import Capacity, check_fit, fit_error, plan_run, planned_shapes
 from rlhf_mc.planner.storage import STORAGE_BANDWIDTH, plan_storage
 from rlhf_mc.planner.times import plan_times
 from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _capacity(arguments: argparse.Namespace) -> Capacity:
     world = arguments.nodes * arguments.gpus_per_node
-    return Capacity(world, gpu_of(arguments.gpu).memory, True, arguments.gpus_per_node, arguments.host_memory)
+    return Capacity(world, parse_gpu(arguments.gpu).memory, True, arguments.gpus_per_node, arguments.host_memory)
 
 
 def _machine(arguments: argparse.Namespace) -> Machine | None:
     """Return the machine, None if its rates are not known."""
-    rates = gpu_of(arguments.gpu).rates
+    rates = parse_gpu(arguments.gpu).rates
     world = arguments.nodes * arguments.gpus_per_node
     return None if rates is None else Machine(world, arguments.gpus_per_node, rates, arguments.network_bandwidth)
 
@@ -70,9 +70,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     gpus_per_node = arguments.gpus_per_node
     cfg = load_config(arguments.config, with_model(arguments.config, arguments.overrides, arguments.model))
     plan = plan_run(cfg, capacity)
-    shapes = shapes_of(cfg)
-    fit = judge(cfg, plan, capacity)
-    lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+    shapes = planned_shapes(cfg)
+    fit = check_fit(cfg, plan, capacity)
+    lengths = expected_lengths(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
     host = plan_host_memory(cfg, shapes, plan, gpus_per_node)
     storage = plan_storage(cfg, shapes, plan, gpus_per_node, arguments.storage_bandwidth)
     transfers = plan_traffic(cfg, shapes, capacity.num_ranks, gpus_per_node, lengths)
@@ -90,7 +90,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(memory, host_table(host, storage), traffic_table(transfers), sep="\n")
         print(times_table(times, lengths) if times else NO_TIMES)
     if fit.problem is not None:
-        raise UserError(complaint(cfg, capacity, fit))
+        raise UserError(fit_error(cfg, capacity, fit))
     if not arguments.json:
         print(f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each device")
 
@@ -104,7 +104,7 @@ def _search(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
         check_new_file(arguments.write)
     overrides = with_model(arguments.config, arguments.overrides, arguments.model)
     cfg = load_config(arguments.config, overrides)
-    lengths = lengths_of(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
+    lengths = expected_lengths(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
     choices = search(read_settings(arguments.config, overrides), machine, _capacity(arguments), lengths, arguments.top)
     print(json.dumps(search_json(choices, lengths)) if arguments.json else search_table(choices, lengths))
     if arguments.write is not None:

@@ -69,7 +69,7 @@ DEVICE_BFLOAT16 = {
 """Dense bfloat16 FLOP/s by a part of the name that a device reports; the first that matches counts."""
 
 
-def gpu_of(text: str) -> Gpu:
+def parse_gpu(text: str) -> Gpu:
     """Return a GPU that is named or given by the bytes of its memory. Raise UserError if the text is neither."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]

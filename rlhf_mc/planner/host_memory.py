@@ -15,7 +15,7 @@ from rlhf_mc.planner.lengths import responses_per_prompt
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.planner.storage import TRAINED, weight_bytes
-from rlhf_mc.topology.mesh import Mesh, mesh_of
+from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 PROCESS = 6 << 30
 """Bytes of a rank's process besides all else: libraries, CUDA's context and NCCL's buffers on the host. An assumption:
@@ -77,7 +77,7 @@ def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory
         if role in TRAINED:
             if settings.optimizer_offload:
                 parts[f"{role} optimizer"] = state.optimizer
-            copies += saved_bytes(state, mesh_of(settings, world))
+            copies += saved_bytes(state, training_mesh(settings, world))
     if cfg.trainer.save_freq > 0 and cfg.trainer.async_save:
         parts["asynchronous save"] = copies
     responses = cfg.data.train_batch_size * responses_per_prompt(cfg)

@@ -37,7 +37,7 @@ class Share:
     """Dummy micro-batches, of one sequence each: virtual pipeline chunks need a multiple of the stages."""
 
 
-def share_of(mesh: Mesh, num_sequences: int, limit: Limit, lengths: Lengths) -> Share:
+def replica_share(mesh: Mesh, num_sequences: int, limit: Limit, lengths: Lengths) -> Share:
     """Return a replica's share of a batch. limit: of a micro-batch."""
     mine = math.ceil(num_sequences / mesh.dp)
     at_most = limit.at_most if isinstance(limit, Sequences) else max(1, int(limit // lengths.total))
@@ -45,7 +45,7 @@ def share_of(mesh: Mesh, num_sequences: int, limit: Limit, lengths: Lengths) -> 
     return Share(mine, count, -count % mesh.pp if mesh.vpp > 1 else 0)
 
 
-def lengths_of(cfg: Config, prompt: float | None, response: float | None) -> Lengths:
+def expected_lengths(cfg: Config, prompt: float | None, response: float | None) -> Lengths:
     """Return the lengths to plan with: the given ones, and otherwise the configured maxima. Raise UserError if a given
     one is above the maximum."""
     for name, given in (("prompt", prompt), ("response", response)):

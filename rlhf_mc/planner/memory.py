@@ -18,8 +18,8 @@ from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.planner.rank_layouts import own_rollout_weights, place_of, rollout_tp_ranks, state_of
-from rlhf_mc.topology.mesh import Mesh, mesh_of
+from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks
+from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 RESERVED = 3 << 30
 """Bytes that no sum has: CUDA's context, kernels, workspaces of cuBLAS, NCCL's buffers. An assumption: no run on a GPU
@@ -102,11 +102,11 @@ def plan_memory(
 
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
     are a rank's share of the memory of its node."""
-    meshes = {role: mesh_of(layouts(cfg)[role], world) for role in shapes}
+    meshes = {role: training_mesh(layouts(cfg)[role], world) for role in shapes}
     tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size, gpus_per_node)
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
-        alike.setdefault((*(place_of(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
+        alike.setdefault((*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
     # By all that the phases of a rank follow from, in which tensor-parallel ranks mostly agree.
     classes: dict[tuple[object, ...], tuple[dict[str, _Model], Rollout, list[int]]] = {}
     for ranks in alike.values():
@@ -136,10 +136,10 @@ class _Model:
         self._mesh = mesh
         self._megatron = layouts(cfg)[role]
         self._cuda = cuda
-        place = place_of(mesh, rank)
+        place = model_coordinate(mesh, rank)
         self.stage = place.pp
         freeze = {"actor": cfg.actor.freeze, "critic": cfg.critic.freeze}.get(role)
-        self.state = state_of(role, shape, self._megatron, mesh, place, freeze, cuda)
+        self.state = rank_state(role, shape, self._megatron, mesh, place, freeze, cuda)
 
     def resident(self, needed: Collection[str]) -> dict[str, float]:
         """Return the bytes of the parts that are on the device in a phase that needs these."""
@@ -226,7 +226,7 @@ def _rollout(
     dtype = cfg.actor.megatron.dtype
     itemsize = ITEMSIZES[dtype]
     tp = settings.tensor_model_parallel_size
-    place = place_of(mesh, rank)
+    place = model_coordinate(mesh, rank)
     own = own_rollout_weights(shape, mesh, place, tp_rank, tp, dtype, cfg.reshard.share_weights, cuda)
     weights = sum(own.values()) * itemsize
     staged = 0

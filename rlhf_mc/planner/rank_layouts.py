@@ -22,7 +22,7 @@ from rlhf_mc.reshard.placement import training_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
-def place_of(mesh: Mesh, rank: int) -> Coordinate:
+def model_coordinate(mesh: Mesh, rank: int) -> Coordinate:
     """Return the coordinates of a rank that its layout follows from: without the replica."""
     return replace(mesh.coordinate(rank), dp=0)
 
@@ -33,9 +33,9 @@ def layout_at(shape: ModelShape, mesh: Mesh, place: Coordinate, cuda: bool) -> L
     return training_layout(shape, mesh, place, transformer_engine=cuda)
 
 
-def layouts_of(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
+def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
     """Return each rank's layout; replicas share one object, for which make_plan plans once."""
-    return [layout_at(shape, mesh, place_of(mesh, rank), cuda) for rank in range(mesh.world)]
+    return [layout_at(shape, mesh, model_coordinate(mesh, rank), cuda) for rank in range(mesh.world)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +45,7 @@ def rollout_tp_ranks(shape: ModelShape, mesh: Mesh, rollout_tp: int, gpus_per_no
     return {rank: place for group in groups for place, rank in enumerate(group)}
 
 
-def state_of(
+def rank_state(
     role: str,
     shape: ModelShape,
     megatron: MegatronConfig,

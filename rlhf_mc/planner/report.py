@@ -30,7 +30,7 @@ class MemoryFit:
     """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
 
 
-def verdict(
+def memory_fit(
     cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bool = True, ranks_per_node: int = 1
 ) -> MemoryFit:
     """Return the verdict on a plan. cuda: of a run on GPUs, each with device_bytes; otherwise the ranks of a node share

@@ -24,14 +24,14 @@ from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.model_state import ModelState
-from rlhf_mc.planner.rank_layouts import layouts_of
-from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
+from rlhf_mc.planner.rank_layouts import planned_layouts
+from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
 from rlhf_mc.reshard.layout import check_vllm, logical_shapes
 from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.runtime.console import say
-from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.topology.mesh import training_mesh
 
 MARGIN = 0.05
 """Share of the device memory that a found plan leaves: activations are planned within 10 %, fragmentation is not."""
@@ -149,7 +149,7 @@ class _Search:
         self._lengths = lengths
         self.time = _Time()
         self._base = self._config({})
-        self._shapes = shapes_of(self._base)
+        self._shapes = planned_shapes(self._base)
         sizes = {name: math.prod(size) for name, size in logical_shapes(self._shapes["actor"]).items()}
         self._experts = sum(size for name, size in sizes.items() if ".experts." in name)
         """Parameters of the actor's experts."""
@@ -364,7 +364,7 @@ class _Search:
         cfg = self._config(chosen)
         # Host memory is that of all ranks of a node.
         plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
-        fit = judge(cfg, plan, self._capacity)
+        fit = check_fit(cfg, plan, self._capacity)
         if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
             return None
         times = plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths)
@@ -397,14 +397,14 @@ class _Search:
             plan = plan_run(choice.cfg, self._capacity)
         except UserError:
             return None
-        fit = judge(choice.cfg, plan, self._capacity)
+        fit = check_fit(choice.cfg, plan, self._capacity)
         if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
             return None
         machine = self._machine
         if machine.world > MOST_RANKS:
             return replace(choice, spare=fit.spare, phase=fit.phase)
         shape = self._shapes["actor"]
-        held = layouts_of(shape, mesh_of(choice.cfg.actor.megatron, machine.world), cuda=True)
+        held = planned_layouts(shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True)
         weights = weight_update(choice.cfg, shape, held, machine.gpus_per_node)
         times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
         return replace(choice, times=times, spare=fit.spare, phase=fit.phase)

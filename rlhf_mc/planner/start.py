@@ -13,7 +13,7 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
-from rlhf_mc.planner.report import GB, MemoryFit, remedy, verdict, with_host
+from rlhf_mc.planner.report import GB, MemoryFit, memory_fit, remedy, with_host
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layout
 
@@ -31,7 +31,7 @@ class Capacity:
     """Host memory of each node with GPUs; None: it is not judged."""
 
 
-def shapes_of(cfg: Config) -> dict[str, ModelShape]:
+def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
     """Return the shapes of the run's models, by role. Raise UserError if a config.json is not supported."""
     return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
@@ -40,23 +40,23 @@ def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
     """Return the memory of each class of ranks. Raise UserError if the settings, or a config.json that they name, do
     not allow a run on this number of ranks."""
     validate(cfg, capacity.num_ranks)
-    shapes = shapes_of(cfg)
+    shapes = planned_shapes(cfg)
     for role, shape in shapes.items():
         check_layout(shape, layouts(cfg)[role], role)
     check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 
-def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
+def check_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
     """Return the verdict on a plan."""
-    fit = verdict(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
+    fit = memory_fit(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
     if capacity.host_bytes is None:
         return fit
-    host = plan_host_memory(cfg, shapes_of(cfg), plan, capacity.ranks_per_node)
+    host = plan_host_memory(cfg, planned_shapes(cfg), plan, capacity.ranks_per_node)
     return with_host(fit, host, capacity.host_bytes)
 
 
-def complaint(cfg: Config, capacity: Capacity, fit: MemoryFit) -> str:
+def fit_error(cfg: Config, capacity: Capacity, fit: MemoryFit) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
     fits."""
     settings = remedy(cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))
@@ -71,7 +71,7 @@ def complaint(cfg: Config, capacity: Capacity, fit: MemoryFit) -> str:
 def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
     try:
         changed = load_config(to_dict(cfg), settings)
-        return judge(changed, plan_run(changed, capacity), capacity).problem is None
+        return check_fit(changed, plan_run(changed, capacity), capacity).problem is None
     except UserError:
         return False
 
@@ -79,14 +79,14 @@ def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
 def check_start(cfg: Config, capacity: Capacity) -> str:
     """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
     plan = plan_run(cfg, capacity)
-    fit = judge(cfg, plan, capacity)
+    fit = check_fit(cfg, plan, capacity)
     if fit.problem is None:
         ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
         size = capacity.device_bytes * ranks
         where = "of each GPU" if capacity.cuda else "of a node"
         taken = size - fit.spare
         return f"memory as planned: {fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
-    line = complaint(cfg, capacity, fit)
+    line = fit_error(cfg, capacity, fit)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
     return f"WARNING: as planned it {line}"

@@ -24,9 +24,9 @@ from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine, ProductRate
 from rlhf_mc.planner.memory import RankMemory
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.planner.rank_layouts import layout_at, place_of
+from rlhf_mc.planner.rank_layouts import layout_at, model_coordinate
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
-from rlhf_mc.topology.mesh import Mesh, mesh_of
+from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 _FLOAT32 = 4
 
@@ -137,7 +137,7 @@ class _Model:
     def __init__(self, shape: ModelShape, megatron: MegatronConfig, machine: Machine, lengths: Lengths) -> None:
         self._shape = shape
         self._megatron = megatron
-        self._mesh = mesh_of(megatron, machine.world)
+        self._mesh = training_mesh(megatron, machine.world)
         self._machine = machine
         self._rate = ProductRate(machine.rates, megatron.dtype, megatron.fp8 is not None)
         self._lengths = lengths
@@ -304,7 +304,7 @@ def _sums_of_gradients(
     )
     rank = stage * mesh.tp * mesh.dp
     of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
-    layout = layout_at(shape, mesh, place_of(mesh, rank), True)
+    layout = layout_at(shape, mesh, model_coordinate(mesh, rank), True)
     return {"gradients": 0.0, **_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}
 
 

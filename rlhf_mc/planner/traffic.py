@@ -16,14 +16,14 @@ from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
-from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, responses_per_prompt, share_of
+from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, replica_share, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
-from rlhf_mc.planner.rank_layouts import layouts_of
+from rlhf_mc.planner.rank_layouts import planned_layouts
 from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import Plan, make_plan
-from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.topology.mesh import training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
 GEN = "gen"
@@ -59,7 +59,7 @@ def plan_traffic(
     lengths: Lengths,
 ) -> list[Traffic]:
     """Return the transfers of one step on GPUs, by phase. shapes: of the run's models, by role."""
-    held = {role: layouts_of(shapes[role], mesh_of(layouts(cfg)[role], world), cuda=True) for role in shapes}
+    held = {role: planned_layouts(shapes[role], training_mesh(layouts(cfg)[role], world), cuda=True) for role in shapes}
     traffic = [weight_update(cfg, shapes["actor"], held["actor"], gpus_per_node)]
     steps = [(GEN, _Rollout(cfg, shapes["actor"], world, gpus_per_node, lengths).collectives)]
     for work in phase_work(cfg, shapes, world, lengths):
@@ -92,8 +92,8 @@ def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, length
     limits = micro_batch_limits(cfg)
 
     def of(phase: str, role: str, count: int, passes: int | None = None) -> PhasePasses:
-        mesh = mesh_of(layouts(cfg)[role], world)
-        share = share_of(mesh, count, limits[phase], lengths)
+        mesh = training_mesh(layouts(cfg)[role], world)
+        share = replica_share(mesh, count, limits[phase], lengths)
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response
         work = PassTokens(
@@ -129,7 +129,7 @@ class _Model:
         self._shape = shape
         self._megatron = layouts(cfg)[phase.role]
         self._held = held
-        self._mesh = mesh_of(self._megatron, len(held))
+        self._mesh = training_mesh(self._megatron, len(held))
         self._overlaps = overlaps_reduction(self._megatron, self._mesh.dp, cuda=True)
 
     def collectives(self, rank: int) -> list[Collective]:
@@ -146,7 +146,7 @@ class _Rollout:
     """The collectives of vLLM's engines, which are tensor parallel, and of the exchange of responses."""
 
     def __init__(self, cfg: Config, shape: ModelShape, world: int, gpus_per_node: int, lengths: Lengths) -> None:
-        mesh = mesh_of(cfg.actor.megatron, world)
+        mesh = training_mesh(cfg.actor.megatron, world)
         groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
         self._group = {rank: tuple(sorted(group)) for group in groups for rank in group}
         self._world = tuple(range(world))
@@ -201,7 +201,7 @@ def _load(transfers: Sequence[Traffic]) -> tuple[float, float]:
 def weight_update_plan(cfg: Config, shape: ModelShape, held: Sequence[Layout], gpus_per_node: int) -> Plan:
     """Return the plan of the weight update, as a run makes it. shape, held: the actor's shape and the layouts of all
     ranks."""
-    mesh = mesh_of(cfg.actor.megatron, len(held))
+    mesh = training_mesh(cfg.actor.megatron, len(held))
     groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
     return make_plan(
         held,

@@ -60,7 +60,7 @@ class Limits:
     bars: int = MAX_BARS
 
 
-def limits_of(runs: Sequence[Sequence[Row]]) -> Limits:
+def axis_limits(runs: Sequence[Sequence[Row]]) -> Limits:
     """Return the limits for runs with these rows of metrics.jsonl."""
     num_curves = sum(len({key for row in rows for key in row}) for rows in runs)
     points = max(FEW_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(num_curves, 1)))
@@ -123,7 +123,7 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     timed = [row for row in rows if number(row.get(TIMING + _WHOLE)) is not None]
     names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
     phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
-    bars = groups_of(timed, most)
+    bars = bar_groups(timed, most)
     seconds = {name: [_mean(group, TIMING + name) for group in bars] for name in phases}
     usual = _usual_shared(timed)
     other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
@@ -167,7 +167,7 @@ def length_histograms(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, An
     edges = valid[-1]["response_length"]["edges"]
     valid = [row for row in valid if row["response_length"]["edges"] == edges]
     merged = math.ceil((len(edges) - 1) / MAX_BINS)
-    columns = groups_of(valid, most)
+    columns = bar_groups(valid, most)
     shares = []
     for group in columns:
         counts = [sum(column) for column in zip(*(row["response_length"]["counts"] for row in group), strict=True)]
@@ -216,7 +216,7 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
     return sorted(marks, key=lambda mark: mark["step"])
 
 
-def groups_of(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
+def bar_groups(rows: Sequence[Row], most: int) -> list[Sequence[Row]]:
     """Return the rows in at most `most` groups of consecutive ones, of equal size but for the last."""
     size = max(1, math.ceil(len(rows) / most))
     return [rows[i : i + size] for i in range(0, len(rows), size)]

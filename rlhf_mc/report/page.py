@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 from rlhf_mc.config.errors import UserError, reason_of
 from rlhf_mc.observability import catalog
-from rlhf_mc.report.charts import charts, curves, length_histograms, limits_of, marks, phase_times, short
+from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times, short
 from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, number, read_run
 from rlhf_mc.run_files import differences
 
@@ -45,7 +45,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 
 def write_report(runs: Sequence[RunRecord], output: Path) -> None:
     """Write the report of runs. Raise UserError if the file cannot be written."""
-    page = page_of(runs)
+    page = render_page(runs)
     unfinished = output.with_name(f"{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> None:
         raise UserError(f"cannot write the report {output}: {reason_of(error)}") from error
 
 
-def page_of(runs: Sequence[RunRecord]) -> str:
+def render_page(runs: Sequence[RunRecord]) -> str:
     """Return the page."""
     environment = Environment(
         loader=PackageLoader("rlhf_mc.report", "assets"),
@@ -64,7 +64,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = names_of([run.root for run in runs])
+    names = run_names([run.root for run in runs])
     return environment.get_template("report.html").render(
         title=" · ".join(names),
         made=time.strftime("%Y-%m-%d %H:%M %Z"),
@@ -74,13 +74,13 @@ def page_of(runs: Sequence[RunRecord]) -> str:
         differing=_differing(runs),
         changes=_changes(runs, names),
         profiles=_profiles(runs, names),
-        data=json.dumps(data_of(runs, names), separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(page_data(runs, names), separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
-def data_of(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
+def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return what the page's script draws."""
-    limits = limits_of([run.rows for run in runs])
+    limits = axis_limits([run.rows for run in runs])
     samples = max(FEW_SAMPLES, min(MAX_SAMPLES, MAX_TOTAL_SAMPLES // max(len(runs), 1)))
     drawn: list[dict[str, Any]] = [
         {
@@ -101,7 +101,7 @@ def data_of(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     return {"runs": drawn, "charts": charts(keys), "metrics": {key: _meaning(key) for key in keys}}
 
 
-def names_of(roots: Sequence[Path]) -> list[str]:
+def run_names(roots: Sequence[Path]) -> list[str]:
     """Return a name for each directory: its own, or where two are alike its whole path."""
     own = [root.resolve().name for root in roots]
     return [name if own.count(name) == 1 else str(root) for name, root in zip(own, roots, strict=True)]

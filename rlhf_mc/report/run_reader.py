@@ -118,7 +118,7 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
     if not starts:
         faults.append(f"{STARTS_FILE} has no start: settings, versions, hosts and resumes are not known")
     run_id = next((str(row["run_id"]) for row in (*rows, *starts) if row.get("run_id")), "")
-    state, text = state_of(root, starts, rows[-1]["step"] if rows else 0)
+    state, text = run_state(root, starts, rows[-1]["step"] if rows else 0)
     return RunRecord(
         root=root,
         state=state,
@@ -137,7 +137,7 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
     )
 
 
-def state_of(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State, str]:
+def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State, str]:
     """Return the state of a run, and a sentence about it. last_step: the last that is logged.
 
     A live process makes the run a running one, although the start before has ended: it is loading, and has not recorded

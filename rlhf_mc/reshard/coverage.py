@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, params_of
+from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.layout import Box, Layout, Shard, logical_shapes
@@ -63,7 +63,7 @@ def _coverage(
 ) -> Coverage:
     """copies: (parameter, dimensions of one of its tensors) -> number of ranks that hold an element of the tensor."""
     wanted: Counter[str] = Counter()
-    for param in params_of(shape):
+    for param in model_params(shape):
         for name, dims in param.hf.items():
             wanted[name] += copies(param, dims)
     # Replicas share one layout.
@@ -91,7 +91,7 @@ def split_axes(shape: ModelShape) -> dict[str, int | None]:
     """Return for each tensor of the checkpoint the dimension that tensor parallelism splits; None: none."""
     of_pattern = {
         name: next((axis for axis, dim in enumerate(dims) if dim in SPLIT_DIMS), None)
-        for param in params_of(shape)
+        for param in model_params(shape)
         for name, dims in param.hf.items()
     }
     return {tensor: of_pattern[_pattern(tensor)] for tensor in logical_shapes(shape)}
@@ -123,7 +123,7 @@ def _misplaced(shape: ModelShape, layout: Layout) -> str | None:
         shards.setdefault(shard.local, []).append(shard)
     padded = tuple(
         str(name)
-        for param in params_of(shape)
+        for param in model_params(shape)
         for name in (param.mcore, param.vllm)
         if any("vocab" in dims for dims in param.hf.values())
     )

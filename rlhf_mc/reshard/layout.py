@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, params_of
+from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 
@@ -122,7 +122,7 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
-    occurrences = _occurrences(params_of(shape), range(shape.num_layers))
+    occurrences = _occurrences(model_params(shape), range(shape.num_layers))
     # All parameters of one expert precede those of the next, as in the models' own order.
     for (layer, stage), group in itertools.groupby(occurrences, lambda found: (found[1], found[0].stage)):
         params = [param for param, _ in group]
@@ -140,7 +140,7 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
     held = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[Shard] = []
-    for param, layer in _occurrences(params_of(shape), range(shape.num_layers)):
+    for param, layer in _occurrences(model_params(shape), range(shape.num_layers)):
         for pattern, dims in param.hf.items():
             name = pattern.format(i=layer, e=STACK)
             size = tuple(sizes[d] for d in dims)
@@ -204,7 +204,7 @@ def mcore_layout(
     stages |= {"last_if_not_first"} if last and not first else set()
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
     held = []
-    for param in (p for p in params_of(shape) if p.stage in stages):
+    for param in (p for p in model_params(shape) if p.stage in stages):
         if _is_qkv(param):
             ranges = _qkv_ranges(param, shape, tp_rank, tp_size)
         elif param.stage == "expert":
@@ -224,7 +224,7 @@ def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
     kv_shards = min(tp_size, shape.num_kv_heads)
     vocab = padded_vocab_size(shape.vocab_size, 1)
     held = []
-    for param in params_of(shape):
+    for param in model_params(shape):
         if param.vllm is None:
             continue
         ranges = _even_ranges(param, shape, tp_rank, tp_size, vocab)

@@ -9,10 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.rewards.mixture import Mixture, problem_of
+from rlhf_mc.rewards.mixture import Mixture, row_problem
 from rlhf_mc.rewards.results import Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
-from rlhf_mc.rewards.scoring import name_of
 from rlhf_mc.rewards.worker import Worker
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.work import working
@@ -89,7 +88,7 @@ class RewardManager:
         unscored = 0
         for prompt in prompts:
             row = self._row(prompt, "", training)
-            if (problem := problem_of(row)) is None:
+            if (problem := row_problem(row)) is None:
                 continue
             if self._reward.on_error == "error":
                 raise UserError(f"{row.name}: {problem}")
@@ -155,7 +154,7 @@ class RewardManager:
     def _failed(self, row: RewardRow, failure: Failure) -> Score:
         """Return the default score of a row that could not be scored, with a warning. Raise UserError instead if
         reward.on_error is error."""
-        message = f"{failure.origin or name_of(self._custom)}: {row.name}: {failure.problem}"
+        message = f"{failure.origin or custom_score_name(self._custom)}: {row.name}: {failure.problem}"
         if self._reward.on_error == "error":
             raise UserError(message)
         self._failures += 1

@@ -53,10 +53,10 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     r"""Return as "score" 1.0 if the last \boxed{...} of the response is equivalent to the ground truth (itself boxed or
     bare), else 0.0. "undecided" is 1.0 if equivalence.LIMIT_SECONDS of processor time did not decide that: the score is
     0.0 then."""
-    return score_of(last_boxed(solution_str), ground_truth)
+    return score_answer(last_boxed(solution_str), ground_truth)
 
 
-def score_of(answer: str | None, ground_truth: Any) -> dict[str, float]:
+def score_answer(answer: str | None, ground_truth: Any) -> dict[str, float]:
     """Return compute_score's result for an answer that was found in a response."""
     if answer is None:
         return {"score": 0.0, "undecided": 0.0}

@@ -127,7 +127,7 @@ def check_sources(listed: Iterable[str], sources: Collection[str]) -> None:
         )
 
 
-def problem_of(row: RewardRow) -> str | None:
+def row_problem(row: RewardRow) -> str | None:
     """Return why the parts cannot score the row, whatever the response is, or None."""
     if not row.parts:
         if module := of_source(WITHOUT_RULE, row.data_source):

@@ -14,7 +14,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
-from rlhf_mc.rewards.mixture import problem_of
+from rlhf_mc.rewards.mixture import row_problem
 from rlhf_mc.rewards.registry import RULES
 from rlhf_mc.rewards.remote import RemoteReward
 from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, RowFailure, Score
@@ -24,7 +24,7 @@ Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""
 
 
-def name_of(cfg: CustomRewardFunctionConfig) -> str:
+def custom_score_name(cfg: CustomRewardFunctionConfig) -> str:
     """Return the name of the user's function or of the rules, for messages."""
     return "reward rule" if cfg.path is None else f"custom_reward_function {cfg.name} of {cfg.path}"
 
@@ -81,7 +81,7 @@ class Scorer:
     async def _score_one(self, row: RewardRow, from_batch: Any, from_remote: Any) -> Score:
         """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the batched function and
         of the remote endpoint for the row, or a RowFailure."""
-        if problem := problem_of(row):
+        if problem := row_problem(row):
             raise RowFailure("no_rule", problem)
         parts: dict[str, float] = {}
         extra: dict[str, float] = {}
@@ -130,7 +130,7 @@ class Scorer:
         try:
             arguments = dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True))
             results = custom.function(**arguments, **custom.kwargs)
-            results = list_of(await self._await(results) if custom.is_async else results, len(mine))
+            results = score_list(await self._await(results) if custom.is_async else results, len(mine))
         except RowFailure as failure:
             return dict.fromkeys(mine, failure)
         except BaseException as error:  # as in _call_custom
@@ -182,7 +182,7 @@ def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
     return {"acc": result["score"], **result} if rule.needs_truth else result
 
 
-def list_of(results: Any, count: int) -> list[Any]:
+def score_list(results: Any, count: int) -> list[Any]:
     """Return a batched function's results, one for each row."""
     if isinstance(results, (str, bytes, dict)) or not hasattr(results, "__iter__"):
         refuse("", results, f"expected a list of {count} scores")

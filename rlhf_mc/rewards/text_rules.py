@@ -21,7 +21,7 @@ _THINK = re.compile(r"<(/?)think>")
 _GSM8K_MARK = re.compile(r"#### -?[0-9]")
 
 
-def answers_of(ground_truth: Any) -> list[str]:
+def accepted_answers(ground_truth: Any) -> list[str]:
     """Return the accepted answers: the ground truth, each of a list, or each of {"target": list}, without outer white
     space."""
     if isinstance(ground_truth, dict) and "target" in ground_truth:
@@ -32,7 +32,7 @@ def answers_of(ground_truth: Any) -> list[str]:
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """Return 1.0 if the response, stripped of white space, is an accepted answer, else 0.0."""
-    return float(solution_str.strip() in answers_of(ground_truth))
+    return float(solution_str.strip() in accepted_answers(ground_truth))
 
 
 def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
@@ -42,7 +42,7 @@ def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any =
     It is SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, without punctuation and articles; precision and
     recall over the words, with their multiplicity."""
     words = _normalised_words(solution_str)
-    truths = [_normalised_words(truth) for truth in answers_of(ground_truth)]
+    truths = [_normalised_words(truth) for truth in accepted_answers(ground_truth)]
     return {
         "score": max((_token_f1(words, truth) for truth in truths), default=0.0),
         "acc": float(words in truths),

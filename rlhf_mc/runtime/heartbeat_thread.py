@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, heartbeat_of
+from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, make_heartbeat
 
 MAX_INTERVAL_SECONDS = 5.0
 MAX_RECONNECT_SECONDS = 10.0
@@ -77,4 +77,4 @@ class HeartbeatThread:
 
     def _heartbeat(self) -> Heartbeat:
         """Return this rank's heartbeat."""
-        return heartbeat_of(self._status, self._rank, self._loop_thread)
+        return make_heartbeat(self._status, self._rank, self._loop_thread)

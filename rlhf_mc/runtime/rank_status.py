@@ -77,7 +77,7 @@ class Heartbeat:
         return f"in phase {self.phase}{f' of step {self.step}' if self.step else ''} for {self.seconds:.0f} s, {doing}"
 
 
-def heartbeat_of(status: RankStatus, rank: int, thread: int) -> Heartbeat:
+def make_heartbeat(status: RankStatus, rank: int, thread: int) -> Heartbeat:
     """Return the heartbeat of the thread (its identifier) that runs the loop."""
     collective, at = describe_stack(_outwards(sys._current_frames().get(thread)))
     seconds = time.monotonic() - status.since

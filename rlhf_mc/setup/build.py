@@ -31,7 +31,7 @@ from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.health.adjustments import Adjustments
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.reshard.execute import aliased_views
@@ -46,14 +46,14 @@ from rlhf_mc.rollout.vllm_limits import check_rollout_layout
 from rlhf_mc.run_directory.lock import check_free
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.work import working
-from rlhf_mc.setup.custom_functions import estimator_of, policy_loss_of
+from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
 from rlhf_mc.setup.memory_check import check_memory
 from rlhf_mc.setup.scorable import check_mixture, scorable
 from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
 from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
-from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.topology.mesh import training_mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
@@ -76,8 +76,8 @@ def build_run(cfg: Config) -> Run:
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
     train_prompts, val_prompts = _prompts(cfg, tokenizer, with_messages=bool(conversations))
     # The user's files may be missing on one node.
-    estimator = on_every_rank(lambda: estimator_of(cfg.algorithm))
-    policy_loss = on_every_rank(lambda: policy_loss_of(cfg.actor))
+    estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
+    policy_loss = on_every_rank(lambda: load_policy_loss(cfg.actor))
     scorers = {part_of(role): f"{role}.model_path" for role in reward_models(cfg)}
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
@@ -95,7 +95,7 @@ def build_run(cfg: Config) -> Run:
     if verdict is not None and "console" in cfg.trainer.logger:
         say(verdict, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
-    meshes = {role: mesh_of(layouts(cfg)[role], world) for role in starts}
+    meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
     # Each model is offloaded before the next is built, and all of them before vLLM measures free memory.
@@ -105,7 +105,7 @@ def build_run(cfg: Config) -> Run:
         with working(f"building {role}"):
             models[role] = _load(role, start, layouts(cfg)[role], groups[role])
             if start.optim is not None:
-                frozen = frozen_parameters(start.frozen, layouts_of(models[role])[rank])
+                frozen = frozen_parameters(start.frozen, engine_layouts(models[role])[rank])
                 # The actor's learning-rate schedule counts the steps in which the actor is updated.
                 warmup = cfg.trainer.critic_warmup if role == "actor" else 0
                 models[role].make_trainable(start.optim, max(1, total_steps - warmup), frozen)
@@ -280,7 +280,7 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGro
             load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
-        import_hf(start.reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
+        import_hf(start.reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
     return engine
 
 
@@ -294,7 +294,7 @@ def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, Ro
     )
     with working("planning the weight update"):
         plan = make_plan(
-            layouts_of(actor),
+            engine_layouts(actor),
             rollout_layouts(actor.shape, engine_ranks),
             DTYPES[cfg.actor.megatron.dtype].itemsize,
             cfg.reshard.bucket_megabytes << 20,

@@ -23,7 +23,7 @@ from rlhf_mc.config.schema import ActorConfig, AlgorithmConfig
 from rlhf_mc.config.user_function import describe_error, load_function
 
 
-def estimator_of(algorithm: AlgorithmConfig) -> EstimatorFunction:
+def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:
     """Return the run's advantage estimator. Raise UserError if the user's cannot be loaded, or if it does not return
     what it should for a small example."""
     if algorithm.adv_estimator != "custom":
@@ -40,7 +40,7 @@ def estimator_of(algorithm: AlgorithmConfig) -> EstimatorFunction:
     return function
 
 
-def policy_loss_of(actor: ActorConfig) -> PolicyLoss:
+def load_policy_loss(actor: ActorConfig) -> PolicyLoss:
     """Return the run's policy loss. Raise UserError as estimator_of does."""
     if actor.policy_loss.loss_mode != "custom":
         return POLICY_LOSSES[actor.policy_loss.loss_mode]

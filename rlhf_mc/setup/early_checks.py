@@ -14,7 +14,7 @@ from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.recorded import check_not_hidden
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.config.validate import validate
-from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
+from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layout, check_length
@@ -43,7 +43,7 @@ def check_early(cfg: Config, world: int) -> None:
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         for file in files:
             with about(f"{key} {file}:"):
-                check_columns(file, columns_of(cfg.data, scored_by_rule(cfg, key)))
+                check_columns(file, needed_columns(cfg.data, scored_by_rule(cfg, key)))
     _check_environment()
 
 

@@ -139,7 +139,7 @@ class Mesh:
         return sizes
 
 
-def mesh_of(megatron: MegatronConfig, world: int) -> Mesh:
+def training_mesh(megatron: MegatronConfig, world: int) -> Mesh:
     """Return the training mesh of the settings."""
     return Mesh(
         world,

@@ -19,7 +19,7 @@ from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
-from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.run_directory import ownership, success
 from rlhf_mc.run_directory.lock import Lock
@@ -92,7 +92,7 @@ class Checkpoints:
         self._run = run
         self._cfg = run.config.trainer
         self._root = Path(self._cfg.default_local_dir)
-        self._models = [TrainedModel(engine, layouts_of(engine)) for engine in run.trained_models()]
+        self._models = [TrainedModel(engine, engine_layouts(engine)) for engine in run.trained_models()]
         self._buffers = HostBuffers() if self._cfg.async_save else None
         self._in_flight: Save | None = None
         self._saved: int | None = None

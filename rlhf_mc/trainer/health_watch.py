@@ -16,7 +16,7 @@ from rlhf_mc.health.conditions import Facts
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
 from rlhf_mc.observability.sinks import view
-from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, rows_of
+from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.consensus import gather_objects, integers_of_rank_0
 from rlhf_mc.trainer.checkpointing import Checkpoints, save_checkpoint
@@ -53,7 +53,7 @@ class HealthWatch:
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:
-            self._monitor = Monitor(self._cfg, facts_of(run), say, self._write)
+            self._monitor = Monitor(self._cfg, run_facts(run), say, self._write)
             view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
@@ -62,12 +62,12 @@ class HealthWatch:
     def _replay(self, monitor: Monitor, after_step: int) -> Health:
         """Count the steps of metrics.jsonl up to a step again. Return the health of that step."""
         health = Health()
-        for _, row in rows_of(self._directory / METRICS_FILE):
+        for _, row in read_rows(self._directory / METRICS_FILE):
             if 0 < row["step"] <= after_step:
-                verdict = monitor.replay(row["step"], numbers_of(row))
-                acting = [(event.rule.name, event.text) for event in verdict.acting if event.action != "stop"]
-                health = Health(verdict.is_healthy, tuple(acting))
-                self._acting = verdict.acting
+                step_health = monitor.replay(row["step"], numeric_metrics(row))
+                acting = [(event.rule.name, event.text) for event in step_health.acting if event.action != "stop"]
+                health = Health(step_health.is_healthy, tuple(acting))
+                self._acting = step_health.acting
         return health
 
     def step_done(self, state: StepState) -> None:
@@ -78,10 +78,10 @@ class HealthWatch:
         mine = [0, 0, 1]
         texts: list[str] = []
         if self._monitor is not None:
-            verdict = self._monitor.step(state.step, state.metrics)
-            self._acting = verdict.acting
-            texts = [event.text for event in verdict.acting]
-            mine = [verdict.acting_bits, verdict.num_active, int(verdict.is_healthy)]
+            step_health = self._monitor.step(state.step, state.metrics)
+            self._acting = step_health.acting
+            texts = [event.text for event in step_health.acting]
+            mine = [step_health.acting_bits, step_health.num_active, int(step_health.is_healthy)]
         mask, num_active, is_healthy = integers_of_rank_0(mine)
         state.metrics["health/num_active"] = num_active
         acting = [rule.name for i, rule in enumerate(RULES) if mask >> i & 1]
@@ -112,7 +112,7 @@ class HealthWatch:
         view(HEALTH_FILE, append)
 
 
-def facts_of(run: Run) -> Facts:
+def run_facts(run: Run) -> Facts:
     """Return what the rules need to know of the run."""
     cfg = run.config
     updates = math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
@@ -120,7 +120,7 @@ def facts_of(run: Run) -> Facts:
     return Facts(updates, needs_of(cfg.algorithm).group, bound)
 
 
-def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+def numeric_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a row of metrics.jsonl, NaN for null."""
     return {
         key: math.nan if value is None else value

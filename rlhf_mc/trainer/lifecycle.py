@@ -15,7 +15,7 @@ from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.profile import warn_of_unreached
 from rlhf_mc.observability.sinks import Sink, build_sinks, view
 from rlhf_mc.report.page import read_runs, write_report
@@ -224,7 +224,7 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
     with run.offload_schedule.phase(state.timer, "export"):
         export_hf(
             run.actor.params,
-            layouts_of(run.actor),
+            engine_layouts(run.actor),
             run.actor.shape,
             directory,
             run.groups.rank,

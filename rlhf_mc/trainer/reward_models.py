@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.schema import Config, part_of, reward_models
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.data.conversations import ConversationTokenizer, batch_of
+from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.heads import value_head
@@ -116,7 +116,7 @@ def _conversations(
     for r, part in enumerate(gather_results(share)):
         found[r::world] = part
     num_truncated = sum(len(tokens) > max_tokens for tokens in found)
-    return batch_of([tokens[-max_tokens:] for tokens in found]), num_truncated
+    return conversation_batch([tokens[-max_tokens:] for tokens in found]), num_truncated
 
 
 def score_sequences(

@@ -16,7 +16,7 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.operations import forward_flops, training_flops
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
-from rlhf_mc.data.balance import Cost, assign_to_replicas, costs_of
+from rlhf_mc.data.balance import Cost, assign_to_replicas, sequence_costs
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
 from rlhf_mc.machine.facts import available_memory, memory
@@ -118,7 +118,7 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
     round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
     parts = assign_to_replicas(seq_lens, num_replicas, cost)
     balanced = [sum(seq_lens[i] for i in part) for part in parts]
-    of_sequence = costs_of(seq_lens, cost)
+    of_sequence = sequence_costs(seq_lens, cost)
     costs = [sum(of_sequence[i] for i in part) for part in parts]
     return {
         "global_seqlen/min": min(round_robin),

@@ -19,7 +19,7 @@ from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl.correction import rejection_lower_bound
-from rlhf_mc.verl.keys import OFF, Kind, rule_of
+from rlhf_mc.verl.keys import OFF, Kind, find_rule
 from rlhf_mc.verl.line import Line, Settings, number
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
 from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
@@ -194,7 +194,7 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
         return line
     if key in known or _mapping_of(key) is not None:
         return Line("same", "", key, value)
-    rule = rule_of(key)
+    rule = find_rule(key)
     if rule is None and value in (None, {}, []):
         return Line("implied", "nothing is given")
     if rule is None:

@@ -389,7 +389,7 @@ def _compiled() -> tuple[tuple[re.Pattern[str], KeyRule], ...]:
     return tuple((re.compile(fnmatch.translate(rule.pattern)), rule) for rule in RULES)
 
 
-def rule_of(key: str) -> KeyRule | None:
+def find_rule(key: str) -> KeyRule | None:
     """Return the rule of verl's key, or None. Renamed keys have the role of the key."""
     rule = next((rule for pattern, rule in _compiled() if pattern.match(key)), None)
     if rule is None or not rule.text.startswith("role."):
@@ -397,12 +397,12 @@ def rule_of(key: str) -> KeyRule | None:
     return KeyRule(rule.pattern, rule.kind, key.partition(".")[0] + rule.text.removeprefix("role"))
 
 
-def hint_of(key: str) -> str | None:
+def rename_hint(key: str) -> str | None:
     """Return what to do with verl's key in a config of ours, or None where it is not in the table."""
     for patterns, hint in CONVERTED_HINTS.items():
         if any(fnmatch.fnmatchcase(key, name) for pattern in patterns.split() for name in _alternatives(pattern)):
             return hint
-    rule = rule_of(key)
+    rule = find_rule(key)
     return rule.hint() if rule is not None else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import line_too_deep
-from rlhf_mc.verl.shell_words import Node, line_of
+from rlhf_mc.verl.shell_words import Node, node_line
 
 _MOST_BYTES = 1 << 15
 _DEEPEST = 100
@@ -53,7 +53,7 @@ def written(tree: Any) -> Iterator[tuple[int, str]]:
             yield from written(item)
     elif isinstance(tree, dict):
         if tree.get("Type") in ("Lit", "SglQuoted"):
-            yield line_of(tree), tree.get("Value", "")
+            yield node_line(tree), tree.get("Value", "")
         for item in tree.values():
             if isinstance(item, (dict, list)):
                 yield from written(item)

@@ -17,7 +17,7 @@ from typing import Any
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.verl.shell_conditions import Conditions
 from rlhf_mc.verl.shell_parser import parsed, written
-from rlhf_mc.verl.shell_words import Expander, Node, State, Unresolved, Variable, Word, line_of, matches
+from rlhf_mc.verl.shell_words import Expander, Node, State, Unresolved, Variable, Word, matches, node_line
 
 _STEP = 400
 """Work of a statement, beside the bytes of its values."""
@@ -107,7 +107,7 @@ class _Interpreter:
         command = node.get("Cmd")
         if command is None:
             return True
-        self.state.spend(_STEP, line_of(node))
+        self.state.spend(_STEP, node_line(node))
         method = getattr(self, f"_do_{command['Type']}", None)
         status = method(command) if method is not None else None
         return None if status is None else status != bool(node.get("Negated"))
@@ -157,7 +157,7 @@ class _Interpreter:
         return self.statements(branches[not status])
 
     def _do_CaseClause(self, node: Node) -> bool | None:
-        word = self.words.text(node["Word"], line_of(node))
+        word = self.words.text(node["Word"], node_line(node))
         items = node.get("Items", [])
         if word.problem is not None:
             self._fork([*(item.get("Stmts", []) for item in items), []], node["Word"])
@@ -188,7 +188,7 @@ class _Interpreter:
             if loop.get("Init"):
                 self.words.integer(loop["Init"])
             while loop.get("Cond") is None or self.words.integer(loop["Cond"]):
-                self.state.spend(_STEP, line_of(loop))
+                self.state.spend(_STEP, node_line(loop))
                 if not self._pass(body):
                     break
                 if loop.get("Post"):
@@ -232,8 +232,8 @@ class _Interpreter:
             except _Exit:
                 continue
             outcomes.append(copy.state.variables)
-            self.state.spend(20 * len(copy.state.variables), line_of(first))
-        line = line_of(first)
+            self.state.spend(20 * len(copy.state.variables), node_line(first))
+        line = node_line(first)
         if not outcomes:
             raise _Exit(line)
         shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80].rstrip(
@@ -304,7 +304,7 @@ class _Interpreter:
 
     def _assign(self, node: Node) -> None:
         name = node["Name"]["Value"]
-        line = line_of(node)
+        line = node_line(node)
         older = dict(self.state.variables.get(name, {})) if node.get("Append") or node.get("Index") else {}
         if "Array" in node:
             value = dict(older)
@@ -358,7 +358,7 @@ class _Interpreter:
             copy.statements(nodes)
         except (_Exit, Unresolved):
             return None
-        return Word(line_of(nodes[0]), "".join(copy.output).rstrip("\n")) if nodes else Word(0, "")
+        return Word(node_line(nodes[0]), "".join(copy.output).rstrip("\n")) if nodes else Word(0, "")
 
     def _print(self, text: str, word: Word) -> bool:
         if self.output is not None:

@@ -67,7 +67,7 @@ class State:
         return self.source[node["Pos"]["Offset"] : node["End"]["Offset"]].decode()
 
 
-def line_of(node: Node) -> int:
+def node_line(node: Node) -> int:
     """Return the line in which a node begins."""
     return int(node["Pos"]["Line"])
 
@@ -118,7 +118,7 @@ class Expander:
 
     def fields(self, word: Node, quoted: bool = False) -> list[Word]:
         """Return the words that a word expands to. quoted: spaces in values do not separate."""
-        out = _Fields(line_of(word) if "Pos" in word else 0)
+        out = _Fields(node_line(word) if "Pos" in word else 0)
         for part in word.get("Parts", []):
             self._part(part, quoted, False, out)
         out.end()
@@ -165,7 +165,7 @@ class Expander:
                 self.state.spend(len(value.text), out.line)
 
     def _values(self, part: Node, quoted: bool) -> list[Word]:
-        line = line_of(part)
+        line = node_line(part)
         if part["Type"] == "ParamExp":
             return self._parameter(part, quoted)
         if part["Type"] == "ArithmExp":
@@ -201,7 +201,7 @@ class Expander:
         index = self.index(node["Index"]) if node.get("Index") else None
         if node.get("Excl"):
             if index in ("@", "*"):
-                return [Word(line_of(node), key) for key in value or {}]
+                return [Word(node_line(node), key) for key in value or {}]
             name = value["0"].text if value and "0" in value else name
             value = self.lookup(name) if not (value and any(word.problem for word in value.values())) else value
         is_list = _is_list(node)
@@ -230,7 +230,7 @@ class Expander:
         if bad is not None:
             return [bad]
         size = len(values or []) if is_list else len(values[0].text if values else "")
-        return [Word(line_of(node), str(size))]
+        return [Word(node_line(node), str(size))]
 
     def _with_default(
         self, node: Node, name: str, values: list[Word] | None, is_list: bool, quoted: bool
@@ -241,7 +241,7 @@ class Expander:
         word = expression.get("Word") if expression else None
         is_given = values is not None and (":" not in op or any(item.text or item.problem for item in values))
         is_given = is_given and not (is_list and not values)
-        line = line_of(node)
+        line = node_line(node)
         if op in ("-", ":-", "=", ":=") and not is_given:
             fields = [self.text(word, line)] if quoted else self.fields(word) if word else []
             if "=" in op:
@@ -282,11 +282,11 @@ class Expander:
             return [replace(word, text=cases[op](word.text)) for word in values]
         if op in ("#", "##", "%", "%%"):
             pattern = self.text(expression.get("Word"))
-            self.state.spend(sum(len(word.text) ** 2 >> 2 for word in values), line_of(node))
+            self.state.spend(sum(len(word.text) ** 2 >> 2 for word in values), node_line(node))
             return [pattern if pattern.problem else replace(w, text=_trimmed(w.text, op, pattern.text)) for w in values]
         if op in ("?", ":?", ":-", "-", ":=", "="):
             return values
-        return [Word(line_of(node), "value", f"{self.state.shown(node)} is not evaluated")]
+        return [Word(node_line(node), "value", f"{self.state.shown(node)} is not evaluated")]
 
     def _sliced(self, node: Node, values: list[Word], is_list: bool, is_arguments: bool) -> list[Word]:
         try:
@@ -307,7 +307,7 @@ class Expander:
         if kind == "ParenArithm":
             return self.integer(node["X"])
         if kind == "Word":
-            word = self.text(node, line_of(node))
+            word = self.text(node, node_line(node))
             if word.problem is None and re.fullmatch(r"[A-Za-z_]\w*", word.text):
                 found = self.lookup(word.text)
                 word = (found or {}).get("0") or Word(word.line, word.text, f"${word.text} is not set", word.text)
@@ -343,11 +343,11 @@ class Expander:
         """Change a variable. Return its new value, or the older one for i++."""
         name = self.text(node["X"]).text
         older = 0 if from_zero else self.integer(node["X"])
-        self.state.variables[name] = {"0": Word(line_of(node), str(older + change))}
+        self.state.variables[name] = {"0": Word(node_line(node), str(older + change))}
         return older if node.get("Post") else older + change
 
     def _not_evaluated(self, node: Node) -> Word:
-        return Word(line_of(node), "value", f"$(({self.state.shown(node)})) is not evaluated")
+        return Word(node_line(node), "value", f"$(({self.state.shown(node)})) is not evaluated")
 
 
 def _quotient(left: int, right: int) -> int:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import gpt_model
-from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.trainer.log_probs import score_tokens
@@ -58,7 +58,7 @@ def train_step_with_frozen_tensors(
         engine = make_engine(checkpoint, role, groups, **megatron)
         tensors = frozen_tensors(f"{role}.freeze", patterns, engine.shape)
         before = logical_tensors(engine, engine.params)
-        frozen = frozen_parameters(tensors, layouts_of(engine)[groups.rank])
+        frozen = frozen_parameters(tensors, engine_layouts(engine)[groups.rank])
         engine.make_trainable(OptimConfig(lr=1e-2, weight_decay=0.1), total_steps=1, frozen=frozen)
         mini = batch.select(sequences)
         micro_batches = _my_micro_batches(engine, mini, 32)
@@ -92,7 +92,7 @@ def matrix_products(
             engine = make_engine(checkpoint, "actor", groups, **megatron)
             if kind != "frozen":
                 tensors = frozen_tensors("actor.freeze", patterns, engine.shape) if kind == "partly frozen" else ()
-                frozen = frozen_parameters(tensors, layouts_of(engine)[groups.rank])
+                frozen = frozen_parameters(tensors, engine_layouts(engine)[groups.rank])
                 engine.make_trainable(OptimConfig(), total_steps=1, frozen=frozen)
             with Products() as products:
                 if kind == "partly frozen":

@@ -17,7 +17,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine, gpt_model
-from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.models.gpt_model import fusions
 from rlhf_mc.patching import replaced
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -103,7 +103,7 @@ def partly_frozen_gradients(
     with fused_accumulation(), model_cases.mesh_groups(tp, pp) as groups:
         model = model_cases.make_engine(job.checkpoint, job.role, groups, **megatron)
         tensors = frozen_tensors(f"{job.role}.freeze", patterns, model.shape)
-        frozen = frozen_parameters(tensors, layouts_of(model)[groups.rank])
+        frozen = frozen_parameters(tensors, engine_layouts(model)[groups.rank])
         model.make_trainable(OptimConfig(), total_steps=1, frozen=frozen)
         mini = batch.select(job.sequences)
         micro_batches = model_cases._my_micro_batches(model, mini, job.budget)

@@ -34,7 +34,7 @@ from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models import gpt_model, heads
-from rlhf_mc.models.engine import Loss, ModelEngine, layouts_of
+from rlhf_mc.models.engine import Loss, ModelEngine, engine_layouts
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import log_prob_head, log_probs_and_entropy, value_head
@@ -107,7 +107,7 @@ def reward_engine(checkpoint: str, groups: ProcessGroups, **megatron: Any) -> Mo
     mesh = groups.mesh
     layout = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp, "dtype": "float32"}
     engine = ModelEngine("reward_model", reader.shape(value_head=True), MegatronConfig(**layout, **megatron), groups)
-    import_hf(reader, layouts_of(engine)[groups.rank], engine.params)
+    import_hf(reader, engine_layouts(engine)[groups.rank], engine.params)
     return engine
 
 

@@ -11,7 +11,7 @@ from gpu_parts.engines import make_engine, mesh_groups, objective, token_batch
 from gpu_parts.measure import activation_peak
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -30,7 +30,7 @@ def measured_state(checkpoint: str, mesh: dict[str, int], freeze: Sequence[str],
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, **megatron)
         frozen = frozen_tensors("actor.freeze", freeze, engine.shape)
-        engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layouts_of(engine)[groups.rank]))
+        engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, engine_layouts(engine)[groups.rank]))
         at_start = engine.held()
         engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
         state = _state(engine)

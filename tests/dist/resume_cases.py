@@ -18,9 +18,9 @@ import torch.distributed as dist
 from cases import built_run
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.run_directory import success
 from rlhf_mc.trainer import checkpointing, loop
@@ -33,7 +33,9 @@ Blocks = list[tuple[str, tuple[int, ...], Any, np.ndarray]]
 
 def blocks(run: Run) -> Blocks:
     """Return all blocks that this rank holds of a checkpoint, whichever rank writes them."""
-    found = [block for engine in run.trained_models() for block in blocks_of(TrainedModel(engine, layouts_of(engine)))]
+    found = [
+        block for engine in run.trained_models() for block in model_blocks(TrainedModel(engine, engine_layouts(engine)))
+    ]
     return [
         (block.key, block.global_shape, block.box, block.data.detach().contiguous().view(torch.uint8).numpy().copy())
         for block in found

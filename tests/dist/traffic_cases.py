@@ -13,11 +13,11 @@ from gpu_parts.engines import Role, make_engine, mesh_groups, objective, shared_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_bytes
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks, num_bytes
 from rlhf_mc.checkpoint.training_state import Save
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.models.engine import layouts_of
+from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.models.heads import log_prob_head, value_head
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
@@ -119,7 +119,7 @@ def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[st
     they hold, and of its arenas."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups, shared_directory() as root:
         engine = make_engine(checkpoint, role, groups, param_offload=True, optimizer_offload=True, **megatron)
-        layouts = layouts_of(engine)
+        layouts = engine_layouts(engine)
         frozen = frozen_tensors("freeze", freeze, engine.shape)
         engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, layouts[groups.rank]))
         engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
@@ -128,7 +128,7 @@ def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[st
         save = Save(root, 1, [model], {}, {}, {}, "", buffers)
         save.commit()
         files = [path for path in directory.final_path(root, 1).iterdir() if path.name.startswith(f"__{groups.rank}_")]
-        blocks = [block for block in blocks_of(model) if block.is_mine]
+        blocks = [block for block in model_blocks(model) if block.is_mine]
         engine.offload.offload_all_but(())
         arenas = {name: group._host.num_bytes for name, group in engine.offload._groups.items()}
         return {
@@ -146,7 +146,7 @@ def moved(checkpoint: str, mesh: dict[str, int], rollout_tp: int, **megatron: An
         engine = make_engine(checkpoint, "actor", groups, dtype="bfloat16", **megatron)
         engines = choose_rollout_groups(engine.shape, groups.mesh, rollout_tp, 2)
         target = rollout_layouts(engine.shape, engines)
-        plan = make_plan(layouts_of(engine), target, 2, 1 << 20, 2).for_rank(groups.rank)
+        plan = make_plan(engine_layouts(engine), target, 2, 1 << 20, 2).for_rank(groups.rank)
         tensors = {n: torch.empty(size, dtype=torch.bfloat16) for n, size in target[groups.rank].shapes.items()}
         with Recorder() as recorder:
             execute(plan, engine.params, tensors, PointToPoint(dist.group.WORLD))

@@ -12,7 +12,7 @@ from documents import ROOT
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import absent_roles, uses_critic
-from rlhf_mc.setup.custom_functions import estimator_of, policy_loss_of
+from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.trainer.update import entropy_coeff, step_generator
 
 GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")
@@ -124,9 +124,9 @@ def test_functions_of_the_page_are_accepted(config_file: Path, tmp_path: Path) -
     for name in ("estimate", "policy_loss"):
         (tmp_path / f"{name}.py").write_text(example(name))
     algorithm = load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm
-    assert estimator_of(algorithm).__name__ == "estimate"
+    assert load_estimator(algorithm).__name__ == "estimate"
     actor = load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor
-    found = policy_loss_of(actor)
+    found = load_policy_loss(actor)
     assert found.function.__name__ == "policy_loss" and found.selection is None
 
 
@@ -153,7 +153,7 @@ def test_estimators_that_return_something_else_are_refused(
     with pytest.raises(
         UserError, match=r"^algorithm\.custom_estimator\.path .*mine\.py: estimate(, called with| raised SystemExit)"
     ) as caught:
-        estimator_of(algorithm)
+        load_estimator(algorithm)
     assert words in str(caught.value)
 
 
@@ -162,7 +162,7 @@ def test_estimator_with_a_critic_must_return_returns(config_file: Path, tmp_path
     needs = "algorithm.custom_estimator.needs_critic=true"
     algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py", needs)).algorithm
     with pytest.raises(UserError, match="returned no returns; with needs_critic it must"):
-        estimator_of(algorithm)
+        load_estimator(algorithm)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_losses_that_return_something_else_are_refused(
     with pytest.raises(
         UserError, match=r"^actor\.policy_loss\.custom_loss\.path .*mine\.py: policy_loss(, called| raised SystemExit)"
     ) as caught:
-        policy_loss_of(actor)
+        load_policy_loss(actor)
     assert words in str(caught.value)
 
 
@@ -195,8 +195,8 @@ def test_functions_that_exit_later_are_named(config_file: Path, tmp_path: Path) 
     for name, result in (("estimate", "Estimate(inputs.rewards)"), ("policy_loss", "(inputs.log_probs.sum(), {})")):
         imports = f"import sys\n{ESTIMATE.partition('def')[0]}"
         (tmp_path / f"{name}.py").write_text(f"{imports}calls = []\ndef {name}(inputs):\n{ends}{result}\n")
-    estimator = estimator_of(load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm)
-    policy_loss = policy_loss_of(load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor).function
+    estimator = load_estimator(load(config_file, *estimator_settings(tmp_path / "estimate.py")).algorithm)
+    policy_loss = load_policy_loss(load(config_file, *loss_settings(tmp_path / "policy_loss.py")).actor).function
     for function, words in ((estimator, "estimate.py: estimate"), (policy_loss, "policy_loss.py: policy_loss")):
         with pytest.raises(UserError, match=f"path .*{words} raised SystemExit: 0 ") as caught:
             function(None)  # type: ignore[arg-type]
@@ -206,6 +206,6 @@ def test_functions_that_exit_later_are_named(config_file: Path, tmp_path: Path) 
 def test_functions_that_cannot_be_called_are_refused(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def estimate(rewards, values): ...\npolicy_loss = 3")
     with pytest.raises(UserError, match=r"estimate\(rewards, values\) cannot be called as estimate\(inputs\)"):
-        estimator_of(load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm)
+        load_estimator(load(config_file, *estimator_settings(tmp_path / "mine.py")).algorithm)
     with pytest.raises(UserError, match="'policy_loss' is not a function but int"):
-        policy_loss_of(load(config_file, *loss_settings(tmp_path / "mine.py")).actor)
+        load_policy_loss(load(config_file, *loss_settings(tmp_path / "mine.py")).actor)

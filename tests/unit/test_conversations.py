@@ -11,7 +11,7 @@ import pytest
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
-from rlhf_mc.data.conversations import ConversationTokenizer, batch_of
+from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
 from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts
 
@@ -46,7 +46,7 @@ def test_conversation_is_rendered_as_by_transformers(template: str, tmp_path: Pa
     expected = own.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
     found = own.tokens(prompt(*messages), "2")
     assert found.tolist() == expected and found[-1] == own.tokenizer.eos_token_id
-    batch = batch_of([found, found[-1:]])
+    batch = conversation_batch([found, found[-1:]])
     assert batch.tokens.tolist() == [*expected, expected[-1]]
     assert batch.seq_lens.tolist() == [len(expected), 1] and batch.response_lens.tolist() == [1, 1]
 

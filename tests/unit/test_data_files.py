@@ -22,7 +22,7 @@ from rlhf_mc.data import tokenise
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.order import check_weights, draws_of_files, indices_of_batch, weighted_indices
 from rlhf_mc.data.prompts import load_prompts
-from rlhf_mc.data.source import check_columns, columns_of, scored_by_rule
+from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.setup.scorable import scorable
@@ -54,7 +54,7 @@ def test_jsonl_gives_the_prompts_of_parquet(tmp_path: Path, tokenizer: PreTraine
     lines = write_lines(tmp_path / "a.jsonl", [*rows[:2], "", *rows[2:]])
     table = write_table(tmp_path / "a.parquet", rows)
     cfg = data_config()
-    check_columns(lines, columns_of(cfg))
+    check_columns(lines, needed_columns(cfg))
     ours, theirs = (list(load_prompts([file], tokenizer, cfg, 4, num_texts=2)) for file in (lines, table))
     assert [vars(p) | {"file": ""} for p in ours] == [vars(p) | {"file": ""} for p in theirs]
     assert len(ours) == 4 and ours[0].file == f"data.train_files {lines}"
@@ -78,8 +78,8 @@ def test_columns_that_may_be_absent(tmp_path: Path, tokenizer: PreTrainedTokeniz
         assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("unknown", None, {})
         assert "no column 'data_source'" in error_of(path, tokenizer)
         with pytest.raises(UserError, match="no column 'data_source'"):
-            check_columns(path, columns_of(data_config()))
-        check_columns(path, columns_of(data_config(), by_rule=False))
+            check_columns(path, needed_columns(data_config()))
+        check_columns(path, needed_columns(data_config(), by_rule=False))
 
 
 def test_who_needs_the_columns_of_rules() -> None:
@@ -153,7 +153,7 @@ def test_a_line_that_is_no_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
 
 def test_the_first_line_may_be_bad(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["{", make_row("1")])
-    check_columns(path, columns_of(data_config()))
+    check_columns(path, needed_columns(data_config()))
     assert error_of(path, tokenizer).startswith(f"data.train_files {path}, row 0 (line 1): not valid JSON")
     (prompt,) = load_prompts([path], tokenizer, data_config(on_bad_row="skip"), -1)
     assert prompt.row == 1

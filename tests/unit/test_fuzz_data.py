@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.prompts import load_prompts
-from rlhf_mc.data.source import check_columns, columns_of
+from rlhf_mc.data.source import check_columns, needed_columns
 from rlhf_mc.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -113,7 +113,7 @@ def check(
     )
 
     def read() -> Any:
-        check_columns(str(path), columns_of(cfg))
+        check_columns(str(path), needed_columns(cfg))
 
     success_or_user_error(read)
     prompts = success_or_user_error(lambda: load_prompts([str(path)], tokenizer, cfg, -1))

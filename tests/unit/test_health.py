@@ -20,7 +20,7 @@ from rlhf_mc.config.validate import validate
 from rlhf_mc.health.conditions import Facts
 from rlhf_mc.health.monitor import Event, Monitor, keep_events_up_to
 from rlhf_mc.health.rules import RULES
-from rlhf_mc.trainer.health_watch import numbers_of
+from rlhf_mc.trainer.health_watch import numeric_metrics
 
 HEALTHY = {
     "actor/ppo_kl": 0.015,
@@ -224,7 +224,7 @@ def test_replayed_steps_give_the_state_of_an_uninterrupted_run() -> None:
             if step <= resumed_after:
                 stored = {key: None if math.isnan(value) else value for key, value in row.items()}
                 resumed.monitor.replay(
-                    step, numbers_of(json.loads(json.dumps({"step": step, "run_id": "a", **stored})))
+                    step, numeric_metrics(json.loads(json.dumps({"step": step, "run_id": "a", **stored})))
                 )
             else:
                 resumed.monitor.step(step, row)

@@ -21,7 +21,7 @@ from rlhf_mc.models import gpt_model
 from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.reshard.layout import mcore_layout
 from rlhf_mc.reshard.placement import training_layouts
-from rlhf_mc.topology.mesh import mesh_of
+from rlhf_mc.topology.mesh import training_mesh
 
 REPO = Path(__file__).resolve().parents[2]
 MOE = ModelShape.from_hf_config({**QWEN_3_30B_A3B, "num_hidden_layers": 4, "num_experts": 16})
@@ -56,7 +56,7 @@ def test_experts_of_all_ranks() -> None:
 
 def test_names_of_transformer_engine_are_of_the_same_blocks() -> None:
     """Compare the two layouts, since the models above have Megatron-Core's local names alone."""
-    mesh = mesh_of(MOE_LAYOUT, 8)
+    mesh = training_mesh(MOE_LAYOUT, 8)
     for local, te in zip(training_layouts(MOE, mesh), training_layouts(MOE, mesh, True), strict=True):
         assert set(local.shapes) != set(te.shapes)
         assert sorted((s.tensor, s.box, s.offset, local.shapes[s.local]) for s in local.shards) == sorted(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.runtime.rank_status import RankStatus, describe_error, heartbeat_of
+from rlhf_mc.runtime.rank_status import RankStatus, describe_error, make_heartbeat
 
 
 def test_phase_timer_updates_the_status_and_keeps_the_failed_phase() -> None:
@@ -28,7 +28,7 @@ def test_phase_timer_updates_the_status_and_keeps_the_failed_phase() -> None:
 
 def test_stack_gives_the_collective_and_the_source_line() -> None:
     with ThreadPoolExecutor(1) as pool:
-        here = pool.submit(heartbeat_of, RankStatus(), 0, threading.get_ident()).result()
+        here = pool.submit(make_heartbeat, RankStatus(), 0, threading.get_ident()).result()
     assert here.collective == "" and here.at.startswith("test_rank_status.py:")
     assert "in phase start for 0 s, at test_rank_status.py" in here.position()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -46,7 +46,7 @@ def test_stack_gives_the_collective_and_the_source_line() -> None:
 def test_a_phase_change_is_reported_at_the_line_of_its_caller() -> None:
     # The heartbeat of a phase change is sent from within PhaseTimer and rlhf_mc/runtime.
     status = RankStatus()
-    names = {"heartbeat_of": heartbeat_of, "status": status, "found": [], "thread": threading.get_ident()}
+    names = {"heartbeat_of": make_heartbeat, "status": status, "found": [], "thread": threading.get_ident()}
     source = "def on_move():\n    found.append(heartbeat_of(status, 0, thread))"
     exec(compile(source, "rlhf_mc/runtime/heartbeat_thread.py", "exec"), names)
     status.on_move = names["on_move"]  # type: ignore[assignment]
@@ -59,4 +59,4 @@ def test_a_phase_change_is_reported_at_the_line_of_its_caller() -> None:
 def test_status_counts_the_seconds_since_its_last_change() -> None:
     status = RankStatus()
     status.since = time.monotonic() - 7.0
-    assert round(heartbeat_of(status, 0, 0).seconds) == 7
+    assert round(make_heartbeat(status, 0, 0).seconds) == 7

@@ -20,11 +20,11 @@ import report_runs
 from rlhf_mc import run_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.report import charts as report_charts
-from rlhf_mc.report.charts import Limits, charts, curves, length_histograms, limits_of, marks, phase_times
-from rlhf_mc.report.page import page_of, read_runs, write_report
+from rlhf_mc.report.charts import Limits, axis_limits, charts, curves, length_histograms, marks, phase_times
+from rlhf_mc.report.page import read_runs, render_page, write_report
 from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, STALE_SECONDS, read_run
 from rlhf_mc.run_directory import lock as run_lock
-from rlhf_mc.run_files import rows_of
+from rlhf_mc.run_files import read_rows
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 
@@ -114,10 +114,10 @@ def test_line_separators_within_a_text_cut_no_line(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert [(sample.prompt, sample.response) for sample in run.training[4]] == [("a\u2028b", "c\u0085d\x1ee")] * 2
     assert "train_generations/4.jsonl: 1 of 3 lines cannot be read and are left out: line 2" in run.faults
-    assert list(rows_of(folder / "4.jsonl")) == []
+    assert list(read_rows(folder / "4.jsonl")) == []
     whole = json.dumps({"step": 1, "text": "a\u2028b"}, ensure_ascii=False) + "\n"
     (tmp_path / "health.jsonl").write_text(whole + whole[:9])
-    assert [line for line, _ in rows_of(tmp_path / "health.jsonl")] == [whole]
+    assert [line for line, _ in read_rows(tmp_path / "health.jsonl")] == [whole]
 
 
 ODD_STARTS: list[tuple[dict[str, Any], str]] = [
@@ -148,7 +148,7 @@ def test_huge_numbers_and_odd_profiles_are_left_out(tmp_path: Path) -> None:
         (tmp_path / "profile" / f"step_{step}" / "phases.json").write_text(json.dumps({"phases": phases}))
     run = read_run(tmp_path)
     assert "metrics.jsonl: 2 of 3 lines cannot be read and are left out" in run.faults and list(run.phases) == [3]
-    page = page_of([run])
+    page = render_page([run])
     assert data_in(page)["runs"][0]["curves"]["metrics"] == {"b": [1]} and "NaN" not in page
 
 
@@ -180,7 +180,7 @@ def test_cut_lines_and_unreadable_files_are_named_and_left_out(tmp_path: Path) -
     assert run.faults[0] == "metrics.jsonl: 4 of 7 lines cannot be read and are left out: line 2, 5, 7"
     assert any(text.startswith("starts.jsonl has no start") for text in run.faults)
     assert any(text.startswith("profile/step_1/phases.json cannot be read") for text in run.faults)
-    assert "4 of 7 lines" in page_of([run])
+    assert "4 of 7 lines" in render_page([run])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_missing_directory_and_file_are_one_line(tmp_path: Path) -> None:
 
 def test_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"run_id": "x"}')
-    page = page_of([read_run(tmp_path)])
+    page = render_page([read_run(tmp_path)])
     assert "metrics.jsonl has no rows yet" in page
     (drawn,) = data_in(page)["runs"]
     assert drawn["curves"] == {"steps": [], "metrics": {}, "group": 1} and data_in(page)["charts"] == []
@@ -235,7 +235,7 @@ def test_long_curves_keep_their_extremes() -> None:
 
 
 def test_charts_take_what_is_logged(root: Path) -> None:
-    found = {chart["id"]: chart["keys"] for chart in charts(list(data_in(page_of([read_run(root)]))["metrics"]))}
+    found = {chart["id"]: chart["keys"] for chart in charts(list(data_in(render_page([read_run(root)]))["metrics"]))}
     assert found["accuracy"] == [f"val-core/{source}/acc/mean@1" for source in sorted(report_runs.SOURCES)]
     assert found["reward"][0] == "critic/score/mean" and len(found["reward"]) == 4
     assert found["mfu"] == ["perf/mfu/actor", "perf/mfu/critic"]
@@ -267,8 +267,8 @@ def test_weights_that_a_validation_updates_are_not_within_the_step() -> None:
 
 def test_many_runs_share_the_room_of_a_page() -> None:
     rows = [{"step": step, **{f"m{i}": 0.1 for i in range(300)}} for step in range(2)]
-    assert limits_of([rows] * 2) == Limits()
-    limits = limits_of([rows] * 100)
+    assert axis_limits([rows] * 2) == Limits()
+    limits = axis_limits([rows] * 100)
     assert 100 * 300 * limits.points <= report_charts.MAX_NUMBERS and limits.bars == 30
     long = [{"step": step, "timing_s/step": 1.0 + step / 7} for step in range(400)]
     assert len(curves(long, limits.points)["steps"]) <= limits.points
@@ -299,7 +299,7 @@ def test_marks_are_resumes_faults_and_adjustments(root: Path, tmp_path: Path) ->
 
 
 def test_page_needs_nothing_else_and_escapes_what_it_shows(root: Path) -> None:
-    page = page_of([read_run(root)])
+    page = render_page([read_run(root)])
     assert not re.search(r"(?:src|href)=[\"']?(?:https?:|//)", page)
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     assert "<script>alert(1)</script>" not in page and "&lt;script&gt;alert(1)" in page
@@ -309,7 +309,7 @@ def test_page_needs_nothing_else_and_escapes_what_it_shows(root: Path) -> None:
 
 def test_two_runs_are_compared(root: Path, tmp_path: Path) -> None:
     other = report_runs.write_run(tmp_path / "a", num_steps=20, lr=3e-6, health=False)
-    page = page_of([read_run(root), read_run(other)])
+    page = render_page([read_run(root), read_run(other)])
     assert re.search(
         r"<code>actor.optim.lr</code></th><td class=\"text\">1e-06</td><td class=\"text\">3e-06</td>", page
     )
@@ -319,7 +319,7 @@ def test_two_runs_are_compared(root: Path, tmp_path: Path) -> None:
 
 
 def test_phases_by_rank_say_who_was_waited_for(root: Path) -> None:
-    page = page_of([read_run(root)])
+    page = render_page([read_run(root)])
     rows = re.findall(r'<th scope="row">(gen|update_actor)</th>(.*?)</tr>', page, re.DOTALL)
     found = {name: re.findall(r">([^<]*)</td>", row) for name, row in rows}
     reason = "it had 1.28x the tokens: 900 to 700"
@@ -331,7 +331,7 @@ def test_samples_are_of_some_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')
     for step in range(100):
         report_runs.write_samples(tmp_path, step)
-    kept = data_in(page_of([read_run(tmp_path)]))["runs"][0]["samples"]["validation"]
+    kept = data_in(render_page([read_run(tmp_path)]))["runs"][0]["samples"]["validation"]
     assert len(kept) == MAX_SAMPLE_STEPS and {"0", "99"} <= set(kept)
     assert list(read_run(tmp_path, 1).training) == [99]
 
@@ -360,4 +360,4 @@ def test_page_that_cannot_be_written_is_one_line(root: Path, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write the report .*page\.html: "):
         write_report(read_runs([root]), tmp_path / "file" / "page.html")
-    assert socket.gethostname() not in page_of([read_run(root)]), "the hosts are those of the run"
+    assert socket.gethostname() not in render_page([read_run(root)]), "the hosts are those of the run"

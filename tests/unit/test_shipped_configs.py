@@ -17,7 +17,7 @@ from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.planner import activations
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.model_state import trained_state
-from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
+from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.placement import training_layouts
@@ -60,10 +60,10 @@ def test_config_fits_its_machine(name: str, world: int, model: str, spare: float
     gpus_per_node = min(world, 8)
     capacity = Capacity(world, 80 << 30, True, gpus_per_node, 2e12)
     plan = plan_run(cfg, capacity)
-    found = judge(cfg, plan, capacity)
+    found = check_fit(cfg, plan, capacity)
     assert found.problem is None
     assert found.spare / GB == pytest.approx(spare, abs=0.1) and found.spare > MARGIN
-    node = plan_host_memory(cfg, shapes_of(cfg), plan, gpus_per_node)
+    node = plan_host_memory(cfg, planned_shapes(cfg), plan, gpus_per_node)
     assert node.total / GB == pytest.approx(host, abs=1)
     # Each engine decodes all its sequences of a step at once, at their maximum length too.
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
@@ -93,7 +93,7 @@ def test_config_needs_its_settings(name: str, world: int, model: str, change: st
         str(REPO / "configs" / f"{name}.yaml"), [model_path(model), f"actor.{change}", f"critic.{change}"]
     )
     capacity = Capacity(world, 80 << 30)
-    assert judge(cfg, plan_run(cfg, capacity), capacity).spare < MARGIN
+    assert check_fit(cfg, plan_run(cfg, capacity), capacity).spare < MARGIN
 
 
 def test_70b_layout() -> None:

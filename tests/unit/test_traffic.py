@@ -9,7 +9,7 @@ from test_shipped_configs import REPO
 from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.load import load_config
 from rlhf_mc.planner.collectives import Collective
-from rlhf_mc.planner.lengths import lengths_of
+from rlhf_mc.planner.lengths import expected_lengths
 from rlhf_mc.planner.traffic import Traffic, plan_traffic
 
 WORLD = 64
@@ -36,7 +36,9 @@ def test_received_bytes(kind: str, group: tuple[int, ...], expected: tuple[int, 
 def traffic_70b(*overrides: str, world: int = WORLD) -> dict[tuple[str, str, str], Traffic]:
     cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [model_path("llama-3-70b"), *overrides])
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
-    return {(t.phase, t.name, t.kind): t for t in plan_traffic(cfg, shapes, world, NODE, lengths_of(cfg, None, None))}
+    return {
+        (t.phase, t.name, t.kind): t for t in plan_traffic(cfg, shapes, world, NODE, expected_lengths(cfg, None, None))
+    }
 
 
 def test_70b_by_hand() -> None:

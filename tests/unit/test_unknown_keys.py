@@ -84,7 +84,7 @@ def test_unknown_key_has_this_answer(config_file: Path, key: str, answer: str) -
 
 def test_keys_that_are_named_in_answers_exist() -> None:
     """Check each section.key in the replacements of verl's keys."""
-    rules = [keys.rule_of(rule.pattern.replace("*", "actor")) or rule for rule in keys.RULES]
+    rules = [keys.find_rule(rule.pattern.replace("*", "actor")) or rule for rule in keys.RULES]
     answers = [*unknown._EARLIER.values(), *keys.CONVERTED_HINTS.values(), *(rule.hint() for rule in rules)]
     known = dotted_keys()
     for answer in answers:

@@ -19,7 +19,7 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
 from rlhf_mc.data.balance import Limit, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep, layouts_of
+from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep, engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import hf_layout
@@ -92,7 +92,7 @@ def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: 
     engine = ModelEngine(role, shape, config, groups)
     check_parameters(engine)
     skip = ("score.weight",) if role == "critic" else ()
-    import_hf(reader, layouts_of(engine)[groups.rank], engine.params, skip=skip)
+    import_hf(reader, engine_layouts(engine)[groups.rank], engine.params, skip=skip)
     if role == "critic" and groups.is_last_stage:
         name = chunk_prefix(groups.mesh.vpp - 1, groups.mesh.vpp) + "output_layer.weight"
         engine.params[name].copy_(value_head_weight(shape.hidden_size))
@@ -103,7 +103,7 @@ def check_parameters(engine: ModelEngine) -> None:
     """Raise RuntimeError if names or shapes of this rank's parameters are not those of rlhf_mc's layout, which is
     another for Transformer Engine's layers."""
     found = {name: tuple(param.shape) for name, param in engine.named_parameters().items()}
-    wanted = layouts_of(engine)[engine.groups.rank].shapes
+    wanted = engine_layouts(engine)[engine.groups.rank].shapes
     differ = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
     if differ:
         first = differ[0]
@@ -167,7 +167,7 @@ def logical_tensors(engine: ModelEngine, local: dict[str, torch.Tensor]) -> dict
     """Gather the whole model on this rank, by the names of the Hugging Face checkpoint. This rank's own blocks come
     from itself, so that over all ranks every replica of every block is compared."""
     target = hf_layout(engine.shape)
-    plan = make_plan(layouts_of(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
+    plan = make_plan(engine_layouts(engine), [target] * dist.get_world_size(), torch.float32.itemsize, 64 << 20)
     tensors = {name: torch.full(size, torch.nan) for name, size in target.shapes.items()}
     execute(plan.for_rank(dist.get_rank()), local, tensors, PointToPoint(dist.group.WORLD))
     return tensors

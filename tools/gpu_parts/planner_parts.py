@@ -14,7 +14,7 @@ from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.models.offload import distinct_storages, optimizer_tensors, tensors_besides
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
@@ -91,7 +91,7 @@ def _planned(
     shape = engine.shape
     mesh = groups.mesh
     overlaps = overlaps_reduction(megatron, mesh.dp, platform.use_cuda())
-    layout = layouts_of(engine)[groups.rank]
+    layout = engine_layouts(engine)[groups.rank]
     state = trained_state(layout, megatron, mesh, 0, (), overlaps, shape.shares_embeddings)
     return {
         **vars(state),

@@ -22,11 +22,11 @@ from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
 from rlhf_mc.checkpoint import directory
-from rlhf_mc.checkpoint.training_blocks import TrainedModel, blocks_of, num_bytes
+from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks, num_bytes
 from rlhf_mc.checkpoint.training_state import Save, load
 from rlhf_mc.checkpoint.training_tensors import HostBuffers
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.engine import ModelEngine, layouts_of
+from rlhf_mc.models.engine import ModelEngine, engine_layouts
 
 BUDGET = 1024
 GRADIENT_BOUND = 0.02
@@ -81,7 +81,7 @@ def _resume(report: Report, sizes: Sizes, must_agree: bool) -> None:
 
 
 def _models(engine: ModelEngine) -> list[TrainedModel]:
-    return [TrainedModel(engine, layouts_of(engine))]
+    return [TrainedModel(engine, engine_layouts(engine))]
 
 
 def _gradient(engine: ModelEngine, batch: RaggedBatch) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ def async_save(report: Report, sizes: Sizes) -> None:
         batch = with_targets(engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
         train_once(engine, batch, BUDGET)
         models = _models(engine)
-        size = num_bytes(block for model in models for block in blocks_of(model))
+        size = num_bytes(block for model in models for block in model_blocks(model))
         buffers = HostBuffers()
         for step in (1, 2):  # the first allocates the host memory
             wanted = state_of(engine)
