@@ -12,6 +12,7 @@ from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, row_problem
 from rlhf_mc.rewards.results import Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
+from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.work import working
