@@ -75,7 +75,7 @@ class EnginesAlone:
         cfg = run.config
         rank = dist.get_rank()
         world = dist.get_world_size()
-        self.prompts = [p.token_ids for p in prompts][rank::world]
+        self.prompts = [p.token_ids.tolist() for p in prompts[rank::world]]
         self.lens = batch.response_lens.tolist()[rank::world]
         models = {"old_log_prob": run.actor, "ref": run.reference, "values": run.critic}
         self.micro_batches = {}

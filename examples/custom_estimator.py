@@ -28,7 +28,7 @@ def estimate(inputs: EstimatorInputs) -> Estimate:
     same_prompt = inputs.group[:, None] == inputs.group[None, :]
     wins = torch.sign(inputs.scores[:, None] - inputs.scores[None, :]) * same_prompt
     advantages = wins.sum(dim=1) / (same_prompt.sum(dim=1) - 1)
-    return Estimate(torch.where(inputs.mask, advantages[:, None], 0.0))
+    return Estimate(inputs.per_token(advantages))
 
 
 def main() -> None:

@@ -1,38 +1,39 @@
-"""Token rewards, and the advantage estimators, on padded [S, L] matrices of response tokens.
+"""Token rewards, and the advantage estimators. All tensors are of the whole batch of a step, which every rank has: [R]
+response tokens, response after response, of response_lens [S].
 
 An estimator is a function of EstimatorInputs that returns an Estimate. ADVANTAGE_ESTIMATORS has each by its name;
-config/algorithm_schema.py has what each needs. Means and deviations of a group are computed in float64, in which sums
-of equal float32 numbers are exact: responses of equal scores have advantages of exactly 0. Whitening is in masked.py,
-the KL estimate that token_rewards subtracts in kl.py.
+config/algorithm_schema.py has what each needs. Statistics and whitening are computed in float64, in which sums of equal
+float32 numbers are exact: responses of equal scores have advantages of exactly 0. The KL estimate that token_rewards
+subtracts is in kl.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from rlhf_mc.algorithms.masked import masked_sum, masked_whiten
-
 STD_EPS = 1e-6
 """Added to the standard deviation of a group's scores, as in verl."""
+WHITEN_EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """All that an estimator may use, of the whole batch of a step. Every rank has the same."""
+    """All that an estimator may use, and statistics of it."""
 
     rewards: torch.Tensor
-    """[S, L] float32: token rewards, 0 off the mask: the score on the last token, less the KL penalty of each token."""
-    mask: torch.Tensor
-    """[S, L] bool: True on response tokens, possibly with holes."""
+    """[R] float32: token rewards: the score on a response's last token, less the KL penalty of each token."""
+    response_lens: torch.Tensor
+    """[S] int64: tokens of each response, at least 1."""
     scores: torch.Tensor
     """[S] float32: of the reward function or the reward model, without a KL penalty."""
     group: torch.Tensor
     """[S] int64: number of the response's prompt."""
     values: torch.Tensor | None = None
-    """[S, L] float32: the critic's values; None without a critic."""
+    """[R] float32: the critic's values; None without a critic."""
     greedy_scores: torch.Tensor | None = None
     """[S] float32: score of the response to the same prompt at temperature 0; None if it is not needed."""
     gamma: float = 1.0
@@ -45,7 +46,33 @@ class EstimatorInputs:
     @property
     def response_rewards(self) -> torch.Tensor:
         """[S] float64: sum of each response's token rewards."""
-        return masked_sum(self.rewards.double(), self.mask, dim=1)
+        return self.per_response(self.rewards)
+
+    @property
+    def group_sizes(self) -> torch.Tensor:
+        """[S] float64: number of responses to the response's prompt."""
+        return self.per_prompt(torch.ones_like(self.scores), "sum")
+
+    def per_response(self, x: torch.Tensor, statistic: Literal["sum", "mean", "max", "min"] = "sum") -> torch.Tensor:
+        """Return the statistic of x [R] over the tokens of each response: [S] float64."""
+        return torch.segment_reduce(x.double(), statistic, lengths=self.response_lens)
+
+    def per_prompt(
+        self, x: torch.Tensor, statistic: Literal["sum", "mean", "max", "min", "std"] = "mean"
+    ) -> torch.Tensor:
+        """Return for each response the statistic of x [S] over the responses to its prompt: [S] float64. std is the
+        unbiased one, NaN of a single response."""
+        x = x.double()
+        if statistic == "std":
+            squares = (x - self.per_prompt(x)).square()
+            return (self.per_prompt(squares, "sum") / (self.group_sizes - 1)).sqrt()
+        _, index = torch.unique(self.group, return_inverse=True)
+        reduce = {"max": "amax", "min": "amin"}.get(statistic, statistic)
+        return torch.zeros_like(x).scatter_reduce(0, index, x, reduce, include_self=False)[index]
+
+    def per_token(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [S] on each token of its response: [R], in the dtype of the rewards."""
+        return torch.repeat_interleave(x.to(self.rewards.dtype), self.response_lens)
 
 
 @dataclass(frozen=True)
@@ -53,70 +80,95 @@ class Estimate:
     """The result of an estimator."""
 
     advantages: torch.Tensor
-    """[S, L], in the dtype of the rewards, 0 off the mask."""
+    """[R], in the dtype of the rewards."""
     returns: torch.Tensor | None = None
-    """[S, L], the same: targets of the critic. Without a critic they are only logged; None: not defined."""
+    """[R], the same: targets of the critic. Without a critic they are only logged; None: not defined."""
 
 
 EstimatorFunction = Callable[[EstimatorInputs], Estimate]
 
 
-@torch.no_grad()
-def token_rewards(scores: torch.Tensor, kl: torch.Tensor | None, kl_coef: float, mask: torch.Tensor) -> torch.Tensor:
-    """Return reward_t = -kl_coef * kl_t, plus the sequence's score on its last response token: [S, L], 0 off the mask.
+def token_rewards(
+    scores: torch.Tensor, kl: torch.Tensor | None, kl_coef: float, response_lens: torch.Tensor
+) -> torch.Tensor:
+    """Return reward_t = -kl_coef * kl_t, plus the response's score on its last token: [R], in the dtype of the scores.
 
-    scores: [S]. kl: [S, L] in nats, or None for no KL term. mask: [S, L] bool, True on response tokens, possibly with
-    holes; the last True of a row is its last response token. A row without response tokens gets no reward. Source:
-    InstructGPT (arXiv 2203.02155), equation 2, per token as in Ziegler et al. (arXiv 1909.08593).
+    scores: [S]. kl: [R] in nats, or None for no KL term. Source: InstructGPT (arXiv 2203.02155), equation 2, per token
+    as in Ziegler et al. (arXiv 1909.08593).
     """
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # -1 where the row has none
-    zeros = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
-    rewards = torch.where(positions == last, scores[:, None], zeros)
-    if kl is not None:
-        rewards = rewards - kl_coef * torch.where(mask, kl, zeros)
-    return rewards
+    ends = response_lens.cumsum(0)
+    rewards = scores.new_zeros(int(ends[-1]))
+    rewards[ends - 1] = scores
+    return rewards if kl is None else rewards - kl_coef * kl
+
+
+def discounted_sums(x: torch.Tensor, response_lens: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return y_t = x_t + factor * y_next, where y_next is 0 after a response's last token. x, y: [R]."""
+    lens, order = response_lens.sort(descending=True)
+    last = (response_lens.cumsum(0) - 1)[order]
+    # Responses by length: those with a token this far before the last one are the first `count`.
+    counts = len(lens) - lens.bincount().cumsum(0)
+    sums = x.clone()
+    for back, count in enumerate(counts[1:].tolist(), start=1):
+        at = last[:count] - back
+        sums[at] += factor * sums[at + 1]
+    return sums
+
+
+def whiten(x: torch.Tensor) -> torch.Tensor:
+    """Return (x - mean) / sqrt(var + 1e-8) over all tokens [R], with the unbiased variance, as in verl and TRL.
+
+    In float64 equal tokens whiten to exactly 0. In float32 the rounding error of their mean would remain, divided by
+    sqrt(1e-8), and Adam, which is invariant to a gradient's scale, would take a full step.
+    """
+    centred = x.double() - x.double().mean()
+    variance = centred.square().sum() / max(len(x) - 1, 1)
+    return (centred * torch.rsqrt(variance + WHITEN_EPS)).to(x.dtype)
 
 
 # ---------------------------------------------------------------- with a critic
 
 
-@torch.no_grad()
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+    rewards: torch.Tensor, values: torch.Tensor, response_lens: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438), each [S, L], 0 off the mask.
+    """Return (advantages, returns) by generalised advantage estimation (arXiv 1506.02438), each [R].
 
     delta_t = r_t + gamma * V_next - V_t;  A_t = delta_t + gamma * lam * A_next;  returns = A + V.
-    "next" is the next position of the row where mask is True, so holes inside a response (tokens that the policy did
-    not sample) are skipped without a discount; after the last position V and A are 0. Returns are computed from
-    unwhitened advantages: whiten them afterwards.
-
-    rewards, values: [S, L], same dtype; mask: [S, L] bool; gamma, lam: per token, 0 to 1.
+    After a response's last token V and A are 0. Returns are computed from unwhitened advantages: whiten them
+    afterwards. rewards, values: [R], same dtype; gamma, lam: per token, 0 to 1.
     """
-    advantages = torch.zeros_like(values.t(), memory_format=torch.contiguous_format)  # [L, S]: one row per position
-    rewards_t = rewards.t().contiguous()
-    values_t = values.t().contiguous()
-    mask_t = mask.t().contiguous()
-    next_value = next_advantage = advantages.new_zeros(advantages.shape[1])
-    for t in reversed(range(advantages.shape[0])):
-        advantage = rewards_t[t] + gamma * next_value - values_t[t] + gamma * lam * next_advantage
-        next_advantage = torch.where(mask_t[t], advantage, next_advantage)
-        next_value = torch.where(mask_t[t], values_t[t], next_value)
-        advantages[t] = next_advantage
-    advantages = torch.where(mask, advantages.t(), torch.zeros_like(values))
-    returns = torch.where(mask, advantages + values, torch.zeros_like(values))
-    return advantages, returns
+    next_values = values.roll(-1)
+    next_values[response_lens.cumsum(0) - 1] = 0.0
+    advantages = discounted_sums(rewards + gamma * next_values - values, response_lens, gamma * lam)
+    return advantages, advantages + values
 
 
 def whitened_gae(inputs: EstimatorInputs) -> Estimate:
     """Return the advantages of `gae`, whitened over the tokens of the batch, and its returns."""
     assert inputs.values is not None
-    advantages, returns = gae(inputs.rewards, inputs.values, inputs.mask, inputs.gamma, inputs.lam)
-    return Estimate(masked_whiten(advantages, inputs.mask), returns)
+    advantages, returns = gae(inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam)
+    return Estimate(whiten(advantages), returns)
 
 
 # ---------------------------------------------------------------- by comparison with the responses of a group
+
+
+def _compared(inputs: EstimatorInputs) -> torch.Tensor:
+    """Return the response rewards, of groups of at least two."""
+    assert inputs.group_sizes.min() >= 2, "a group needs two responses"
+    return inputs.response_rewards
+
+
+def _centred(inputs: EstimatorInputs) -> torch.Tensor:
+    """Return R - mean of the group for each response: [S] float64."""
+    rewards = _compared(inputs)
+    return rewards - inputs.per_prompt(rewards)
+
+
+def _by_std(advantages: torch.Tensor, inputs: EstimatorInputs) -> torch.Tensor:
+    """Return the advantages [S] over the group's standard deviation + 1e-6, or as they are without norm_by_std."""
+    return advantages / (inputs.per_prompt(_compared(inputs), "std") + STD_EPS) if inputs.norm_by_std else advantages
 
 
 def grpo(inputs: EstimatorInputs) -> Estimate:
@@ -126,11 +178,7 @@ def grpo(inputs: EstimatorInputs) -> Estimate:
     is not divided: Dr. GRPO (arXiv 2503.20783), section 3.2, which also takes the loss aggregation
     seq-mean-token-sum-norm.
     """
-    groups = _Groups(inputs)
-    advantages = groups.centred
-    if inputs.norm_by_std:
-        advantages = advantages / (groups.std + STD_EPS)
-    return Estimate(_per_token(advantages, inputs))
+    return Estimate(inputs.per_token(_by_std(_centred(inputs), inputs)))
 
 
 def grpo_passk(inputs: EstimatorInputs) -> Estimate:
@@ -139,15 +187,12 @@ def grpo_passk(inputs: EstimatorInputs) -> Estimate:
     It estimates the gradient of the expected maximum over a group (pass@k). With norm_by_std it is divided by the
     group's standard deviation + 1e-6. Source: arXiv 2503.19595; where several responses are the best, all have 0.
     """
-    groups = _Groups(inputs)
-    best = groups.highest(groups.rewards)
-    is_best = groups.rewards == best
-    second = groups.highest(torch.where(is_best, -torch.inf, groups.rewards))
-    is_only_best = is_best & (groups.sums(is_best.double()) == 1)
-    advantages = torch.where(is_only_best, best - second, 0.0)
-    if inputs.norm_by_std:
-        advantages = advantages / (groups.std + STD_EPS)
-    return Estimate(_per_token(advantages, inputs))
+    rewards = _compared(inputs)
+    best = inputs.per_prompt(rewards, "max")
+    is_best = rewards == best
+    second = inputs.per_prompt(torch.where(is_best, -torch.inf, rewards), "max")
+    is_only_best = is_best & (inputs.per_prompt(is_best, "sum") == 1)
+    return Estimate(inputs.per_token(_by_std(torch.where(is_only_best, best - second, 0.0), inputs)))
 
 
 def rloo(inputs: EstimatorInputs) -> Estimate:
@@ -155,8 +200,8 @@ def rloo(inputs: EstimatorInputs) -> Estimate:
 
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; RLOO (arXiv 2402.14740).
     """
-    groups = _Groups(inputs)
-    return Estimate(_per_token(groups.centred * groups.sizes / (groups.sizes - 1), inputs))
+    sizes = inputs.group_sizes
+    return Estimate(inputs.per_token(_centred(inputs) * sizes / (sizes - 1)))
 
 
 def opo(inputs: EstimatorInputs) -> Estimate:
@@ -165,11 +210,11 @@ def opo(inputs: EstimatorInputs) -> Estimate:
     It is the baseline of least variance if a response's squared gradient norm is proportional to its length. Source:
     OPO (arXiv 2505.23585).
     """
-    groups = _Groups(inputs)
-    lengths = inputs.mask.sum(dim=1).double()
     # Of the centred rewards: a group of equal rewards then has exactly 0, whatever its lengths.
-    baseline = groups.sums(lengths * groups.centred) / groups.sums(lengths)
-    return Estimate(_per_token(groups.centred - baseline, inputs))
+    centred = _centred(inputs)
+    lens = inputs.response_lens
+    baseline = inputs.per_prompt(lens * centred, "sum") / inputs.per_prompt(lens, "sum")
+    return Estimate(inputs.per_token(centred - baseline))
 
 
 def gpg(inputs: EstimatorInputs) -> Estimate:
@@ -178,16 +223,16 @@ def gpg(inputs: EstimatorInputs) -> Estimate:
     Groups of equal rewards have no gradient; alpha makes up for their share of the batch. Source: GPG (arXiv
     2504.02546), accurate gradient estimation, alpha = B / (B - M). verl divides by the responses of nonzero reward.
     """
-    groups = _Groups(inputs)
-    counted = (groups.highest(groups.rewards) != -groups.highest(-groups.rewards)).sum()
-    alpha = len(inputs.scores) / counted.clamp(min=1)
-    return Estimate(_per_token(alpha * groups.centred, inputs))
+    rewards = inputs.response_rewards
+    counted = (inputs.per_prompt(rewards, "max") != inputs.per_prompt(rewards, "min")).sum()
+    alpha = len(rewards) / counted.clamp(min=1)
+    return Estimate(inputs.per_token(alpha * _centred(inputs)))
 
 
 def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
     """Return R - mean of the group on each token, whitened over the tokens of the batch. Source: REINFORCE++ (arXiv
     2501.03262), the variant with a group's mean as baseline."""
-    return Estimate(masked_whiten(_per_token(_Groups(inputs).centred, inputs), inputs.mask))
+    return Estimate(whiten(inputs.per_token(_centred(inputs))))
 
 
 # ---------------------------------------------------------------- of each response alone
@@ -196,11 +241,10 @@ def reinforce_plus_plus_baseline(inputs: EstimatorInputs) -> Estimate:
 def reinforce_plus_plus(inputs: EstimatorInputs) -> Estimate:
     """Return the discounted sum of the rewards from each token on, whitened over the tokens of the batch.
 
-    Source: REINFORCE++ (arXiv 2501.03262), where the mean over the batch is the baseline. It is GAE with lambda 1 and
-    values of 0.
+    Source: REINFORCE++ (arXiv 2501.03262), where the mean over the batch is the baseline.
     """
-    advantages, returns = gae(inputs.rewards, torch.zeros_like(inputs.rewards), inputs.mask, inputs.gamma, 1.0)
-    return Estimate(masked_whiten(advantages, inputs.mask), returns)
+    returns = discounted_sums(inputs.rewards, inputs.response_lens, inputs.gamma)
+    return Estimate(whiten(returns), returns)
 
 
 def remax(inputs: EstimatorInputs) -> Estimate:
@@ -209,9 +253,8 @@ def remax(inputs: EstimatorInputs) -> Estimate:
     Source: ReMax (arXiv 2310.10505), algorithm 1.
     """
     assert inputs.greedy_scores is not None
-    returns, _ = gae(inputs.rewards, torch.zeros_like(inputs.rewards), inputs.mask, 1.0, 1.0)
-    baseline = torch.where(inputs.mask, inputs.greedy_scores[:, None], 0.0)
-    return Estimate(returns - baseline.to(returns.dtype), returns)
+    returns = discounted_sums(inputs.rewards, inputs.response_lens, 1.0)
+    return Estimate(returns - inputs.per_token(inputs.greedy_scores), returns)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
@@ -226,34 +269,3 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorFunction] = {
     "gpg": gpg,
 }
 """By algorithm.adv_estimator."""
-
-
-class _Groups:
-    """Statistics of the responses of each prompt. Every tensor is [S] float64, one entry per response."""
-
-    def __init__(self, inputs: EstimatorInputs) -> None:
-        _, self._index, sizes = torch.unique(inputs.group, return_inverse=True, return_counts=True)
-        assert sizes.min() >= 2, "a group needs two responses"
-        self._count = len(sizes)
-        self.rewards = inputs.response_rewards
-        self.sizes = sizes.double()[self._index]
-        self.centred = self.rewards - self.sums(self.rewards) / self.sizes
-
-    @property
-    def std(self) -> torch.Tensor:
-        """The unbiased standard deviation of the group's rewards."""
-        return (self.sums(self.centred.square()) / (self.sizes - 1)).sqrt()
-
-    def sums(self, x: torch.Tensor) -> torch.Tensor:
-        """Return for each response the sum of x over its group."""
-        return x.new_zeros(self._count).index_add(0, self._index, x)[self._index]
-
-    def highest(self, x: torch.Tensor) -> torch.Tensor:
-        """Return for each response the maximum of x over its group."""
-        start = x.new_full((self._count,), -torch.inf)
-        return start.scatter_reduce(0, self._index, x, "amax")[self._index]
-
-
-def _per_token(advantages: torch.Tensor, inputs: EstimatorInputs) -> torch.Tensor:
-    """Return [S] advantages on each response token: [S, L] in the dtype of the rewards, 0 off the mask."""
-    return torch.where(inputs.mask, advantages[:, None], 0.0).to(inputs.rewards.dtype)

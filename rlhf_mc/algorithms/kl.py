@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from rlhf_mc.algorithms.masked import masked_mean
 from rlhf_mc.config.algorithm_schema import KLLossType
 
 LOG_RATIO_BOUND = 20.0
@@ -58,13 +57,10 @@ def _estimate(d: torch.Tensor, kind: str) -> torch.Tensor:
             raise AssertionError(f"no KL estimator {kind}")
 
 
-def mean_sequence_kl(kl: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return the KL that the controllers compare with their target: the mean over the tokens of a sequence, then over
-    sequences, in nats.
-
-    kl: [S, L] in nats; mask: [S, L] bool, at least one True in each row.
-    """
-    return masked_mean(kl, mask, dim=1).mean().item()
+def mean_sequence_kl(kl: torch.Tensor, response_lens: torch.Tensor) -> float:
+    """Return the KL that the controllers compare with their target: the mean over the tokens of a response, then over
+    responses, in nats. kl: [R] in nats, response after response; response_lens: [S]."""
+    return torch.segment_reduce(kl, "mean", lengths=response_lens).mean().item()
 
 
 @dataclass

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """One prompt, ready to generate from."""
 
     index: int
     """Row of the dataset (over all its files, after filtering). It names the row in messages and seeds its sampling."""
-    token_ids: list[int]
-    """The prompt after the chat template."""
+    token_ids: np.ndarray
+    """[tokens] int32: the prompt after the chat template."""
     text: str
     """The same as text, for samples; empty where load_prompts was not asked for it."""
     data_source: str
@@ -121,7 +121,7 @@ class RaggedBatch:
     """
 
     tokens: torch.Tensor
-    """[T] int64: prompt and response of sequence 0, of sequence 1, ..."""
+    """[T] int32: prompt and response of sequence 0, of sequence 1, ..."""
     prompt_lens: torch.Tensor
     """[S] int64."""
     response_lens: torch.Tensor
@@ -222,10 +222,9 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
     count = len(prompts)
     assert count == len(responses)
     prompt_lens = np.array([len(p.token_ids) for p in prompts], dtype=np.int64)
-    prompt_tokens = np.array([t for p in prompts for t in p.token_ids], dtype=np.int64)
     # All prompts and then all responses: segment i is prompt i, segment count + i response i.
     lens = np.concatenate([prompt_lens, responses.lens])
-    tokens = np.concatenate([prompt_tokens, responses.tokens])
+    tokens = np.concatenate([*(p.token_ids for p in prompts), responses.tokens])
     order = np.arange(2 * count).reshape(2, count).T.ravel()
     return RaggedBatch(
         tokens=torch.from_numpy(tokens[ragged_indices(lens, order)]),
@@ -234,14 +233,3 @@ def build_batch(prompts: Sequence[Prompt], responses: Responses) -> RaggedBatch:
         rollout_log_probs=torch.from_numpy(responses.log_probs),
         finished=torch.from_numpy(responses.finished),
     )
-
-
-def pad_responses(values: torch.Tensor, response_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ragged values [R] as (zero-padded [S, max response], bool mask [S, max response]), as algorithms/ expects.
-
-    response_lens: [S]."""
-    width = int(response_lens.max())
-    mask = torch.arange(width)[None, :] < response_lens[:, None]
-    padded = torch.zeros(mask.shape, dtype=values.dtype)
-    padded[mask] = values
-    return padded, mask

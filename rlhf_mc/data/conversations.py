@@ -46,7 +46,7 @@ def conversation_batch(conversations: Sequence[np.ndarray]) -> RaggedBatch:
     of each."""
     lens = torch.tensor([len(tokens) for tokens in conversations], dtype=torch.int64)
     return RaggedBatch(
-        tokens=torch.from_numpy(np.concatenate(conversations).astype(np.int64)),
+        tokens=torch.from_numpy(np.concatenate(conversations)),
         prompt_lens=lens - 1,
         response_lens=torch.ones_like(lens),
         rollout_log_probs=torch.zeros(len(lens)),

@@ -108,7 +108,7 @@ class Prompts(Sequence[Prompt]):
         row_number = int(file.rows[place])
         return Prompt(
             index=index,
-            token_ids=file.tokens[start : start + file.lens[place]].tolist(),
+            token_ids=file.tokens[start : start + file.lens[place]],
             text=file.texts[place] if place < len(file.texts) else "",
             data_source=row.get(file.source_key, NO_SOURCE),
             ground_truth=row.get(REFERENCE, {}).get("ground_truth"),

@@ -115,7 +115,7 @@ def pack_micro_batch(batch: RaggedBatch, indices: Sequence[int], multiple_of: in
     which = which[all_lens[which].argsort(kind="stable")]
     seq_lens = all_lens[which]
     response_lens = batch.response_lens.numpy()[which]
-    tokens = batch.tokens.numpy()[ragged_indices(all_lens, which)]
+    tokens = batch.tokens.numpy()[ragged_indices(all_lens, which)].astype(np.int64)  # they index embeddings
     ends = seq_lens.cumsum()
     first_response = ends - response_lens
     response_starts = response_lens.cumsum() - response_lens

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from rlhf_mc.data.batch import Responses
@@ -57,9 +58,9 @@ class RolloutEngine(Protocol):
     def weights_updated(self) -> None:
         """Discard what was computed with earlier weights. Call after each weight update."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Responses:
-        """Return one response per prompt, for all prompts, on every rank. Every rank must call it with the same
-        arguments. A response depends on its prompt, its seed and the weights alone."""
+    def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
+        """Return one response per prompt ([tokens] int32), for all prompts, on every rank. Every rank must call it with
+        the same arguments. A response depends on its prompt, its seed and the weights alone."""
 
     def sleep(self) -> None:
         """Release the device memory of WEIGHTS and KV_CACHE; neither is kept."""

@@ -19,7 +19,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 class Draws:
     """The requests of one call, numbered in their order."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> None:
+    def __init__(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> None:
         """seeds: of each request, from 0 to 2^64 - 1."""
         self.sampling = sampling
         self._seeds = np.array(seeds, dtype=np.uint64)

@@ -186,7 +186,7 @@ class VLLMEngine:
                 if not torch.equal(buffer.cpu(), self._buffers[name]):
                     raise RuntimeError(f"vLLM's buffer {name} is not what it was before its sleep")
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Responses:
+    def generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
         """Return one response per prompt, for all prompts, on every rank. Every rank must call it with the same
         arguments.
 
@@ -198,7 +198,7 @@ class VLLMEngine:
         count(tokens=int(responses.lens.sum()), responses=len(responses))
         return exchange_responses(responses, self._groups, len(prompts))
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> Responses:
+    def _generate(self, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling) -> Responses:
         """Return the response of this rank's engine to each of these prompts."""
         draws = None if platform.use_cuda() else Draws(prompts, seeds, sampling)
         common = {
@@ -220,7 +220,7 @@ class VLLMEngine:
             outputs = [out.outputs[0] for out in self._finished(prompts, requests)]
         return _to_responses(outputs, draws)
 
-    def _finished(self, prompts: Sequence[Sequence[int]], requests: Sequence[vllm.SamplingParams]) -> list[Any]:
+    def _finished(self, prompts: Sequence[np.ndarray], requests: Sequence[vllm.SamplingParams]) -> list[Any]:
         """Return vLLM's output of each request, in order, and count them as work. Requests are named by their numbers.
 
         LLM.generate renders each prompt first, which tokens do not need: a quarter of the time of adding a request."""
@@ -228,7 +228,7 @@ class VLLMEngine:
         added: list[str] = []
         try:
             for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-                added.append(engine.add_request(str(number), tokens_input(list(prompt)), request))
+                added.append(engine.add_request(str(number), tokens_input(prompt.tolist()), request))
         except Exception:
             engine.abort_request(added, internal=True)  # the next call would wait for them
             raise

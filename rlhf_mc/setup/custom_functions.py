@@ -97,14 +97,14 @@ def _loss_fault(result: object) -> str | None:
 def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
     """Return the inputs of two prompts with two responses each, of 3, 1, 2 and 4 tokens."""
     needs = needs_of(algorithm)
-    mask = torch.arange(4)[None, :] < torch.tensor([3, 1, 2, 4])[:, None]
+    response_lens = torch.tensor([3, 1, 2, 4])
     scores = torch.tensor([1.0, 0.0, 0.5, 0.5])
     return EstimatorInputs(
-        rewards=token_rewards(scores, None, 0.0, mask),
-        mask=mask,
+        rewards=token_rewards(scores, None, 0.0, response_lens),
+        response_lens=response_lens,
         scores=scores,
         group=torch.tensor([0, 0, 1, 1]),
-        values=torch.where(mask, 0.25, 0.0) if needs.critic else None,
+        values=torch.full((10,), 0.25) if needs.critic else None,
         greedy_scores=torch.tensor([1.0, 1.0, 0.0, 0.0]) if needs.greedy_baseline else None,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
@@ -121,9 +121,9 @@ def _fault(estimate: object, inputs: EstimatorInputs, needs_returns: bool) -> st
     for name, found in (("advantages", estimate.advantages), ("returns", estimate.returns)):
         if found is None and name == "returns":
             continue
-        if not isinstance(found, torch.Tensor) or found.shape != inputs.mask.shape:
+        if not isinstance(found, torch.Tensor) or found.shape != inputs.rewards.shape:
             shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            return f"returned {name} of shape {shape}; it must be that of the rewards, {tuple(inputs.mask.shape)}"
+            return f"returned {name} of shape {shape}; it must be that of the rewards, {tuple(inputs.rewards.shape)}"
         if found.dtype != inputs.rewards.dtype:
             return f"returned {name} of {found.dtype}; it must be that of the rewards, {inputs.rewards.dtype}"
     return None

@@ -1,5 +1,5 @@
-"""The advantage phase on the ragged batch: padded, through algorithms/, and back. Every rank holds the whole batch and
-computes the same numbers without communication.
+"""The advantage phase: the functions of algorithms/ on the step's batch. Every rank holds the whole batch and computes
+the same numbers without communication.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import torch
 
 from rlhf_mc.algorithms.advantages import EstimatorFunction, EstimatorInputs, token_rewards
 from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
-from rlhf_mc.algorithms.masked import masked_sum
 from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import AlgorithmConfig
-from rlhf_mc.data.batch import RaggedBatch, pad_responses
+from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import summarize
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -32,41 +31,37 @@ def advantages_and_returns(
 
     Return the batch with both, metrics, and the KL that the controller sees, in nats (0 where it sees none)."""
     assert batch.scores is not None and batch.old_log_probs is not None
-    _, mask = pad_responses(batch.old_log_probs, batch.response_lens)
     kl: torch.Tensor | None = None
     sequence_kl = 0.0
     if algorithm.use_kl_in_reward or algorithm.kl_ctrl.type == "adaptive":
         assert batch.ref_log_probs is not None
-        token_kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
-        kl, _ = pad_responses(token_kl, batch.response_lens)
-        sequence_kl = mean_sequence_kl(kl, mask)
-    rewards = token_rewards(batch.scores, kl if algorithm.use_kl_in_reward else None, kl_coef, mask)
+        kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
+        sequence_kl = mean_sequence_kl(kl, batch.response_lens)
+    rewards = token_rewards(batch.scores, kl if algorithm.use_kl_in_reward else None, kl_coef, batch.response_lens)
     inputs = EstimatorInputs(
         rewards=rewards,
-        mask=mask,
+        response_lens=batch.response_lens,
         scores=batch.scores,
         group=torch.arange(batch.num_sequences) // responses_per_prompt,
-        values=None if batch.values is None else pad_responses(batch.values, batch.response_lens)[0],
+        values=batch.values,
         greedy_scores=batch.greedy_scores,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
     )
     estimate = estimator(inputs)
-    advantages = estimate.advantages[mask]
     metrics = {
         **summarize("critic/score", batch.scores),
-        **summarize("critic/rewards", masked_sum(rewards, mask, dim=1)),
-        **summarize("critic/advantages", advantages),
+        **summarize("critic/rewards", torch.segment_reduce(rewards, "sum", lengths=batch.response_lens)),
+        **summarize("critic/advantages", estimate.advantages),
     }
-    batch = batch.with_fields(advantages=advantages)
+    batch = batch.with_fields(advantages=estimate.advantages)
     if estimate.returns is not None:
-        returns = estimate.returns[mask]
-        metrics |= summarize("critic/returns", returns)
-        batch = batch.with_fields(returns=returns)
+        metrics |= summarize("critic/returns", estimate.returns)
+        batch = batch.with_fields(returns=estimate.returns)
         if batch.values is not None:
             metrics |= summarize("critic/values", batch.values)
-            metrics["critic/vf_explained_var"] = _explained_variance(batch.values, returns)
+            metrics["critic/vf_explained_var"] = _explained_variance(batch.values, estimate.returns)
     if batch.greedy_scores is not None:
         metrics |= summarize("critic/greedy_score", batch.greedy_scores)
     if algorithm.use_kl_in_reward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 import vllm.model_executor.kernels.linear
 from cases import built_run
@@ -26,6 +27,7 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
     shape = HFReader(checkpoints[0]).shape()
     layout = vllm_layout(shape, dist.get_rank(), world)
     out = []
+    vectors = [np.array(prompt, np.int32) for prompt in prompts]
     with built_engine(checkpoints[0], world, 72, dtype="bfloat16", quantization="fp8") as engine:
         for checkpoint in checkpoints:
             params = engine.params
@@ -40,7 +42,7 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "written": written,
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
-                    "responses": list(engine.generate(prompts, list(range(len(prompts))), Sampling(0.0, 8, ()))),
+                    "responses": list(engine.generate(vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))),
                 }
             )
     return out

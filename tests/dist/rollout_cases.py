@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import vllm
@@ -73,10 +74,11 @@ def generate(
 ) -> list[list[Generation]]:
     """Return the responses to the prompts, for each value of max_num_batched_tokens in `budgets`."""
     seeds = list(range(1000, 1000 + len(prompts)))
+    vectors = [np.array(prompt, np.int32) for prompt in prompts]
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(list(engine.generate(prompts, seeds, Sampling(temperature, 8, ()))))
+            responses.append(list(engine.generate(vectors, seeds, Sampling(temperature, 8, ()))))
     return responses
 
 

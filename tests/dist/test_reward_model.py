@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import model_cases
+import numpy as np
 import pytest
 import torch
 from tiny import make_reward_model, make_tokenizer
@@ -72,8 +73,9 @@ def test_conversations_of_its_own_tokenizer_match_transformers(
     assert own.get_vocab() != actor.get_vocab()
     texts = [("1+1=", "2"), ("what is one?", "a number, of which there are " + "many " * 9), ("3", ""), ("a b", "c")]
     prompts = [
-        Prompt(i, actor(question)["input_ids"], "", "a", None, messages=[{"role": "user", "content": question}])
+        Prompt(i, np.array(ids, np.int32), "", "a", None, messages=[{"role": "user", "content": question}])
         for i, (question, _) in enumerate(texts)
+        for ids in [actor(question)["input_ids"]]
     ]
     responses = [[*actor(answer)["input_ids"], actor.eos_token_id] for _, answer in texts]
     batch = build_batch(prompts, Responses.of([Generation(ids, [0.0] * len(ids), True) for ids in responses]))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import vllm
@@ -38,7 +39,7 @@ def reverted(target: str) -> Iterator[None]:
         yield
 
 
-PROMPTS = [[4 + i] * 60 for i in range(3)]
+PROMPTS = [np.full(60, 4 + i, np.int32) for i in range(3)]
 
 
 def generate_without(target: str, checkpoint: str) -> None:
@@ -54,7 +55,9 @@ def generate_with_vllms_seeds(checkpoint: str) -> None:
     """Generate responses to prompts that do not fit in one step, with a seed for each request."""
     requests = [vllm.SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, seed=i) for i in range(3)]
     with built_engine(checkpoint, 1, 72, max_num_batched_tokens=72) as engine:
-        engine._llm.generate([vllm.TokensPrompt(prompt_token_ids=p) for p in PROMPTS], requests, use_tqdm=False)
+        engine._llm.generate(
+            [vllm.TokensPrompt(prompt_token_ids=p.tolist()) for p in PROMPTS], requests, use_tqdm=False
+        )
 
 
 class _GlooCollectives:
@@ -149,7 +152,7 @@ def cache_names(checkpoint: str, ranks: list[int]) -> tuple[str, str]:
 def head_types(checkpoint: str, float32_products: bool) -> tuple[str, str]:
     """Build an engine in bfloat16, as on a device with or without products into float32. Return the types of the head's
     result and of its weight after one response."""
-    prompt = [[1, 2, 3]]
+    prompt = [np.array([1, 2, 3], np.int32)]
     with (
         replaced(platform, "float32_products", lambda: float32_products),
         built_engine(checkpoint, 1, 64, dtype="bfloat16") as engine,

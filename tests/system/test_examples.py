@@ -110,10 +110,10 @@ def test_custom_reward(quickstart_overrides: list[str], tmp_path: Path) -> None:
 
 def test_custom_estimator_by_hand() -> None:
     scores = torch.tensor([3.0, 1.0, 1.0, 7.0, 7.0, 9.0])
-    mask = torch.tensor([[True, True]] * 5 + [[True, False]])
-    inputs = EstimatorInputs(torch.zeros(6, 2), mask, scores, torch.tensor([0, 0, 0, 1, 1, 1]))
+    lens = torch.tensor([2, 2, 2, 2, 2, 1])
+    inputs = EstimatorInputs(torch.zeros(11), lens, scores, torch.tensor([0, 0, 0, 1, 1, 1]))
     estimate = load_example("custom_estimator.py").estimate
-    wanted = torch.tensor([[1, 1], [-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5], [1, 0]])
+    wanted = torch.tensor([1, 1, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5, 1])
     torch.testing.assert_close(estimate(inputs).advantages, wanted)
 
 

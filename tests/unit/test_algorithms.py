@@ -1,4 +1,4 @@
-"""masked.py, kl.py, token rewards and GAE against hand-computed numbers and plain-Python reference implementations. The
+"""kl.py, token rewards, whitening and GAE against hand-computed numbers and plain-Python reference implementations. The
 other estimators are in test_estimators.py."""
 
 import math
@@ -7,78 +7,17 @@ import statistics
 import pytest
 import torch
 
-from rlhf_mc.algorithms.advantages import gae, token_rewards
+from rlhf_mc.algorithms.advantages import gae, token_rewards, whiten
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, mean_sequence_kl
-from rlhf_mc.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 
 
-def random_padded(
-    seed: int, num_sequences: int = 7, width: int = 12
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rewards, values and a mask, each [num_sequences, width]. The mask has holes, padding, one full and one
-    empty row.
-    """
+def random_responses(seed: int, num_responses: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rewards and values of all tokens, and the lengths of the responses, of which one is 1."""
     g = torch.Generator().manual_seed(seed)
-    rewards = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
-    values = torch.randn(num_sequences, width, generator=g, dtype=torch.float64)
-    mask = torch.rand(num_sequences, width, generator=g) < 0.6
-    mask[0] = True
-    mask[1] = False
-    return rewards, values, mask
-
-
-def nan_outside_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask, x, torch.nan)
-
-
-# masked.py
-
-
-def test_masked_moments_by_hand() -> None:
-    x = torch.tensor([[1.0, 2.0, 99.0], [6.0, 99.0, 99.0]])
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert masked_sum(x, mask).item() == 9.0
-    assert masked_mean(x, mask).item() == 3.0
-    assert masked_var(x, mask).item() == 7.0  # (4 + 1 + 9) / 2
-    assert masked_sum(x, mask, dim=1).tolist() == [3.0, 6.0]
-    assert masked_mean(x, mask, dim=1).tolist() == [1.5, 6.0]
-    # (1 - 3) / sqrt(7) = -0.7559, (2 - 3) / sqrt(7) = -0.3780, (6 - 3) / sqrt(7) = 1.1339
-    expected = torch.tensor([[-0.755929, -0.377964, 0.0], [1.133893, 0.0, 0.0]])
-    torch.testing.assert_close(masked_whiten(x, mask), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_masked_moments_match_the_statistics_module(seed: int) -> None:
-    x, _, mask = random_padded(seed)
-    chosen = x[mask].tolist()
-    poisoned = nan_outside_mask(x, mask)  # values outside the mask must not matter
-    assert masked_mean(poisoned, mask).item() == pytest.approx(statistics.mean(chosen))
-    assert masked_var(poisoned, mask).item() == pytest.approx(statistics.variance(chosen))
-    whitened = masked_whiten(poisoned, mask)
-    assert statistics.mean(whitened[mask].tolist()) == pytest.approx(0.0, abs=1e-12)
-    assert statistics.stdev(whitened[mask].tolist()) == pytest.approx(1.0, abs=1e-6)
-    assert torch.all(whitened[~mask] == 0)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_whitening_fewer_than_two_elements_is_zero(count: int) -> None:
-    mask = torch.zeros(2, 3, dtype=torch.bool)
-    mask[0, :count] = True
-    x = torch.full((2, 3), 5.0)
-    assert masked_mean(x, mask).item() == 5.0 * count
-    assert masked_var(x, mask).item() == 0.0
-    assert torch.equal(masked_whiten(x, mask), torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7371, -12.34, 1e-3, 300_000.7])
-def test_equal_elements_whiten_to_exactly_zero(value: float) -> None:
-    """Catch the rounding error of the float32 mean, which 1 / sqrt(1e-8) amplifies to 0.01 and more."""
-    for num_tokens in (3, 1000, 54_321):
-        x = torch.full((3, num_tokens), value)
-        mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.7
-        whitened = masked_whiten(x, mask)
-        assert whitened.dtype == torch.float32
-        assert torch.equal(whitened, torch.zeros_like(x)), f"{num_tokens} tokens: {whitened.abs().max()}"
+    lens = torch.randint(1, 13, (num_responses,), generator=g)
+    lens[1] = 1
+    rewards, values = torch.randn(2, int(lens.sum()), generator=g, dtype=torch.float64)
+    return rewards, values, lens
 
 
 # kl.py
@@ -161,9 +100,8 @@ def test_k1_and_k3_are_unbiased_and_k2_nearly() -> None:
 
 
 def test_mean_sequence_kl_averages_tokens_then_sequences() -> None:
-    kl = torch.tensor([[1.0, 2.0, 3.0], [10.0, 99.0, 99.0]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    assert mean_sequence_kl(kl, mask) == 6.0  # (2 + 10) / 2; over all tokens it would be 4
+    kl = torch.tensor([1.0, 2.0, 3.0, 10.0])
+    assert mean_sequence_kl(kl, torch.tensor([3, 1])) == 6.0  # (2 + 10) / 2; over all tokens it would be 4
 
 
 def test_adaptive_controller_by_hand() -> None:
@@ -204,60 +142,75 @@ def test_controllers_resume_from_their_state() -> None:
 # advantages.py
 
 
+def test_whiten_by_hand() -> None:
+    # Mean 3, variance (4 + 1 + 9) / 2 = 7: (1 - 3) / sqrt(7), (2 - 3) / sqrt(7), (6 - 3) / sqrt(7).
+    found = whiten(torch.tensor([1.0, 2.0, 6.0]))
+    torch.testing.assert_close(found, torch.tensor([-0.755929, -0.377964, 1.133893]), atol=1e-6, rtol=0)
+    assert whiten(torch.tensor([5.0])).tolist() == [0.0]
+    assert whiten(torch.empty(0)).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whitened_tokens_have_mean_0_and_deviation_1(seed: int) -> None:
+    whitened = whiten(random_responses(seed)[0]).tolist()
+    assert statistics.mean(whitened) == pytest.approx(0.0, abs=1e-12)
+    assert statistics.stdev(whitened) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7371, -12.34, 1e-3, 300_000.7])
+def test_equal_tokens_whiten_to_exactly_zero(value: float) -> None:
+    """Catch the rounding error of the float32 mean, which 1 / sqrt(1e-8) amplifies to 0.01 and more."""
+    for num_tokens in (3, 1000, 114_321):
+        whitened = whiten(torch.full((num_tokens,), value))
+        assert whitened.dtype == torch.float32
+        assert torch.equal(whitened, torch.zeros(num_tokens)), f"{num_tokens} tokens: {whitened.abs().max()}"
+
+
 def test_token_rewards_by_hand() -> None:
-    scores = torch.tensor([1.0, -2.0, 5.0])
-    mask = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
-    kl = torch.tensor([[0.1, 0.2, torch.nan], [0.3, torch.nan, 0.4], [torch.nan] * 3])
-    # Row 1 has a hole. Row 2 has no response token, so its score is dropped.
-    assert token_rewards(scores, None, 0.5, mask).tolist() == [[0, 1, 0], [0, 0, -2], [0, 0, 0]]
-    expected = torch.tensor([[-0.05, 0.9, 0.0], [-0.15, 0.0, -2.2], [0.0, 0.0, 0.0]])
-    torch.testing.assert_close(token_rewards(scores, kl, 0.5, mask), expected)
+    scores = torch.tensor([1.0, -2.0])
+    lens = torch.tensor([2, 3])
+    kl = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.4])
+    assert token_rewards(scores, None, 0.5, lens).tolist() == [0, 1, 0, 0, -2]
+    torch.testing.assert_close(token_rewards(scores, kl, 0.5, lens), torch.tensor([-0.05, 0.9, -0.15, 0.0, -2.2]))
 
 
 def test_gae_by_hand() -> None:
-    # One row, gamma 0.9, lam 0.5, a hole with arbitrary values at position 1:
-    #   t=3: delta = 1 - 0.4                    = 0.6      A = 0.6
-    #   t=2: delta = 0 + 0.9 * 0.4 - 0.2        = 0.16     A = 0.16 + 0.45 * 0.6  = 0.43
+    # Gamma 0.9, lam 0.5, and a second response, of one token:
+    #   t=2: delta = 1 - 0.4                    = 0.6      A = 0.6
+    #   t=1: delta = 0 + 0.9 * 0.4 - 0.2        = 0.16     A = 0.16 + 0.45 * 0.6  = 0.43
     #   t=0: delta = -0.1 + 0.9 * 0.2 - 0.5     = -0.42    A = -0.42 + 0.45 * 0.43 = -0.2265
-    rewards = torch.tensor([[-0.1, 77.0, 0.0, 1.0, 88.0]])
-    values = torch.tensor([[0.5, 55.0, 0.2, 0.4, 66.0]])
-    mask = torch.tensor([[True, False, True, True, False]])
-    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.5)
-    torch.testing.assert_close(advantages, torch.tensor([[-0.2265, 0.0, 0.43, 0.6, 0.0]]))
-    torch.testing.assert_close(returns, torch.tensor([[0.2735, 0.0, 0.63, 1.0, 0.0]]))
+    rewards = torch.tensor([-0.1, 0.0, 1.0, 7.0])
+    values = torch.tensor([0.5, 0.2, 0.4, 5.0])
+    advantages, returns = gae(rewards, values, torch.tensor([3, 1]), gamma=0.9, lam=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([-0.2265, 0.43, 0.6, 2.0]))
+    torch.testing.assert_close(returns, torch.tensor([0.2735, 0.63, 1.0, 7.0]))
+    assert values.tolist() == pytest.approx([0.5, 0.2, 0.4, 5.0])  # as they were
 
 
 def reference_gae(
-    rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
+    rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
-    """Return one row's advantages and returns by the definition: A_t = sum_k (gamma lam)^k delta_{t+k} over the row's
-    response tokens alone.
-    """
-    positions = [t for t, on in enumerate(mask) if on]
-    v = [values[t] for t in positions] + [0.0]
-    deltas = [rewards[t] + gamma * v[k + 1] - v[k] for k, t in enumerate(positions)]
-    advantages = [0.0] * len(mask)
-    returns = [0.0] * len(mask)
-    for k, t in enumerate(positions):
-        advantages[t] = sum((gamma * lam) ** j * d for j, d in enumerate(deltas[k:]))
-        returns[t] = advantages[t] + v[k]
-    return advantages, returns
+    """Return one response's advantages and returns by the definition: A_t = sum_k (gamma lam)^k delta_{t+k}."""
+    v = [*values, 0.0]
+    deltas = [reward + gamma * v[t + 1] - v[t] for t, reward in enumerate(rewards)]
+    advantages = [sum((gamma * lam) ** j * d for j, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+    return advantages, [a + value for a, value in zip(advantages, values, strict=True)]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 1.0)])
 @pytest.mark.parametrize("seed", range(3))
-def test_gae_matches_the_definition_on_masks_with_holes(seed: int, gamma: float, lam: float) -> None:
-    rewards, values, mask = random_padded(seed)
-    advantages, returns = gae(nan_outside_mask(rewards, mask), nan_outside_mask(values, mask), mask, gamma, lam)
-    for s in range(len(mask)):
-        expected = reference_gae(rewards[s].tolist(), values[s].tolist(), mask[s].tolist(), gamma, lam)
-        assert advantages[s].tolist() == pytest.approx(expected[0], abs=1e-12)
-        assert returns[s].tolist() == pytest.approx(expected[1], abs=1e-12)
+def test_gae_matches_the_definition(seed: int, gamma: float, lam: float) -> None:
+    rewards, values, lens = random_responses(seed)
+    found = [x.split(lens.tolist()) for x in gae(rewards, values, lens, gamma, lam)]
+    given = zip(rewards.split(lens.tolist()), values.split(lens.tolist()), *found, strict=True)
+    for reward, value, advantages, returns in given:
+        expected = reference_gae(reward.tolist(), value.tolist(), gamma, lam)
+        assert advantages.tolist() == pytest.approx(expected[0], abs=1e-12)
+        assert returns.tolist() == pytest.approx(expected[1], abs=1e-12)
 
 
 def test_gae_with_gamma_and_lam_1_returns_rewards_to_go() -> None:
-    mask = torch.tensor([[True, True, True]])
-    rewards = torch.tensor([[0.0, -1.0, 3.0]])
-    values = torch.tensor([[0.25, -4.0, 8.0]])
-    _, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
-    assert returns.tolist() == [[2.0, 2.0, 3.0]]  # for any values
+    rewards = torch.tensor([0.0, -1.0, 3.0])
+    values = torch.tensor([0.25, -4.0, 8.0])
+    _, returns = gae(rewards, values, torch.tensor([3]), gamma=1.0, lam=1.0)
+    assert returns.tolist() == [2.0, 2.0, 3.0]  # for any values

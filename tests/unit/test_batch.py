@@ -15,7 +15,6 @@ from rlhf_mc.data.batch import (
     Responses,
     build_batch,
     concatenate,
-    pad_responses,
     ragged_indices,
 )
 
@@ -25,7 +24,7 @@ LOG_PROBS = [[-0.5], [-1.0, -1.5, -2.0], [-2.5, -3.0]]
 
 
 def make_batch() -> RaggedBatch:
-    prompts = [Prompt(i, ids, "", "source", None) for i, ids in enumerate(PROMPTS)]
+    prompts = [Prompt(i, np.array(ids, np.int32), "", "source", None) for i, ids in enumerate(PROMPTS)]
     finished = [True, False, True]
     rows = zip(RESPONSES, LOG_PROBS, finished, strict=True)
     return build_batch(prompts, Responses.of([Generation(ids, log_probs, end) for ids, log_probs, end in rows]))
@@ -34,6 +33,7 @@ def make_batch() -> RaggedBatch:
 def test_build_batch() -> None:
     batch = make_batch()
     assert batch.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34]
+    assert batch.tokens.dtype == torch.int32  # as in the prompts' file and from vLLM
     assert batch.prompt_lens.tolist() == [3, 1, 2]
     assert batch.response_lens.tolist() == [1, 3, 2]
     assert batch.seq_lens.tolist() == [4, 4, 4]
@@ -45,7 +45,7 @@ def test_build_batch() -> None:
 
 def test_build_batch_needs_one_generation_per_prompt() -> None:
     with pytest.raises(AssertionError):
-        build_batch([Prompt(0, [1], "", "", None)], Responses.of([]))
+        build_batch([Prompt(0, np.array([1], np.int32), "", "", None)], Responses.of([]))
 
 
 def test_with_fields_checks_lengths_and_keeps_the_original() -> None:
@@ -100,11 +100,3 @@ def test_ragged_indices(lens: list[int], data: st.DataObject) -> None:
     segments = [list(range(sum(lens[:i]), sum(lens[: i + 1]))) for i in range(len(lens))]
     found = ragged_indices(np.array(lens), np.array(indices, dtype=np.int64))
     assert found.tolist() == [position for i in indices for position in segments[i]]
-
-
-def test_pad_responses_and_back() -> None:
-    batch = make_batch()
-    padded, mask = pad_responses(batch.rollout_log_probs, batch.response_lens)
-    assert padded.tolist() == [[-0.5, 0.0, 0.0], [-1.0, -1.5, -2.0], [-2.5, -3.0, 0.0]]
-    assert mask.tolist() == [[True, False, False], [True, True, True], [True, True, False]]
-    assert torch.equal(padded[mask], batch.rollout_log_probs)  # the way back to ragged

@@ -372,7 +372,7 @@ def test_weights_of_settings() -> None:
 
 
 def test_a_prompt_that_is_drawn_twice_has_other_seeds() -> None:
-    prompts = [Prompt(i, [1], "", "", None) for i in (4, 7, 4)]
+    prompts = [Prompt(i, np.array([1], np.int32), "", "", None) for i in (4, 7, 4)]
     seeds = sampling_seeds(1, 0, 3, prompts, 2)
     assert len(set(seeds)) == 6
     assert seeds[:4] == sampling_seeds(1, 0, 3, prompts[:2], 2)

@@ -91,10 +91,10 @@ def test_chat_messages(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> No
     write_prompts(path, [make_row("2+2=", "4", index=0), make_row("10-3=", "7", index=1)])
     first, second = load_prompts([str(path)], tokenizer, data_config(), -1)
     assert second.text == "<user>10-3=<end><assistant>"
-    assert [tokenizer.convert_ids_to_tokens(i) for i in second.token_ids] == [
+    assert [tokenizer.convert_ids_to_tokens(i) for i in second.token_ids.tolist()] == [
         "<user>", "1", "0", "-", "3", "=", "<end>", "<assistant>",
     ]  # fmt: skip
-    assert all(type(i) is int for i in second.token_ids)
+    assert second.token_ids.dtype == np.int32
     assert (first.index, second.index) == (0, 1)
     assert (second.data_source, second.ground_truth) == ("arithmetic", "7")
     assert second.extra_info == {"split": "train", "index": 1}
@@ -108,7 +108,9 @@ def test_tokens_match_apply_chat_template(tmp_path: Path, tokenizer: Any) -> Non
     ]
     path = write_table(tmp_path / "a.parquet", [{**make_row(), "prompt": messages}])
     (prompt,) = load_prompts([path], tokenizer, data_config(), -1)
-    assert prompt.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompt.token_ids.tolist() == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
 
 
 def test_template_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -126,7 +128,7 @@ def test_plain_string_is_a_user_message_with_a_template(
     assert chat.text == "<user>1+1=<end><assistant>"
     (plain,) = load_prompts([path], plain_tokenizer, data_config(), -1)
     assert plain.text == "1+1="
-    assert plain_tokenizer.convert_ids_to_tokens(plain.token_ids) == ["<bos>", "1", "+", "1", "="]
+    assert plain_tokenizer.convert_ids_to_tokens(plain.token_ids.tolist()) == ["<bos>", "1", "+", "1", "="]
 
 
 def test_chat_messages_need_a_template(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_mc.config.errors import UserError
@@ -44,7 +45,10 @@ MODELS = {"helpful": "reward_models.helpful.model_path", "harmless": "reward_mod
 
 
 def prompts(count: int, source: str = "mine", truth: Any = "4") -> list[Prompt]:
-    return [Prompt(i, [1], "", source, truth, {}, "data.train_files t.parquet", 10 + i) for i in range(count)]
+    return [
+        Prompt(i, np.array([1], np.int32), "", source, truth, {}, "data.train_files t.parquet", 10 + i)
+        for i in range(count)
+    ]
 
 
 # ---------------------------------------------------------------- mixtures
