@@ -15,8 +15,9 @@ import torch
 from tiny import make_workspace, write_config
 
 # (world, tp, pp, rollout TP); the data-parallel size follows. The first four have one axis each. Then: split KV heads;
-# TP and PP; TP and DP with rollout TP ranks in another order. The tests of settings, roles and stages below run (2, 2, 1,
-# 1), (2, 1, 1, 1), (4, 2, 2, 1), (2, 1, 2, 2) and (4, 1, 2, 2); test_plan.py has the weight update of every pair.
+# TP and PP; TP and DP with rollout TP ranks in another order. The tests of settings, roles and stages below run
+# (2, 2, 1, 1), (2, 1, 1, 1), (4, 2, 2, 1), (2, 1, 2, 2) and (4, 1, 2, 2). test_plan.py has the
+# weight update of any pair.
 LAYOUTS = [
     (1, 1, 1, 1),
     (2, 2, 1, 2),
