@@ -266,10 +266,10 @@ def _parameters_and_states(engine: ModelEngine) -> dict[str, torch.Tensor]:
 
 
 def bfloat16_steps(checkpoint: str, batch: RaggedBatch, distributed_optimizer: bool, steps: int) -> dict[str, Any]:
-    """Train bfloat16 weights in steps of 1e-5 in one direction. Return the dtypes of weights, main parameters,
+    """Train bfloat16 weights in steps of 4e-5 in one direction. Return the dtypes of weights, main parameters,
     gradients and moments, and the share of large weights that differ from the start after one step and after all.
     """
-    optim = OptimConfig(lr=1e-5, weight_decay=0.0, clip_grad=0.0, eps=1e-20)
+    optim = OptimConfig(lr=4e-5, weight_decay=0.0, clip_grad=0.0, eps=1e-20)
     with mesh_groups(1, 1) as groups:
         engine = make_engine(
             checkpoint, "actor", groups, dtype="bfloat16", use_distributed_optimizer=distributed_optimizer

@@ -138,10 +138,8 @@ def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
                 assert error < 1e-4, f"rank {rank}, {job}, {name}: off by {error:.1e} of the largest"
 
 
-@pytest.mark.parametrize(
-    ("world", "tp", "pp"),
-    [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 1)],
-)
+# Each pair of axes. One axis alone: the tests of engine settings and of replicas without sequences below.
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2)])
 def test_gradient_does_not_depend_on_layout_or_micro_batches(
     pool: Any, checkpoints: dict[str, str], batch: RaggedBatch, world: int, tp: int, pp: int
 ) -> None:
@@ -371,11 +369,11 @@ def test_bfloat16_weights_accumulate_updates_below_their_precision(
         checkpoint=checkpoints["qwen2_untied"],
         batch=batch,
         distributed_optimizer=distributed_optimizer,
-        steps=40,
+        steps=10,
     )
     for result in results:
         assert result["weights"] == {"torch.bfloat16"}
         assert result["main"] == result["grads"] == result["moments"] == {"torch.float32"}
-        # 1e-5 is less than half the spacing of bfloat16 at 0.02; 40 * 1e-5 exceeds the spacing at 0.1.
+        # 4e-5 is less than half the spacing of bfloat16 at 0.02; 10 * 4e-5 exceeds half the spacing at 0.1.
         assert result["moved_first"] == 0
         assert result["moved_last"] > 0.3

@@ -132,24 +132,12 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def one_process(pool: Any, gsm8k: Path) -> dict[str, Any]:
-    return pool(1).run(rollout_cases.gsm8k_steps, config_path=str(gsm8k / "config.yaml"))[0]
-
-
 @pytest.mark.parametrize("source", [SOURCE])
-@pytest.mark.parametrize("world", [1, 2])
-def test_gsm8k_at_default_rollout_settings(
-    pool: Any, gsm8k: Path, one_process: dict[str, Any], world: int, source: str
-) -> None:
-    """Check that every engine needs chunked prefill, and that two processes sample the same tokens as one."""
-    config = str(gsm8k / "config.yaml")
-    results = [one_process] if world == 1 else pool(world).run(rollout_cases.gsm8k_steps, config_path=config)
-    for result in results:
-        assert min(result["prompt_tokens"]) > RolloutConfig().max_num_batched_tokens
-        for metrics in result["steps"]:
-            assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
-        assert result["samples"].count("[response]") == 8
-        # The second step's actor has been updated: its tokens agree unless two candidates are nearly tied.
-        assert result["digests"] == one_process["digests"]
-        assert result["samples"] == one_process["samples"]
+def test_gsm8k_at_default_rollout_settings(pool: Any, gsm8k: Path, source: str) -> None:
+    """Check that the engine needs chunked prefill. That any number of processes samples the same tokens:
+    test_layouts.py."""
+    (result,) = pool(1).run(rollout_cases.gsm8k_steps, config_path=str(gsm8k / "config.yaml"))
+    assert min(result["prompt_tokens"]) > RolloutConfig().max_num_batched_tokens
+    for metrics in result["steps"]:
+        assert metrics["training/rollout_logprobs_diff_max"] < 1e-4
+    assert result["samples"].count("[response]") == 8

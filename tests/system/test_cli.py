@@ -28,7 +28,10 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 ONE_NODE = [str(Path(__file__).parents[2] / "launch" / "torchrun_1node.sh")]
 ENV = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | {"OMP_NUM_THREADS": "1"}
 PLAIN = [sys.executable, "-m", "rlhf_mc"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
+TWO_RANKS = ["--standalone", "--nproc-per-node", "2", "-m", "rlhf_mc"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *TWO_RANKS]
+FORKING_TORCHRUN = [str(Path(__file__).with_name("forking_torchrun.py")), *TWO_RANKS]
+"""For tests whose ranks import everything, except those of signals to the agent."""
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +79,31 @@ def test_one_line_and_exit_code_2(config: Path, arguments: list[str], words: lis
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("run", "torchrun", "override", "words"),
     [
-        ("data.train_files=/nowhere/train.parquet", ["data.train_files /nowhere/train.parquet: no such file"]),
-        ("data.max_prompt_length=3", ["data.train_files ", "row 0", "data.max_prompt_length 3"]),
+        (
+            ended,
+            TORCHRUN,
+            "data.train_files=/nowhere/train.parquet",
+            ["data.train_files /nowhere/train.parquet: no such"],
+        ),
+        (
+            forked.run,
+            FORKING_TORCHRUN,
+            "data.max_prompt_length=3",
+            ["data.train_files ", "row 0", "max_prompt_length 3"],
+        ),
     ],
     ids=["before the ranks are connected", "after"],
 )
-def test_under_torchrun_the_ranks_say_it_once(config: Path, override: str, words: list[str]) -> None:
-    done = ended([*TORCHRUN, str(config), override])
+def test_under_torchrun_the_ranks_say_it_once(
+    run: Callable[[list[str]], subprocess.CompletedProcess[str]],
+    torchrun: list[str],
+    config: Path,
+    override: str,
+    words: list[str],
+) -> None:
+    done = run([*torchrun, str(config), override])
     assert done.returncode != 0
     lines = our_lines(done.stderr)
     assert len(lines) == 1, done.stderr
@@ -117,28 +136,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def workers_of(torchrun: int) -> list[int]:
     """Return the two ranks: torchrun's direct children that run the program."""
-    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-    return [int(pid) for pid in children if b"rlhf_mc" in read_of(int(pid), "cmdline")]
+    return [pid for pid in children_of(torchrun) if b"rlhf_mc" in read_of(pid, "cmdline")]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for_step(run: Path, runs: Callable[[], bool], stderr: Path, step: int = 2) -> None:
     """Wait until the run has logged the step, or fail if it has ended."""
     wait_until(lambda: last_step(run) >= step or not runs())
     assert last_step(run) >= step, stderr.read_text()
-
-
-def test_torchrun_ends_when_a_rank_dies(
-    workspace: Path, config: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    run = tmp_path / "run"
-    torchrun = start([*TORCHRUN, str(config), f"trainer.default_local_dir={run}"], "stderr", ENV)
-    wait_for_step(run, lambda: torchrun.poll() is None, tmp_path / "stderr")
-    workers = workers_of(torchrun.pid)
-    assert len(workers) == 2
-    os.kill(workers[1], signal.SIGKILL)
-    assert torchrun.wait(GONE_WITHIN_SECONDS) != 0
-    assert gone(torchrun.pid)
-    assert "rlhf_mc/trainer" not in (tmp_path / "stderr").read_text()
 
 
 @pytest.fixture
@@ -149,6 +157,22 @@ def ranks() -> Iterator[list[BaseProcess]]:
     for process in started:
         process.kill()
         process.join()
+
+
+def test_torchrun_ends_when_a_rank_dies(config: Path, tmp_path: Path, ranks: list[BaseProcess]) -> None:
+    run = tmp_path / "run"
+    stderr = tmp_path / "stderr"
+    torchrun = forked.start([*FORKING_TORCHRUN, str(config), f"trainer.default_local_dir={run}"], stderr, stderr)
+    ranks.append(torchrun)
+    assert torchrun.pid is not None
+    wait_for_step(run, torchrun.is_alive, stderr)
+    workers = children_of(torchrun.pid)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    torchrun.join(GONE_WITHIN_SECONDS)
+    assert torchrun.exitcode not in (None, 0)
+    assert gone(torchrun.pid) and all(gone(worker) for worker in workers)
+    assert "rlhf_mc/trainer" not in stderr.read_text()
 
 
 @pytest.mark.parametrize(

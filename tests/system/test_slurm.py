@@ -26,7 +26,8 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 NODES = 16
 GPUS = 8
-STEPS = 3
+STEPS = 8
+AFTER_CRASH = "the run crashed after "
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 pytestmark = [
@@ -101,41 +102,40 @@ class Job:
 def few_steps(quickstart_overrides: list[str]) -> list[str]:
     """Return the arguments for a few steps of the quickstart, without the output directory."""
     few = [f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-    few += ["data.train_batch_size=16", "trainer.target_val_acc=null", "trainer.save_freq=100"]
+    few += ["data.train_batch_size=16", "trainer.target_val_acc=null", "trainer.save_freq=1"]
     return ["configs/quickstart.yaml", *quickstart_overrides, *few]
 
 
 @pytest.fixture(scope="module")
-def submit(slurm: dict[str, str], few_steps: list[str]) -> Callable[[Path], Job]:
-    """submit(folder): a few steps of the quickstart, one rank on each of two nodes; what it writes is in folder/run."""
-
-    def start(folder: Path) -> Job:
-        # More than one GPU may be asked for; how many ranks a node has is NPROC's.
-        env = {**slurm, "NPROC": "1"}
-        place = f"trainer.default_local_dir={folder / 'run'}"
-        return Job(env, folder, ["--nodes=2", "slurm/ppo_1node.sh", *few_steps, place])
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def signalled(submit: Callable[[Path], Job], tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """Return a job that was signalled after its first step, and its folder."""
-    folder = tmp_path_factory.mktemp("signalled")
-    job = submit(folder)
-    job.until(lambda: last_step(folder / "run") >= 1)
+def interrupted(
+    slurm: dict[str, str], few_steps: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Job, Path]:
+    """Return a job of a few steps of the quickstart, one rank on each of two nodes, and its folder. A rank is killed in
+    the first attempt, and the second is signalled."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    # More than one GPU may be asked for; how many ranks a node has is NPROC's.
+    env = {**slurm, "NPROC": "1", "MAX_RESTARTS": "1"}
+    place = f"trainer.default_local_dir={folder / 'run'}"
+    job = Job(env, folder, ["--nodes=2", "slurm/ppo_1node.sh", *few_steps, place])
+    job.until((folder / "run" / "global_step_1" / "manifest.json").exists)
+    os.kill(process_of_rank(1, str(folder)), signal.SIGKILL)
+    job.until(lambda: AFTER_CRASH in job.said())
+    assert all(processes_with(variable, str(folder)) == [] for variable in ("RANK=0", "RANK=1")), "none is left"
+    before = last_step(folder / "run")
+    job.until(lambda: (job.logs / job.id / "attempt_1").exists() and last_step(folder / "run") > before)
     job.send("USR1")
-    assert job.wait(500) == "COMPLETED 1", job.said()
+    assert job.wait(500) == "COMPLETED 2", job.said()
     return job, folder
 
 
-def test_it_completes_over_two_nodes(signalled: tuple[Job, Path]) -> None:
-    job, folder = signalled
+def test_it_completes_over_two_nodes(interrupted: tuple[Job, Path]) -> None:
+    job, folder = interrupted
     assert last_step(folder / "run") == STEPS
-    assert job.said().count("preflight: 2 nodes see the same code, config, inputs and output directory") == 2
+    assert job.said().count("preflight: 2 nodes see the same code, config, inputs and output directory") == 3
     assert "2 ranks on cpu" in job.said()
-    assert sorted(path.name for path in (job.logs / job.id).iterdir()) == ["attempt_0", "attempt_1"]
-    for attempt in (job.logs / job.id).iterdir():
+    attempts = sorted((job.logs / job.id).iterdir())
+    assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
+    for attempt in attempts:
         names = [path.name for path in attempt.glob("rank_*.log")]
         assert len(names) == 2
         assert {name.partition(".")[0] for name in names} == {"rank_0000", "rank_0001"}
@@ -143,30 +143,28 @@ def test_it_completes_over_two_nodes(signalled: tuple[Job, Path]) -> None:
     assert not list((folder / "run").glob(".preflight*"))
 
 
+def test_with_one_rank_killed_it_says_why_and_is_started_again(interrupted: tuple[Job, Path]) -> None:
+    job, _ = interrupted
+    first = job.said().partition(AFTER_CRASH)[0]
+    assert "rlhf_mc: error on rank 0: lost contact with another rank in phase " in first or "Signal 9" in first
+    assert re.search(rf"the run ended with \d+; the ranks' logs are in {re.escape(str(job.logs))}", first)
+    assert re.search(rf"{AFTER_CRASH}global_step_\d, and the start was the newest when it started", job.said())
+
+
 def test_signalled_it_saves_is_requeued_and_ends_with_the_same_weights(
-    signalled: tuple[Job, Path], few_steps: list[str], tmp_path: Path
+    interrupted: tuple[Job, Path], few_steps: list[str], tmp_path: Path
 ) -> None:
     """Compare with the weights of the same two ranks, uninterrupted and without Slurm."""
-    job, folder = signalled
-    said = job.said()  # both attempts': --open-mode=append
-    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.index("resumed after step")
-    assert "the job is requeued" in said
+    job, folder = interrupted
+    said = job.said().partition(AFTER_CRASH)[2]  # all attempts': --open-mode=append
+    assert said.index("asked to stop (SIGUSR1): the checkpoint of step") < said.rindex("resumed after step")
+    assert said.count("resumed after step") == 2
+    assert "the run was preempted: the job is requeued" in said
     done = forked.run_ranks(2, ["-m", "rlhf_mc", *few_steps, f"trainer.default_local_dir={tmp_path / 'run'}"])
     assert done.returncode == 0, done.stderr
     expected, found = (load_file(path / "run" / "hf" / "model.safetensors") for path in (tmp_path, folder))
     assert expected.keys() == found.keys()
     assert all(bool((expected[name] == found[name]).all()) for name in expected)
-
-
-def test_with_one_rank_killed_the_job_ends_and_says_why(submit: Callable[[Path], Job], tmp_path: Path) -> None:
-    job = submit(tmp_path)
-    job.until(lambda: last_step(tmp_path / "run") >= 1)
-    os.kill(process_of_rank(1, str(tmp_path)), signal.SIGKILL)
-    assert job.wait(500) == "FAILED 0", job.said()
-    said = job.said()
-    assert "rlhf_mc: error on rank 0: lost contact with another rank in phase " in said or "Signal 9" in said
-    assert re.search(rf"the run ended with \d+; the ranks' logs are in {re.escape(str(job.logs))}", said)
-    assert all(processes_with(variable, str(tmp_path)) == [] for variable in ("RANK=0", "RANK=1")), "none is left"
 
 
 def process_of_rank(rank: int, argument: str) -> int:
@@ -323,35 +321,24 @@ def test_preempted_it_comes_back_and_cancelled_it_does_not(stand_in: dict[str, s
 
 
 CRASHES = f"""#!/usr/bin/env bash
-# A run that crashes after its first checkpoint, and finishes when it is started again.
+# A run that crashes before its first checkpoint.
 if [[ "$1 $2" == "-m rlhf_mc" ]]; then
-    run=${{@: -1}}
-    run=${{run#trainer.default_local_dir=}}
-    if [[ "$RANK" != 0 ]]; then [[ -n "${{SLURM_RESTART_COUNT:-}}" ]] || exec sleep 60; exit 0; fi
-    if [[ -n "${{SAVES:-}}" ]]; then
-        mkdir -p "$run/global_step_1"
-        echo '{{"step": 1}}' >"$run/global_step_1/manifest.json"
-    fi
-    [[ -n "${{SLURM_RESTART_COUNT:-}}" ]] || exit 1
-    echo 0 >"$RLHF_MC_EXIT_CODE_FILE"
-    exit 0
+    [[ "$RANK" == 0 ]] || exec sleep 60
+    exit 1
 fi
 exec {sys.executable} "$@"
 """
 
 
-@pytest.mark.parametrize("saves", [True, False], ids=["with a new checkpoint", "without"])
-def test_a_crashed_run_is_started_again(stand_in: dict[str, str], tmp_path: Path, saves: bool) -> None:
+def test_a_run_that_crashes_without_a_new_checkpoint_is_not_started_again(
+    stand_in: dict[str, str], tmp_path: Path
+) -> None:
     Path(stand_in["PYTHON"]).write_text(CRASHES)
-    env = {**stand_in, "MAX_RESTARTS": "1", "SAVES": "1" if saves else "", "NPROC": "1"}
+    env = {**stand_in, "MAX_RESTARTS": "1", "NPROC": "1"}
     overrides = [*DATA_PARALLEL, *inputs_70b.overrides(tmp_path)]
     job = Job(env, tmp_path, ["--nodes=2", "slurm/ppo_1node.sh", "configs/ppo_70b.yaml", *overrides])
-    if saves:
-        assert job.wait(500) == "COMPLETED 1", job.said()
-        assert "the run crashed after global_step_1, and the start was the newest" in job.said()
-    else:
-        assert job.wait(500) == "FAILED 0", job.said()
-        assert "the job is not requeued: this attempt has written no checkpoint (the newest is the st" in job.said()
+    assert job.wait(500) == "FAILED 0", job.said()
+    assert "the job is not requeued: this attempt has written no checkpoint (the newest is the st" in job.said()
 
 
 def test_a_node_that_sees_something_else_is_named(stand_in: dict[str, str], tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ def test_plan_by_number_is_a_partition_of_equal_counts(seq_lens: list[int], num_
 
 @no_deadline
 @given(lengths, replicas)
+@pytest.mark.slow
 def test_plan_is_a_partition_of_equal_counts_within_the_budget(seq_lens: list[int], num_replicas: int) -> None:
     plan = plan_micro_batches(seq_lens, num_replicas, BUDGET)
     assert len(plan) == num_replicas

@@ -69,6 +69,7 @@ for read in (lambda: read_manifest(root), lambda: read_json(root / "manifest.jso
 """
 
 
+@pytest.mark.slow
 def test_running_out_of_file_descriptors_is_not_corruption(tmp_path: os.PathLike[str]) -> None:
     path = os.path.join(tmp_path, "manifest.json")
     with open(path, "w") as file:

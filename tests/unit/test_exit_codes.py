@@ -99,6 +99,7 @@ def test_error_of_all_ranks_is_reported_once(tmp_path: Path, error: str, line: s
     assert text.count(line) == 1 and "Exception raised" not in text and len(text.encode()) <= most, text
 
 
+@pytest.mark.slow
 def test_endless_text_of_a_librarys_error_is_cut() -> None:
     command = [sys.executable, "-c", f"{PRELUDE}\ndef f(): raise OSError('y' * 1_000_000)\nexit_now(exit_code('x', f))"]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)

@@ -390,6 +390,7 @@ def test_fsdp_is_recomputed_and_says_how_to_find_a_layout() -> None:
     assert "actor.megatron.recompute_granularity" not in megatron.settings and "note: layout" not in megatron.text()
 
 
+@pytest.mark.slow
 def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "architectures": ["Qwen2ForCausalLM"],

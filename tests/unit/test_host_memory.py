@@ -43,6 +43,7 @@ def test_views_are_exact_aligned_and_apart() -> None:
     assert all((view == number).all() for number, view in enumerate(views))
 
 
+@pytest.mark.slow
 def test_memory_is_kept_until_a_larger_one_is_needed() -> None:
     arena = HostArena("test")
     (first,) = arena.views([8 << 20])
@@ -157,6 +158,7 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
     monkeypatch.setattr(platform.torch, "cuda", cuda)
 
 
+@pytest.mark.slow
 def test_registered_once_and_unregistered_before_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     with_driver(monkeypatch, driver)

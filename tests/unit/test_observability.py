@@ -96,6 +96,7 @@ def test_jsonl_is_strict_flushed_each_step_and_replaces_an_earlier_run(tmp_path:
     assert not (tmp_path / "new" / "run" / "tensorboard").exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_events_read_back_and_replace_an_earlier_run(tmp_path: Path) -> None:
     config = TrainerConfig(default_local_dir=str(tmp_path), logger=["tensorboard"])
     for run, num_steps in ((1, 3), (2, 2)):

@@ -133,6 +133,7 @@ def test_less_memory_takes_more_of_what_saves_it() -> None:
     assert found == [(1, 0, None), (1, 3, None), (2, 3, None), (2, 4, None)]
 
 
+@pytest.mark.slow
 def test_a_search_ends_in_time_with_the_best_so_far(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count looks at the clock as seconds."""
     monkeypatch.setattr(search_module, "time", SimpleNamespace(monotonic=itertools.count().__next__))
@@ -149,6 +150,7 @@ def test_a_search_ends_in_time_with_the_best_so_far(run: Any, monkeypatch: pytes
     assert "rlhf_mc: error: the search has found no settings that fit in 0 s; name fewer GPUs" in err
 
 
+@pytest.mark.slow
 def test_a_search_on_very_many_ranks_leaves_out_the_weight_update(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "MOST_RANKS", 7)
     monkeypatch.setattr(search_module, "weight_update", None)

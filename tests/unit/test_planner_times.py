@@ -27,6 +27,7 @@ def times(capsys: pytest.CaptureFixture[str]) -> Any:
     return of
 
 
+@pytest.mark.slow
 def test_70b_by_hand(times: Any) -> None:
     """Compare with products of the sizes: 855,638,016 weights a layer, sequences of 1024 + 2048 tokens."""
     found = times()

@@ -60,6 +60,7 @@ def test_missing_ranks_are_named_once(ranks: list[int], world: int, words: str) 
     assert [error.prints for error in errors if error is not None].count(True) == 1
 
 
+@pytest.mark.slow
 def test_every_rank_reports_a_missing_rank_0() -> None:
     with pytest.raises(JoinError, match=r"^has not reached rank 0 within 1 s at localhost:\d+ ") as caught:
         _store(1, 2, seconds=1.0)

@@ -65,6 +65,7 @@ def test_run_resumed_in_another_directory_begins_a_file(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [3, 4]
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     log_steps(tmp_path, "tensorboard", range(5), None, 0.0)
     time.sleep(1.1)  # event files are named, and so ordered, by the second

@@ -327,6 +327,7 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
         ("async def", "await asyncio.sleep(1000)", "timeout"),
     ],
 )
+@pytest.mark.slow
 def test_default_score_is_counted_and_logged(
     build: Build, capfd: pytest.CaptureFixture[str], kind: str, statement: str, failure: str
 ) -> None:
@@ -360,6 +361,7 @@ def test_default_score_is_counted_and_logged(
         ("time.sleep(1000)", ["timeout"] * 3, "no score after 1.5 s (reward.timeout_seconds)"),
     ],
 )
+@pytest.mark.slow
 def test_batched_function_that_fails(
     build: Build, capfd: pytest.CaptureFixture[str], statement: str, failures: list[str | None], words: str
 ) -> None:

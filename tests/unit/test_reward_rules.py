@@ -244,6 +244,7 @@ LONG_RESPONSES = {
 
 
 @pytest.mark.parametrize("kind", LONG_RESPONSES)
+@pytest.mark.slow
 def test_long_response_is_scored_in_linear_time(kind: str) -> None:
     """Score texts as a whole response and inside a box. Four times the length takes four times the time, with a wide
     margin; a quadratic rule takes sixteen times.
@@ -270,6 +271,7 @@ def test_long_response_is_scored_in_linear_time(kind: str) -> None:
     assert seconds(4 * 30_000) < 10 * seconds(30_000) + 0.05
 
 
+@pytest.mark.slow
 def test_dead_comparison_process_is_replaced() -> None:
     comparison = equivalence.Comparison()
     for _ in range(2):

@@ -256,6 +256,7 @@ def compute_score(solution_str, extra_info, **row):
 
 
 @pytest.mark.parametrize(("num_workers", "processes"), [(1, 1), (2, 2), (9, 5)])
+@pytest.mark.slow
 def test_workers_give_the_same_scores(
     in_workers: Callable[..., RewardManager], num_workers: int, processes: int
 ) -> None:
@@ -395,6 +396,7 @@ def test_rank_continues_while_workers_score(in_workers: Callable[..., RewardMana
         ("return None", ("returned None, expected a number",)),
     ],
 )
+@pytest.mark.slow
 def test_row_that_a_worker_cannot_score_is_a_one_line_error(
     in_workers: Callable[..., RewardManager], body: str, words: tuple[str, ...]
 ) -> None:
@@ -479,6 +481,7 @@ sys.stdin.read()
         ("exits", 60.0, "worker exits"),
     ],
 )
+@pytest.mark.slow
 def test_processes_that_a_function_has_started_end_with_its_worker(
     tmp_path: Path, response: str, limit: float, end: str
 ) -> None:

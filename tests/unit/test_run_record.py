@@ -84,6 +84,7 @@ def test_end_is_added_to_the_start_of_this_process(tmp_path: Path) -> None:
     assert starts(tmp_path) == [{"run_id": "run1", "process": -1}]
 
 
+@pytest.mark.slow
 def test_plot_and_report_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n{"step": 2, "cri')
     views = [tmp_path / "training.png", tmp_path / "report.html"]

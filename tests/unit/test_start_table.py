@@ -53,6 +53,7 @@ def test_size(num_bytes: float, text: str) -> None:
     note=st.text(max_size=400),
 )
 @example([9_999_950_000_000] * 4, "a", {"params", "grads", "optimizer"}, "")
+@pytest.mark.slow
 def test_no_line_is_wider_than_80(numbers: list[int], role: str, offloaded: set[str], note: str) -> None:
     rows = [ModelRow(role, ("999", "99x9", "9999", "999"), [Held(*numbers, frozenset(offloaded))])]
     assert all(len(line) <= 80 for line in (*table(rows), *notes([note])))

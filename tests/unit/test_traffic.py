@@ -61,6 +61,7 @@ def test_70b_by_hand() -> None:
     assert found["gen", "responses", "all_gather"].count == 1
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_over_two_nodes() -> None:
     """Check that each of the 8 members on a node receives an eighth of its bytes from the other node."""
     inside = traffic_70b()["old_log_prob", "tensor parallel", "all_gather"]

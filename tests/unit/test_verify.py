@@ -40,6 +40,7 @@ def test_checksum_detects_every_change(dtype: torch.dtype, chunk: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 7, 3), (3, 4, 5), (2, 129, 64), (1, 1000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.slow
 def test_checksum_does_not_depend_on_the_chunks(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Chunks differ between CPUs and GPUs. Rows that are no multiple of 8 bytes must be summed alike."""
     blocks = torch.randint(-100, 100, shape).to(dtype)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).parents[2]
 OF_VLLM = {f"rlhf_mc.rollout.vllm_{name}" for name in ("engine", "fp8", "parameters", "patches")}
-IMPORT_ALL = f"""
+WITHOUT_VLLM = f"""
 import importlib, json, pkgutil, sys
 sys.modules["vllm"] = None
 import rlhf_mc
@@ -23,16 +23,19 @@ names = {{module.name for module in pkgutil.walk_packages(rlhf_mc.__path__, "rlh
 for name in sorted(names):
     importlib.import_module(name)
 print(json.dumps(sorted(names)))
-"""
-IMPORT_ENGINE = """
+
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.setup.build import _import_vllm
-try:
-    _import_vllm()
-except UserError as error:
-    print(error)
+for folder in sys.argv[1:]:
+    sys.path.insert(0, folder)
+    sys.modules.pop("vllm", None)
+    try:
+        _import_vllm()
+    except UserError as error:
+        print(error)
+    sys.path.remove(folder)
 """
-PATCH_ON_GPU = """
+ON_GPU = """
 import sys
 import torch
 torch.cuda.is_available = lambda: True
@@ -46,39 +49,40 @@ try:
     vllm_patches.on_cpu()
 except ImportError:
     print("on_cpu imports them")
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.setup.build import _import_vllm
+try:
+    _import_vllm()
+except UserError as error:
+    print(error)
 """
 
 
-def output_of(program: str, *path: Path) -> str:
-    """Return what a Python program prints. `path` comes first in its search path."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, REPO]))}
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+def lines_of(program: str, *arguments: str) -> list[str]:
+    """Return the lines that a Python program prints."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_all_other_modules_are_imported_without_vllm() -> None:
-    imported = json.loads(output_of(IMPORT_ALL))
-    assert {"rlhf_mc.trainer.loop", "rlhf_mc.models.engine", "rlhf_mc.rollout.base"} <= set(imported)
+BUILDS = {
+    '__version__ = "0.31.0"': "vLLM 0.31.0 is installed; needed is 0.32.0, whose internals the trainer uses",
+    "import libvllm": "vLLM 0.32.0 is needed, and its import fails: No module named 'libvllm'",
+}
+"""The source of a vLLM, and the error of a run with it."""
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ('__version__ = "0.31.0"', "vLLM 0.31.0 is installed; needed is 0.32.0, whose internals the trainer uses"),
-        ("import libvllm", "vLLM 0.32.0 is needed, and its import fails: No module named 'libvllm'"),
-    ],
-    ids=["another version", "no import"],
-)
-def test_a_run_ends_with_one_line(tmp_path: Path, source: str, message: str) -> None:
-    (tmp_path / "vllm.py").write_text(source)
-    assert output_of(IMPORT_ENGINE, tmp_path) == f"rollout: {message}\n"
+def test_all_other_modules_are_imported_without_vllm_and_a_run_ends_with_one_line(tmp_path: Path) -> None:
+    for number, source in enumerate(BUILDS):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "vllm.py").write_text(source)
+    imported, *errors = lines_of(WITHOUT_VLLM, *(str(tmp_path / str(number)) for number in range(len(BUILDS))))
+    assert {"rlhf_mc.trainer.loop", "rlhf_mc.models.engine", "rlhf_mc.rollout.base"} <= set(json.loads(imported))
+    assert errors == [f"rollout: {message}" for message in BUILDS.values()]
 
 
-def test_a_build_for_another_device_is_one_line() -> None:
-    on_gpu = "import torch\ntorch.cuda.is_available = lambda: True\n"
-    message = "this vLLM computes on cpu, and the trainer on cuda; install vLLM's build for cuda"
-    assert output_of(on_gpu + IMPORT_ENGINE) == f"rollout: {message}\n"
-
-
-def test_modules_for_cpus_are_not_imported_on_a_gpu() -> None:
-    assert output_of(PATCH_ON_GPU) == "maybe_untie_word_embeddings\non_cpu imports them\n"
+def test_on_a_gpu_vllms_modules_for_cpus_are_not_imported_and_its_build_for_cpus_is_one_line() -> None:
+    wrong_build = "this vLLM computes on cpu, and the trainer on cuda; install vLLM's build for cuda"
+    patches = ["maybe_untie_word_embeddings", "on_cpu imports them"]
+    assert lines_of(ON_GPU) == [*patches, f"rollout: {wrong_build}"]
