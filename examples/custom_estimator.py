@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mc.algorithms.advantages import Estimate, EstimatorInputs
+from rlhf_mc.algorithms.estimators import Estimate, EstimatorInputs
 from rlhf_mc.api import Trainer
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart_grpo.yaml"

@@ -64,7 +64,7 @@ ESTIMATOR_NEEDS: dict[str, Needs] = {
     "opo": Needs(group=True),
     "gpg": Needs(group=True),
 }
-"""Needs of each estimator of algorithms/advantages.py. They are here, as settings are checked without torch."""
+"""Needs of each estimator of algorithms/estimators.py. They are here, as settings are checked without torch."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class CustomEstimatorConfig:
     """Python file that defines the function; null: none."""
     name: str = "estimate"
     """Name of the function: estimate(inputs) takes EstimatorInputs and returns Estimate, both of
-    rlhf_mc.algorithms.advantages (docs/extending.md)."""
+    rlhf_mc.algorithms.estimators (docs/extending.md)."""
     needs_critic: bool = False
     """The function reads inputs.values: the run has a critic, which learns Estimate.returns."""
     needs_group: bool = False

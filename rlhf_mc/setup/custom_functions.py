@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlhf_mc.algorithms.advantages import (
+from rlhf_mc.algorithms.estimators import (
     ADVANTAGE_ESTIMATORS,
     Estimate,
     EstimatorFunction,
@@ -115,7 +115,7 @@ def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
 def _fault(estimate: object, inputs: EstimatorInputs, needs_returns: bool) -> str | None:
     """Return in words what is wrong with the result of an estimator, or None."""
     if not isinstance(estimate, Estimate):
-        return f"returned {type(estimate).__name__}; it must return rlhf_mc.algorithms.advantages.Estimate"
+        return f"returned {type(estimate).__name__}; it must return rlhf_mc.algorithms.estimators.Estimate"
     if needs_returns and estimate.returns is None:
         return "returned no returns; with needs_critic it must, as the critic learns them"
     for name, found in (("advantages", estimate.advantages), ("returns", estimate.returns)):

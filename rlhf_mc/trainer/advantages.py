@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from rlhf_mc.algorithms.advantages import EstimatorFunction, EstimatorInputs, token_rewards
+from rlhf_mc.algorithms.estimators import EstimatorFunction, EstimatorInputs, token_rewards
 from rlhf_mc.algorithms.kl import kl_estimate, mean_sequence_kl
 from rlhf_mc.algorithms.rollout_correction import importance_weights, kept_tokens, mismatch_metrics
 from rlhf_mc.config.algorithm_schema import RolloutCorrectionConfig

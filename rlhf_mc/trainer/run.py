@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.algorithms.advantages import EstimatorFunction
+from rlhf_mc.algorithms.estimators import EstimatorFunction
 from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.checkpoint.input_fingerprints import Inputs

@@ -18,7 +18,7 @@ from gsm8k import gsm8k_lines
 from tiny import make_checkpoint
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_mc.algorithms.advantages import EstimatorInputs
+from rlhf_mc.algorithms.estimators import EstimatorInputs
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
 from rlhf_mc.rewards.custom import load_reward_function
 

@@ -130,13 +130,13 @@ def test_functions_of_the_page_are_accepted(config_file: Path, tmp_path: Path) -
     assert found.function.__name__ == "policy_loss" and found.selection is None
 
 
-ESTIMATE = "from rlhf_mc.algorithms.advantages import Estimate\ndef estimate(inputs):\n    "
+ESTIMATE = "from rlhf_mc.algorithms.estimators import Estimate\ndef estimate(inputs):\n    "
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return inputs.rewards", "returned Tensor; it must return rlhf_mc.algorithms.advantages.Estimate"),
+        ("return inputs.rewards", "returned Tensor; it must return rlhf_mc.algorithms.estimators.Estimate"),
         ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be that of the rewards, (10,)"),
         ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
         ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),

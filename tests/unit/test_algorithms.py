@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from rlhf_mc.algorithms.advantages import gae, token_rewards, whiten
+from rlhf_mc.algorithms.estimators import gae, token_rewards, whiten
 from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, mean_sequence_kl
 
 

@@ -1,4 +1,4 @@
-"""The advantage estimators of advantages.py: hand-worked groups, slow plain-Python versions, equal scores, and their
+"""The advantage estimators of estimators.py: hand-worked groups, slow plain-Python versions, equal scores, and their
 needs."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import get_args
 import pytest
 import torch
 
-from rlhf_mc.algorithms import advantages
-from rlhf_mc.algorithms.advantages import ADVANTAGE_ESTIMATORS, Estimate, EstimatorInputs, token_rewards, whiten
+from rlhf_mc.algorithms import estimators
+from rlhf_mc.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimate, EstimatorInputs, token_rewards, whiten
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AdvEstimator
 
 OF_GROUPS = sorted(name for name, needs in ESTIMATOR_NEEDS.items() if needs.group)
@@ -112,7 +112,7 @@ def test_estimator_matches_plain_python(name: str, norm_by_std: bool) -> None:
 
 def test_gae_is_whitened_and_has_the_returns_of_the_values() -> None:
     inputs = random_inputs(seed=0)
-    raw, returns = advantages.gae(inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam)
+    raw, returns = estimators.gae(inputs.rewards, inputs.values, inputs.response_lens, inputs.gamma, inputs.lam)
     found = ADVANTAGE_ESTIMATORS["gae"](inputs)
     assert torch.equal(found.advantages, whiten(raw))
     assert found.returns is not None and torch.equal(found.returns, returns)
@@ -151,28 +151,28 @@ def test_groups_by_hand() -> None:
     inputs = inputs_of([1.0, 0.0, 2.0, 3.0, 3.0, 3.0], [1, 1, 2, 1, 2, 3], [0, 0, 0, 1, 1, 1])
     zeros = [0.0] * 3
     near = {"abs": 1e-5}
-    assert first_tokens(advantages.grpo(inputs), inputs) == pytest.approx([0.0, -1.0, 1.0, *zeros], **near)
-    assert first_tokens(advantages.rloo(inputs), inputs) == [0.0, -1.5, 1.5, *zeros]  # 0 - (1 + 2) / 2, 2 - (1 + 0) / 2
-    assert first_tokens(advantages.grpo_passk(inputs), inputs) == pytest.approx([0.0, 0.0, 1.0, *zeros], **near)
-    assert first_tokens(advantages.opo(inputs), inputs) == [-0.25, -1.25, 0.75, *zeros]  # the mean by length is 5 / 4
-    assert first_tokens(advantages.gpg(inputs), inputs) == [
+    assert first_tokens(estimators.grpo(inputs), inputs) == pytest.approx([0.0, -1.0, 1.0, *zeros], **near)
+    assert first_tokens(estimators.rloo(inputs), inputs) == [0.0, -1.5, 1.5, *zeros]  # 0 - (1 + 2) / 2, 2 - (1 + 0) / 2
+    assert first_tokens(estimators.grpo_passk(inputs), inputs) == pytest.approx([0.0, 0.0, 1.0, *zeros], **near)
+    assert first_tokens(estimators.opo(inputs), inputs) == [-0.25, -1.25, 0.75, *zeros]  # the mean by length is 5 / 4
+    assert first_tokens(estimators.gpg(inputs), inputs) == [
         0.0,
         -2.0,
         2.0,
         *zeros,
     ]  # 3 of 6 responses differ: alpha is 2
-    assert advantages.grpo(inputs).advantages[2:4].tolist() == pytest.approx([1.0, 1.0], **near)
+    assert estimators.grpo(inputs).advantages[2:4].tolist() == pytest.approx([1.0, 1.0], **near)
     doctor = replace(inputs_of([5.0, 0.0], [1, 1], [7, 7]), norm_by_std=False)
-    assert first_tokens(advantages.grpo(doctor), doctor) == [2.5, -2.5]
+    assert first_tokens(estimators.grpo(doctor), doctor) == [2.5, -2.5]
 
 
 def test_remax_and_reinforce_plus_plus_by_hand() -> None:
     rewards = torch.tensor([-0.5, 1.0, 2.0])
     inputs = inputs_of([1.0, 2.0], [2, 1], [0, 1], rewards=rewards, greedy_scores=torch.tensor([0.25, 3.0]), gamma=0.5)
-    found = advantages.remax(inputs)
+    found = estimators.remax(inputs)
     assert found.advantages.tolist() == [0.25, 0.75, -1.0]
     assert found.returns is not None and found.returns.tolist() == [0.5, 1.0, 2.0]
-    discounted = advantages.reinforce_plus_plus(inputs)
+    discounted = estimators.reinforce_plus_plus(inputs)
     assert discounted.returns is not None and discounted.returns.tolist() == [0.0, 1.0, 2.0]
     assert discounted.advantages.tolist() == [-1.0, 0.0, 1.0]  # mean 1, std 1
 
@@ -192,4 +192,4 @@ def test_groups_of_one_response_are_refused(name: str) -> None:
 
 def test_passk_gives_nothing_to_several_best_responses() -> None:
     inputs = inputs_of([1.0, 1.0, 0.0], [1, 1, 1], [0, 0, 0])
-    assert first_tokens(advantages.grpo_passk(inputs), inputs) == [0.0, 0.0, 0.0]
+    assert first_tokens(estimators.grpo_passk(inputs), inputs) == [0.0, 0.0, 0.0]
