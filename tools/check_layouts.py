@@ -20,10 +20,10 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from rlhf_mc.architectures.run_shapes import model_shapes
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.config.validate import validate
 from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
@@ -35,7 +35,7 @@ from rlhf_mc.runtime.exit_codes import exit_code
 
 def check(cfg: Config, world: int) -> None:
     """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a difference."""
-    validate(cfg, world)
+    check_config(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     for role, shape in shapes.items():
         check_layout(shape, layouts(cfg)[role], role)

@@ -33,8 +33,9 @@ from rlhf_mc.runtime.tool import end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
 
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, read_settings, validate
+from rlhf_mc.config.load import load_config, read_settings
 from rlhf_mc.config.masking import masked
 from rlhf_mc.planner.__main__ import main as planner_main
 from rlhf_mc.verl.input import converted_arguments, split_environment
@@ -46,7 +47,7 @@ def problem_of(text: str, processes: int) -> str | None:
         path = Path(directory) / "ours.yaml"
         path.write_text(text)
         try:
-            validate(load_config(str(path)), processes)
+            check_config(load_config(str(path)), processes)
         except UserError as error:
             return str(error).removeprefix(f"{path}: ")
     return None

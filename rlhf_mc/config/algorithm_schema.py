@@ -7,6 +7,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlhf_mc.config.numbers import (
+    Count,
+    CountOrZero,
+    Fraction,
+    FractionAbove0,
+    InnerFraction,
+    Number,
+    Positive,
+    PositiveOrZero,
+)
+
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse"]
 KLLossType = Literal["k1", "k2", "k3", "low_var_kl", "kl", "abs", "mse", "k1+", "k3+", "low_var_kl+", "kl+", "abs+"]
@@ -75,11 +86,11 @@ class KLCtrlConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
     """fixed: the coefficient is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019,
     arXiv 1909.08593)."""
-    kl_coef: float = 0.001
+    kl_coef: PositiveOrZero = 0.001
     """The coefficient in the reward; with adaptive, its initial value. That of the KL loss is actor.kl_loss_coef."""
-    target_kl: float = 0.1
+    target_kl: PositiveOrZero = 0.1
     """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
-    horizon: int = 10000
+    horizon: Count = 10000
     """adaptive: number of sequences over which the coefficient adapts."""
 
 
@@ -121,19 +132,19 @@ class PolicyLossConfig:
     of the policy gradient. gpg: the policy gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob
     and advantage are left out, or get a KL penalty. custom: that of custom_loss. All but sapo, gpg and kl_cov use
     actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
-    clip_cov_ratio: float = 0.0002
+    clip_cov_ratio: FractionAbove0 = 0.0002
     """clip_cov: share of the tokens of a mini-batch that are left out."""
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: Number = 1.0
     """clip_cov: tokens are drawn from those of a covariance above this one ..."""
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: Number = 5.0
     """... and below this one."""
-    kl_cov_ratio: float = 0.0002
+    kl_cov_ratio: FractionAbove0 = 0.0002
     """kl_cov: share of the tokens of a mini-batch, those of the highest covariance, that get a KL penalty."""
-    ppo_kl_coef: float = 0.1
+    ppo_kl_coef: PositiveOrZero = 0.1
     """kl_cov: coefficient of the penalty |log-prob - old log-prob|."""
-    tau_pos: float = 1.0
+    tau_pos: Positive = 1.0
     """sapo: how soon the gradient of a token of positive advantage fades as the ratio leaves 1."""
-    tau_neg: float = 1.05
+    tau_neg: Positive = 1.05
     """sapo: the same for all other tokens."""
     custom_loss: CustomLossConfig = field(default_factory=CustomLossConfig)
     """A user-defined policy loss."""
@@ -147,18 +158,18 @@ class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's policy loss by rho of the token, or by the product of rho over its sequence; null: no
     weights."""
-    rollout_is_threshold: float = 2.0
+    rollout_is_threshold: Positive = 2.0
     """Upper bound of a weight (truncated importance sampling)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch, unless it is below 1e-8."""
     rollout_rs: list[RejectionStatistic] = field(default_factory=list)
     """Leave tokens (token_...) or whole sequences (seq_...) out of the actor's loss where a statistic of rho exceeds
     its threshold (docs/algorithms.md)."""
-    rollout_rs_threshold: list[float] = field(default_factory=list)
+    rollout_rs_threshold: list[Positive] = field(default_factory=list)
     """The threshold of each statistic of rollout_rs. Of ..._k1 it is the upper bound of rho."""
-    rollout_rs_threshold_lower: float | None = None
+    rollout_rs_threshold_lower: InnerFraction | None = None
     """Lower bound of rho for the ..._k1 statistics of rollout_rs; null: 1 / the upper bound."""
-    rollout_token_veto_threshold: float | None = None
+    rollout_token_veto_threshold: InnerFraction | None = None
     """Leave out each sequence with a token of rho below this; null: none."""
     bypass_mode: bool = False
     """Use vLLM's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in the first
@@ -176,7 +187,7 @@ class FilterGroupsConfig:
     """acc: the accuracy, "acc" of the reward function or else its score. score: the sum of the functions' parts of the
     score. seq_reward: the score that is trained on, with the parts of the reward model and of reward.overlong_buffer
     (docs/algorithms.md)."""
-    max_num_gen_batches: int = 0
+    max_num_gen_batches: CountOrZero = 0
     """Most batches of data.gen_batch_size prompts that a step draws. The run ends with a line if they have too few
     groups to keep. 0: as many as one pass over the training prompts has."""
 
@@ -194,9 +205,9 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk: divide a prompt's advantages by the standard deviation of its scores. false, with
     actor.loss_agg_mode seq-mean-token-sum-norm: Dr. GRPO."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount per token; of gae and reinforce_plus_plus."""
-    lam: float = 1.0
+    lam: Fraction = 1.0
     """GAE's lambda."""
     use_kl_in_reward: bool = False
     """Subtract kl_coef * KL(actor, reference) from each token's reward."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from rlhf_mc.config.numbers import CountOrMinus1, Positive, Range, Sequences
 
 
 @dataclass
@@ -14,7 +16,7 @@ class DataConfig:
     """Files of training prompts, parquet or JSONL (.jsonl, .json): a list, or one string."""
     val_files: list[str] = field(default_factory=list)
     """Files of validation prompts; empty: no validation."""
-    train_file_weights: list[float] = field(default_factory=list)
+    train_file_weights: list[Positive] = field(default_factory=list)
     """Sampling weights, one per training file: each batch has prompts of the files in these proportions, and a file is
     passed over at its own pace. []: every prompt once per epoch."""
     prompt_key: str = "prompt"
@@ -22,17 +24,17 @@ class DataConfig:
     reward_fn_key: str = "data_source"
     """Column with the name of the rule that scores the row. This column and reward_model may be absent with
     custom_reward_function.path, and from training files with a reward model."""
-    train_max_samples: int = -1
+    train_max_samples: CountOrMinus1 = -1
     """Number of rows of the training set to use, from the first; -1: all."""
-    val_max_samples: int = -1
+    val_max_samples: CountOrMinus1 = -1
     """Number of rows of the validation set to use, from the first; -1: all."""
-    max_prompt_length: int = 512
+    max_prompt_length: Annotated[int, Range(1, 10_000_000)] = 512
     """Maximum prompt length in tokens, after the chat template."""
-    max_response_length: int = 512
+    max_response_length: Annotated[int, Range(1, 10_000_000)] = 512
     """Maximum response length in tokens; generation stops there."""
-    train_batch_size: int = 1024
+    train_batch_size: Sequences = 1024
     """Prompts per step, over all ranks."""
-    gen_batch_size: int | None = None
+    gen_batch_size: Sequences | None = None
     """algorithm.filter_groups: prompts that are generated for at once; null: train_batch_size. A larger number costs
     fewer calls of the engine where many groups are dropped, and drops more surplus ones."""
     shuffle: bool = True

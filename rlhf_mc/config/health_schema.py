@@ -5,7 +5,9 @@ setting to turn, is in health/rules.py. No torch here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from rlhf_mc.config.numbers import Count, Fraction, FractionAbove0, InnerFraction, Positive, PositiveOrZero, Range
 
 Response = Literal["off", "note", "warn", "stop"]
 MildResponse = Literal["off", "note", "warn"]
@@ -78,11 +80,11 @@ class HealthConfig:
     """Check the rules. Rank 0 does, on the metrics that it logs."""
     responses: HealthResponsesConfig = field(default_factory=HealthResponsesConfig)
     """The response to each rule."""
-    rollback_lr_factor: float = 0.5
+    rollback_lr_factor: InnerFraction = 0.5
     """roll_back: the factor of the learning rates of actor and critic, each time."""
-    max_rollbacks: int = 3
+    max_rollbacks: Count = 3
     """roll_back: the run ends with an error when a rule asks for one more."""
-    kl_coef: float | None = None
+    kl_coef: PositiveOrZero | None = None
     """fixed_kl_coef: the coefficient of the KL term, in the reward or in the loss, in place of the configured or
     adaptive one."""
     out_of_memory: Literal["stop", "halve_tokens"] = "stop"
@@ -90,49 +92,49 @@ class HealthConfig:
     rank repeats the update with half the token budget of a micro-batch, and keeps it; a micro-batch's size changes no
     number but for rounding. It needs actor.use_dynamic_bsz, and for actor and critic data parallelism alone and
     megatron.overlap_grad_reduce: false: ranks must not wait for one that has failed. It needs no enable."""
-    patience: int = 5
+    patience: Count = 5
     """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion, rollout_mismatch and
     memory_near_limit count at once."""
-    window: int = 20
+    window: Annotated[int, Range(2, 1_000_000)] = 20
     """Steps of a moving median. ppo_kl_low, grad_norm_low, entropy_low and explained_variance_low must hold for as many
     consecutive steps."""
-    reward_window: int = 100
+    reward_window: Annotated[int, Range(4, 1_000_000)] = 100
     """Steps over which reward_flat looks for a trend of the mean score."""
-    ppo_kl_min: float = 0.01
+    ppo_kl_min: PositiveOrZero = 0.01
     """Lower end of the target range of actor/ppo_kl."""
-    ppo_kl_max: float = 0.03
+    ppo_kl_max: Positive = 0.03
     """Upper end of the target range of actor/ppo_kl."""
-    ppo_kl_explosion: float = 0.5
+    ppo_kl_explosion: Positive = 0.5
     """actor/ppo_kl of a policy that an update has thrown off, nats per token."""
-    ref_kl_max: float = 5.0
+    ref_kl_max: Positive = 5.0
     """KL to the reference of a policy that has left it, nats per token."""
-    grad_norm_min: float = 0.5
+    grad_norm_min: Annotated[float, Range(0, 1e30)] = 0.5
     """Lower end of the expected range of a gradient norm, before clipping."""
-    grad_norm_max: float = 2.0
+    grad_norm_max: Annotated[float, Range(0, 1e30, open=True)] = 2.0
     """Upper end of the expected range of a gradient norm, before clipping."""
-    grad_norm_growth: float = 10.0
+    grad_norm_growth: Annotated[float, Range(1, 1e6, open=True)] = 10.0
     """Growth of a gradient norm over its median that is taken for instability."""
-    entropy_drop: float = 0.5
+    entropy_drop: InnerFraction = 0.5
     """Share of its median that the entropy may not lose."""
-    entropy_min: float = 0.01
+    entropy_min: PositiveOrZero = 0.01
     """Entropy below which little is explored, nats per token."""
-    entropy_collapse: float = 0.001
+    entropy_collapse: PositiveOrZero = 0.001
     """Entropy of a policy that gives one answer, nats per token."""
-    vf_clipfrac_max: float = 0.05
+    vf_clipfrac_max: Fraction = 0.05
     """Share of tokens whose value may be clipped."""
-    explained_variance_min: float = 0.0
+    explained_variance_min: Annotated[float, Range(-1e6, 1)] = 0.0
     """Explained variance of a critic that predicts no better than a constant."""
-    truncated_max: float = 0.1
+    truncated_max: Fraction = 0.1
     """Share of responses that may reach data.max_response_length."""
-    saturated_share: float = 0.99
+    saturated_share: FractionAbove0 = 0.99
     """Share of the way from the lowest to the highest score that the run has seen at which the mean is saturated."""
-    equal_groups_max: float = 0.9
+    equal_groups_max: Fraction = 0.9
     """Share of prompts whose responses may all score the same."""
-    throughput_min: float = 0.5
+    throughput_min: InnerFraction = 0.5
     """Share of its median that the throughput should keep."""
-    idle_share_max: float = 0.1
+    idle_share_max: Fraction = 0.1
     """Share of the replicas' time that may be spent waiting for the slowest one."""
-    memory_max: float = 0.95
+    memory_max: FractionAbove0 = 0.95
     """Share of the memory that may be used: of the device, or on a CPU of the machine."""
 
 

@@ -1,27 +1,33 @@
 """From YAML files and command-line overrides to a typed, checked Config, and back to plain values.
 
-The settings are documented in schema.py. Checks of values are in validate.py.
+The settings are documented in schema.py. Checks of values are in checks.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.fields import (
+    convert,
+    describe,
+    explain_mistake,
+    field_types,
+    leaf_hints,
+    named_section,
+    shortened,
+    show,
+)
 from rlhf_mc.config.masking import masked_argument
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, roles
 from rlhf_mc.config.unknown import explain
-from rlhf_mc.config.validate import validate as validate
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
 VERL_WRAPPER = "actor_rollout_ref"
@@ -29,8 +35,6 @@ WRAPPED_SECTIONS = ("model", "actor", "ref", "rollout")
 """Sections that may be inside VERL_WRAPPER."""
 _DEEPEST_BASE = 20
 _DEEPEST_KEY = 16
-_ANY_NAME = "NAME"
-"""Stands for the name of a named section in dotted keys."""
 
 
 class _Setting(NamedTuple):
@@ -81,12 +85,12 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 
 def dotted_keys() -> list[str]:
     """Return every setting as section.key, in the order of schema.py. NAME is the name of a named section."""
-    return list(_leaf_hints())
+    return list(leaf_hints())
 
 
 def mapping_keys() -> list[str]:
     """Return the settings that are free-form mappings."""
-    return [key for key, hint in _leaf_hints().items() if typing.get_origin(hint) is dict]
+    return [key for key, hint in leaf_hints().items() if typing.get_origin(hint) is dict]
 
 
 # ---------------------------------------------------------------- reading
@@ -94,11 +98,11 @@ def mapping_keys() -> list[str]:
 
 def value_problem(key: str, value: Any) -> str | None:
     """Return why a setting cannot have this value, or None."""
-    hint = _leaf_hints()[key]
+    hint = leaf_hints()[key]
     try:
-        _convert(value, hint)
+        convert(value, hint)
     except TypeError:
-        return f"found {_show(value)}, expected {_describe(hint)}"
+        return f"found {show(value)}, expected {describe(hint)}"
     return None
 
 
@@ -138,7 +142,7 @@ class _Reading:
             bases = tree.pop("base", [])
             bases = [bases] if isinstance(bases, str) else bases
             if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-                raise UserError(f"{path}: base: expected a file name or a list of them, found {_show(bases)}")
+                raise UserError(f"{path}: base: expected a file name or a list of them, found {show(bases)}")
             settings: dict[str, _Setting] = {}
             for base in bases:
                 _merge(settings, self.file(path.parent / base, (*parents, path)))
@@ -153,7 +157,7 @@ class _Reading:
     def override(self, override: str) -> dict[str, _Setting]:
         """Return the setting of an override `section.key=value`."""
         key, equals, text = override.partition("=")
-        origin = f"override {_shortened(repr(masked_argument(override, dotted_keys())))}"
+        origin = f"override {shortened(repr(masked_argument(override, dotted_keys())))}"
         if not equals or not key.strip():
             raise UserError(f"{origin}: expected section.key=value")
         parts = key.strip().split(".")
@@ -185,14 +189,14 @@ class _Reading:
     ) -> dict[str, _Setting]:
         """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have, after
         `wrapper`."""
-        hints = _hints(cls)
+        hints = field_types(cls)
         settings: dict[str, _Setting] = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
             hint = hints.get(name)
             if hint is None:
                 self.unknown += [(origin, leaf) for leaf in _leaves(f"{wrapper}{key}", value)]
-            elif (named := _named_section(hint)) is not None:
+            elif (named := named_section(hint)) is not None:
                 for inner, section in self._names(key, value, origin):
                     settings.update(self._flatten(section, named, f"{key}.{inner}.", origin, wrapper))
             elif not dataclasses.is_dataclass(hint):
@@ -200,18 +204,18 @@ class _Reading:
             elif isinstance(value, dict) or value is None:  # None: an empty section
                 settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin, wrapper))
             else:
-                raise UserError(f"{origin}: {key}: expected a section of settings, found {_show(value)}")
+                raise UserError(f"{origin}: {key}: expected a section of settings, found {show(value)}")
         return settings
 
     def _names(self, key: str, value: Any, origin: str) -> Iterator[tuple[str, dict[Any, Any]]]:
         """Yield the named sections of a mapping."""
         if not isinstance(value, dict | None):
-            raise UserError(f"{origin}: {key}: expected sections by name, found {_show(value)}")
+            raise UserError(f"{origin}: {key}: expected sections by name, found {show(value)}")
         for name, section in (value or {}).items():
             if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,60}", name, re.ASCII)):
                 raise UserError(f"{origin}: {key}: the name {name!r} is not of letters, digits and _, a letter first")
             if not isinstance(section, dict | None):
-                raise UserError(f"{origin}: {key}.{name}: expected a section of settings, found {_show(section)}")
+                raise UserError(f"{origin}: {key}.{name}: expected a section of settings, found {show(section)}")
             yield name, section or {}
 
 
@@ -227,7 +231,7 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
     try:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
-            raise UserError(f"config file {path}: {what}{by}" + _hint(str(path)))
+            raise UserError(f"config file {path}: {what}{by}" + explain_mistake(str(path)))
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
     except OSError as error:
@@ -237,7 +241,7 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
     tree = parse_yaml(text, str(path))
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected sections (data:, model:, ...) at the top level, found {_show(tree)}")
+        raise UserError(f"{path}: expected sections (data:, model:, ...) at the top level, found {show(tree)}")
     return tree
 
 
@@ -257,37 +261,10 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
         settings[key] = setting
 
 
-# ---------------------------------------------------------------- types
-
-_hints = functools.cache(typing.get_type_hints)
-"""The types of a section's fields: a planner's search builds hundreds of configs."""
-
-
-@functools.cache
-def _leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted key: type}."""
-    out: dict[str, Any] = {}
-    for name, hint in _hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            out |= _leaf_hints(typing.cast(type, hint), f"{prefix}{name}.")
-        elif (named := _named_section(hint)) is not None:
-            out |= _leaf_hints(named, f"{prefix}{name}.{_ANY_NAME}.")
-        else:
-            out[f"{prefix}{name}"] = hint
-    return out
-
-
-def _named_section(hint: Any) -> type | None:
-    """Return the class of the sections of a mapping of them by name; None for any other type."""
-    args = typing.get_args(hint)
-    is_mapping = typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1])
-    return typing.cast(type, args[1]) if is_mapping else None
-
-
 def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str) -> Any:
     """Return an instance of a section. Settings that are left out are those of `default`; None: the class's
     defaults."""
-    hints = _hints(cls)
+    hints = field_types(cls)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         key = f"{prefix}{field.name}"
@@ -296,13 +273,13 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
         if dataclasses.is_dataclass(hint):
             start = None if fallback is dataclasses.MISSING else fallback
             values[field.name] = _build(typing.cast(type, hint), f"{key}.", settings, start, path)
-        elif (named := _named_section(hint)) is not None:
+        elif (named := named_section(hint)) is not None:
             names = dict.fromkeys(other.split(".")[1] for other in settings if other.startswith(f"{key}."))
             values[field.name] = {name: _build(named, f"{key}.{name}.", settings, None, path) for name in names}
         elif key in settings:
             values[field.name] = _convert_setting(key, settings[key], hint)
         elif fallback is dataclasses.MISSING:
-            raise UserError(f"{path}: required key {key!r} is missing ({_describe(hint)})")
+            raise UserError(f"{path}: required key {key!r} is missing ({describe(hint)})")
         else:
             values[field.name] = fallback
     return cls(**values)
@@ -331,98 +308,12 @@ def _field_default(field: dataclasses.Field[Any]) -> Any:
 
 def _convert_setting(key: str, setting: _Setting, hint: Any) -> Any:
     try:
-        return _convert(setting.value, hint)
+        return convert(setting.value, hint)
     except TypeError as error:
         raise UserError(
-            f"{setting.origin}: {key}: found {_show(setting.value)}, expected {_describe(hint)}"
-            + _hint(setting.value, hint)
+            f"{setting.origin}: {key}: found {show(setting.value)}, expected {describe(hint)}"
+            + explain_mistake(setting.value, hint)
         ) from error
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """Return the value converted to the type. Only int -> float, one string -> list of strings, list -> tuple and false
-    -> "off" are converted. Raise TypeError for any other type."""
-    origin = typing.get_origin(hint)
-    args = typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return None if value is None else _convert(value, next(arg for arg in args if arg is not type(None)))
-    if origin is Literal:
-        if value is False and "off" in args:
-            value = "off"  # YAML reads the word as false
-        ok = value in args
-    elif origin is list:
-        items = [value] if isinstance(value, str) else value
-        return [_convert(item, args[0]) for item in _expect(items, list)]
-    elif origin is tuple:
-        if len(_expect(value, list)) != len(args):
-            raise TypeError
-        return tuple(_convert(item, arg) for item, arg in zip(value, args, strict=True))
-    elif origin is dict:
-        ok = isinstance(value, dict) and _is_json(value)
-    elif hint is float:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        value = float(value) if ok else value
-    else:
-        assert hint in (int, bool, str), f"schema.py has a type that load.py does not know: {hint}"
-        ok = type(value) is hint
-    if not ok:
-        raise TypeError
-    return value
-
-
-def _is_json(value: Any) -> bool:
-    """Return whether JSON can represent the value: no dates, bytes or sets, and only strings as keys."""
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, (str, int, float, bool))
-
-
-def _hint(value: Any, hint: Any = str) -> str:
-    """Return an explanation of a frequent mistake to append to the message, or an empty string."""
-    wants = _describe(hint)
-    values = value if isinstance(value, list) else [value]
-    if any(isinstance(item, str) and re.search(r"\$\{|\$[A-Za-z_]", item) for item in values):
-        return "; references ($NAME, ${...}) are not replaced: write the value"
-    if any(isinstance(item, bool) for item in values) and "a string" in wants:
-        return "; yes, no, on, off, true and false are booleans in YAML: put it in quotes"
-    if isinstance(value, str) and re.fullmatch(r"[-+]?0\d+", value) and ("integer" in wants or "number" in wants):
-        return "; a number does not begin with 0 (YAML 1.1 would read it as octal)"
-    return ""
-
-
-def _expect(value: Any, cls: type) -> Any:
-    if not isinstance(value, cls):
-        raise TypeError
-    return value
-
-
-def _describe(hint: Any) -> str:
-    origin = typing.get_origin(hint)
-    args = typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return f"{_describe(next(arg for arg in args if arg is not type(None)))} or null"
-    if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
-    if origin is list:
-        return f"a list, each entry {_describe(args[0])}"
-    if origin is tuple:
-        return f"a list of {len(args)}, each entry {_describe(args[0])}"
-    names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-    return "a mapping" if origin is dict else names[hint]
-
-
-def _show(value: Any) -> str:
-    """Return the value as a user would write it in YAML, preceded by its kind where needed."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    kind = next((name for cls, name in ((str, "string"), (dict, "mapping"), (list, "list")) if type(value) is cls), "")
-    return (f"the {kind} " if kind else "") + _shortened(repr(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _plain(value: Any) -> Any:

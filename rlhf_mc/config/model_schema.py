@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from rlhf_mc.config.numbers import CountOrZero, Fraction, Layers, PositiveOrZero, Range, Ranks
 
 
 @dataclass
 class OptimConfig:
     """AdamW and its learning-rate schedule. Each PPO mini-batch is an optimizer step; the schedule counts PPO steps."""
 
-    lr: float = 1e-6
+    lr: PositiveOrZero = 1e-6
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: PositiveOrZero = 0.0
     """Learning rate at the end of the decay, after the last step."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: CountOrZero = 0
     """PPO steps of linear warm-up W: step s has the learning rate lr * s / W."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: Fraction = 0.0
     """Share of the run's PPO steps that are warm-up, where lr_warmup_steps is 0."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Decay from lr, at the end of the warm-up, to min_lr, after the last step."""
-    weight_decay: float = 0.01
+    weight_decay: PositiveOrZero = 0.01
     """Decoupled weight decay, except of biases and norms."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam's beta1 and beta2."""
-    eps: float = 1e-8
+    eps: Annotated[float, Range(1e-30, 1e6)] = 1e-8  # near the smallest float32
     """Adam's epsilon."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Range(0, 1e30)] = 1.0
     """Maximum global gradient norm; 0: no clipping."""
 
 
@@ -44,18 +46,18 @@ TRAINING_ONLY = (
 class MegatronConfig:
     """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x PP)."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Ranks = 1
     """Ranks that share each layer. It may exceed the number of KV heads (docs/reshard.md)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages."""
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: Layers | None = None
     """Virtual pipeline chunks per stage (interleaved schedule): a smaller pipeline bubble for proportionally more P2P
     messages. null: one chunk."""
-    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_first_pipeline_stage: Layers | None = None
     """Layers of the first stage, which also holds the embedding; null: as the other stages."""
-    num_layers_in_last_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: Layers | None = None
     """Layers of the last stage, which also holds the output layer; null: as the other stages."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Ranks = 1
     """Data-parallel replicas over which the experts of a mixture-of-experts model are sharded."""
     sequence_parallel: bool = False
     """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for the same

@@ -5,9 +5,10 @@ sections. No torch here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rlhf_mc.config.model_schema import MegatronConfig
+from rlhf_mc.config.numbers import Number, Positive, PositiveSeconds, Range, Sequences, Tokens
 
 
 @dataclass
@@ -37,9 +38,9 @@ class RewardModelConfig:
     actor's tokens and has the actor's vocabulary."""
     chat_template_path: str | None = None
     """File with a chat template (Jinja), used in place of that of tokenizer_path; null: that of tokenizer_path."""
-    forward_max_token_len_per_gpu: int = 32768
+    forward_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch. With tokenizer_path, longer sequences lose their first tokens."""
-    forward_micro_batch_size_per_gpu: int | None = None
+    forward_micro_batch_size_per_gpu: Sequences | None = None
     """Sequences of one micro-batch, without actor.use_dynamic_bsz; null: as the actor's update."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """As critic.megatron, for the reward model. Settings that only training uses are neither inherited nor accepted."""
@@ -60,9 +61,9 @@ def unnamed(key: str) -> str:
 class OverlongBufferConfig:
     """A penalty on long responses, in training: DAPO's soft overlong punishment (arXiv 2503.14476, equation 13)."""
 
-    len: int = 0
+    len: Annotated[int, Range(0, 10_000_000)] = 0
     """Tokens before data.max_response_length over which the penalty rises from 0 to penalty_factor; 0: no penalty."""
-    penalty_factor: float = 1.0
+    penalty_factor: Positive = 1.0
     """Penalty of a response of data.max_response_length tokens."""
 
 
@@ -85,12 +86,12 @@ class RemoteRewardConfig:
     """openai: the user's message. {prompt}, {ground_truth} and {response} are replaced."""
     api_key_env: str | None = None
     """Environment variable with the key that is sent as Authorization: Bearer; null: no key."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: PositiveSeconds = 60.0
     """Time limit of each request, up to the last byte of its answer. reward.timeout_seconds limits the requests of a
     response together."""
-    max_retries: int = 3
+    max_retries: Annotated[int, Range(0, 1_000)] = 3
     """Repetitions of a request that gets no answer, or an HTTP status for overload (429, 503, ...)."""
-    max_concurrency: int = 32
+    max_concurrency: Annotated[int, Range(1, 10_000)] = 32
     """Requests of one worker at a time."""
 
 
@@ -98,10 +99,10 @@ class RemoteRewardConfig:
 class RewardConfig:
     """The parts of a response's score, and the processes that run the reward functions."""
 
-    num_workers: int = 1
+    num_workers: Annotated[int, Range(1, 1_024)] = 1
     """Worker processes per rank. They score the rank's share of the responses while the log-prob passes run. Each
     imports the user's file. At least 1, so that a function that exits or blocks does not exit or block a rank."""
-    timeout_seconds: float = 300.0
+    timeout_seconds: PositiveSeconds = 300.0
     """Time limit of the score of each response (of the whole call, for a function that takes all rows in one), and of
     the import of the user's file, which has at least 60 s."""
     mixture: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class RewardConfig:
     """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
     returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.
     default_score: the response scores default_score, with a warning and a count in the metrics."""
-    default_score: float = 0.0
+    default_score: Number = 0.0
     """Score of a response that cannot be scored, with on_error: default_score."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Penalty on long responses, the part `overlong` of the score."""

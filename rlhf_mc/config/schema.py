@@ -1,20 +1,33 @@
 """The settings of a run: one dataclass per section of the YAML file, a docstring under each field.
 
-Names follow verl's where the meaning is the same. Files are read in load.py. The range of each setting is in ranges.py.
-Checks of several settings together are in validate.py. No torch here.
+Names follow verl's where the meaning is the same. Files are read in load.py. The range of each number is in its
+type (numbers.py). Checks of several settings together are in checks.py. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
-from rlhf_mc.config.profile_schema import ProfileConfig
+from rlhf_mc.config.numbers import (
+    MOST_SECONDS,
+    Count,
+    CountOrMinus1,
+    CountOrZero,
+    Number,
+    Positive,
+    PositiveOrZero,
+    Range,
+    Ranks,
+    Seconds,
+    Sequences,
+    Tokens,
+)
 from rlhf_mc.config.reward_schema import (
     NAMED,
     CustomRewardFunctionConfig,
@@ -40,9 +53,9 @@ class ModelConfig:
 class ActorConfig:
     """The policy and its update."""
 
-    ppo_mini_batch_size: int = 256
+    ppo_mini_batch_size: Sequences = 256
     """Prompts per optimizer step, over all ranks. Each has rollout.n responses."""
-    ppo_epochs: int = 1
+    ppo_epochs: Annotated[int, Range(1, 10_000)] = 1
     """PPO epochs: passes over the batch of a step."""
     shuffle: bool = False
     """Shuffle the batch before it is split into mini-batches, in each PPO epoch. The order is a function of
@@ -50,30 +63,30 @@ class ActorConfig:
     use_dynamic_bsz: bool = True
     """Split batches into micro-batches by a token budget (the ..._max_token_len_per_gpu settings), in all passes of all
     models. false: by a number of sequences (the ..._micro_batch_size_per_gpu settings)."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the update: prompts and responses, packed. At least the longest sequence."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: Sequences | None = None
     """Sequences of one micro-batch of the update, without use_dynamic_bsz."""
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Positive = 0.2
     """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low. 1 or more: not clipped."""
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: Positive = 0.2
     """Upper clip range of the policy ratio: it is clipped at 1 + clip_ratio_high."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: Annotated[float, Range(1, 1e6, open=True)] = 3.0
     """Dual clip: for advantages A < 0 the loss is at most -A * clip_ratio_c. Above 1."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """The policy loss."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses to the loss of a mini-batch."""
-    loss_scale_factor: int | None = None
+    loss_scale_factor: Tokens | None = None
     """seq-mean-token-sum-norm: divisor of the sum over a sequence's tokens; null: data.max_response_length."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: Number = 0.0
     """Coefficient of the entropy bonus."""
-    entropy_coeff_end: float | None = None
+    entropy_coeff_end: Number | None = None
     """Coefficient of the entropy bonus in the last step, reached linearly from entropy_coeff in the first; null: it is
     constant."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the policy loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: PositiveOrZero = 0.001
     """Coefficient of the KL term of use_kl_loss."""
     kl_loss_type: KLLossType = "k3"
     """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
@@ -95,25 +108,25 @@ class CriticConfig:
     """null: as the advantage estimator needs. true or false must agree with the estimator."""
     model_path: str | None = None
     """Hugging Face checkpoint from which the critic starts; null: the actor's body with a new value head."""
-    ppo_mini_batch_size: int | None = None
+    ppo_mini_batch_size: Sequences | None = None
     """Prompts per optimizer step, over all ranks; null: actor.ppo_mini_batch_size."""
-    ppo_epochs: int | None = None
+    ppo_epochs: Annotated[int, Range(1, 10_000)] | None = None
     """PPO epochs; null: actor.ppo_epochs."""
     shuffle: bool = False
     """As actor.shuffle."""
-    ppo_max_token_len_per_gpu: int = 32768
+    ppo_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch of the update."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: Sequences | None = None
     """Sequences of one micro-batch of the update, without actor.use_dynamic_bsz; null: as the actor's update."""
-    forward_max_token_len_per_gpu: int = 32768
+    forward_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch of the values pass."""
-    forward_micro_batch_size_per_gpu: int | None = None
+    forward_micro_batch_size_per_gpu: Sequences | None = None
     """Sequences of one micro-batch of the values pass, without actor.use_dynamic_bsz; null: as the actor's update."""
-    cliprange_value: float = 0.5
+    cliprange_value: Annotated[float, Range(0, 1e30, open=True)] = 0.5
     """Clip range of the values around the old values in the value loss."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses to the loss of a mini-batch."""
-    loss_scale_factor: int | None = None
+    loss_scale_factor: Tokens | None = None
     """As actor.loss_scale_factor."""
     freeze: list[str] = field(default_factory=list)
     """As actor.freeze. ["model.*"] trains only the value head, score.weight."""
@@ -130,9 +143,9 @@ class CriticConfig:
 class RefConfig:
     """The frozen reference policy. It is built only if a KL term uses it."""
 
-    log_prob_max_token_len_per_gpu: int = 16384
+    log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the reference pass."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: Sequences | None = None
     """Sequences of one micro-batch of the reference pass, without actor.use_dynamic_bsz; null: as the actor's
     update."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -143,13 +156,13 @@ class RefConfig:
 class ValKwargsConfig:
     """Sampling for validation."""
 
-    temperature: float = 0.0
+    temperature: Annotated[float, Range(0.01, 1e3, also=0)] = 0.0
     """Sampling temperature; 0: greedy."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0.001, 1)] = 1.0
     """Draw tokens from the smallest set of this probability; 1: from all tokens."""
-    top_k: int = -1
+    top_k: CountOrMinus1 = -1
     """Draw tokens from this number of most probable ones; -1: from all tokens."""
-    n: int = 1
+    n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per validation prompt: statistics such as mean@n, best@n and maj@n are over these (docs/metrics.md)."""
 
 
@@ -158,15 +171,15 @@ class RolloutConfig:
     """The in-process vLLM engine. Training samples are drawn from the full distribution (no top-k, no top-p), so that
     the log-probs of vLLM and of the trainer are of the same distribution."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Ranks = 1
     """Ranks that share one vLLM engine."""
-    n: int = 1
+    n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per training prompt."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0.01, 1e3)] = 1.0  # vLLM raises lower values to 0.01
     """Sampling temperature, also of the trainer's log-probs. At least 0.01: vLLM raises lower values to 0.01."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.5
     """GPU only: fraction of the device memory for vLLM's weights and KV cache."""
-    cpu_kvcache_space_gb: int = 1
+    cpu_kvcache_space_gb: Annotated[int, Range(1, 65_536)] = 1
     """CPU only: GiB of KV cache per rank."""
     enforce_eager: bool = False
     """GPU only: run without CUDA graphs. The CPU build always does."""
@@ -176,13 +189,13 @@ class RolloutConfig:
     """fp8: vLLM stores the weights of linear layers in fp8, with one scale per output channel, and quantizes their
     inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights too. Not
     with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Range(1, 65_536)] = 256
     """Maximum number of sequences that one engine decodes at a time."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Annotated[int, Range(1, 16_777_216)] = 8192
     """Maximum number of tokens of one engine step. Chunked prefill splits a prompt that does not fit."""
-    log_prob_max_token_len_per_gpu: int = 16384
+    log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the old-log-prob pass."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: Sequences | None = None
     """Sequences of one micro-batch of the old-log-prob pass, without actor.use_dynamic_bsz; null: as the actor's
     update."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
@@ -196,20 +209,20 @@ class TrainerConfig:
     default_local_dir: str
     """Output directory. It belongs to one run: when another run begins in it, the files of the earlier run are moved to
     earlier_runs/<id of the earlier run>/."""
-    total_epochs: int = 30
+    total_epochs: Count = 30
     """Epochs over the training prompts. The run ends after the step that draws the last batch of them."""
-    total_training_steps: int | None = None
+    total_training_steps: Count | None = None
     """PPO steps; null: those of total_epochs."""
     val_before_train: bool = True
     """Validate before the first step."""
-    test_freq: int = -1
+    test_freq: CountOrMinus1 = -1
     """Steps between validations. There is one after the last step too. -1: never."""
-    save_freq: int = -1
+    save_freq: CountOrMinus1 = -1
     """Steps between training checkpoints, from which the run can resume. They are written to global_step_<n>/. There is
     one after the last step too. -1: never."""
     async_save: bool = True
     """Continue training while the files of a checkpoint are written, from a copy in host memory."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: Count | None = None
     """Number of training checkpoints to keep. Older ones are deleted once a new one is complete. null: keep all."""
     keep_best: bool = False
     """Also keep the checkpoint with the highest best_metric."""
@@ -225,26 +238,26 @@ class TrainerConfig:
     resume_changed_inputs: Literal["refuse", "allow"] = "refuse"
     """Behaviour on resume if data, model or tokenizer files have changed since the checkpoint, by size and content
     hash. refuse: an error that lists them. allow: a warning. A changed custom_reward_function is always a warning."""
-    export_freq: int = -1
+    export_freq: CountOrMinus1 = -1
     """Steps between exports of the actor as a Hugging Face checkpoint to export/global_step_<n>/; -1: none. After the
     last step the actor is always exported to hf/."""
-    log_val_generations: int = 8
+    log_val_generations: CountOrZero = 8
     """Number of validation generations that are written as text at each validation."""
-    log_train_generations: int = 8
+    log_train_generations: CountOrZero = 8
     """Number of generations of a training step that are kept in default_local_dir/train_generations/<step>.jsonl, one
     of each prompt first."""
-    log_train_freq: int = 10
+    log_train_freq: CountOrMinus1 = 10
     """Steps between those; the first step's are kept too. -1: none are."""
     validation_data_dir: str | None = None
     """Directory for all generations of each validation, as <step>.jsonl: input, output, gts, score, parts of the score,
     length; null: none."""
     rollout_data_dir: str | None = None
     """Directory for all generations that a training step trains on, in the same form; null: none."""
-    rollout_data_save_freq: int = 1
+    rollout_data_save_freq: CountOrMinus1 = 1
     """Steps between those; -1: none."""
     val_only: bool = False
     """Validate the initial or resumed weights and end, without training, export or checkpoint."""
-    target_val_acc: float | None = None
+    target_val_acc: Number | None = None
     """End the run once the mean validation accuracy reaches this value; null: never."""
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
@@ -255,18 +268,18 @@ class TrainerConfig:
     """Project in Weights & Biases and SwanLab, experiment in MLflow."""
     experiment_name: str | None = None
     """Name of the run there; null: the last part of default_local_dir."""
-    critic_warmup: int = 0
+    critic_warmup: CountOrZero = 0
     """PPO steps at the start in which only the critic is updated."""
-    seed: int = 1
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 1  # numpy, which vLLM seeds too, takes 32 bits
     """Seed of all random draws, below 2^32."""
     deterministic: bool = False
     """On GPUs, use algorithms alone whose sums have one order: training then gives the same bits from the same inputs
     on the same kind of machine. Attention's backward pass and all-reduces are slower (docs/reliability.md). On CPUs
     this is so anyway."""
-    max_consecutive_skipped_updates: int = 3
+    max_consecutive_skipped_updates: Count = 3
     """An update whose loss or gradient is not finite is skipped. The run aborts after this number of consecutive
     skipped updates of one model."""
-    max_rollout_logprob_diff: float | None = None
+    max_rollout_logprob_diff: Positive | None = None
     """Bound of |trainer's log-prob - vLLM's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may be
     at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume is
     an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
@@ -275,16 +288,18 @@ class TrainerConfig:
     """Plan the memory of each rank at the start. warn: print the verdict, a warning if the run does not fit. refuse: an
     error if it does not fit, before anything is loaded. off: no plan. `python -m rlhf_mc.planner` prints the whole
     plan."""
-    dist_timeout_seconds: int = 600
+    dist_timeout_seconds: Seconds = 600
     """Timeout of collectives, for every process group."""
-    heartbeat_timeout_seconds: int = 120
+    heartbeat_timeout_seconds: Seconds = 120
     """Timeout of heartbeats. If a rank sends none for this time (its process is frozen or its node is down), the run
     ends on all ranks. A thread sends them, so that a long computation or collective does not delay them."""
-    preemption_grace_seconds: int = 300
+    # After a rank has crashed, torchrun and Slurm send SIGTERM to the others, and SIGKILL 30 s later. A rank whose
+    # grace period ends before SIGKILL would end with EXIT_REQUEUE, and the crashed run would be requeued.
+    preemption_grace_seconds: Annotated[int, Range(60, MOST_SECONDS)] = 300
     """Time after a stop request (SIGTERM, SIGUSR1) to finish or abandon the step and to save. The run then ends without
     saving, and the last complete checkpoint remains. At least 60, and less than the scheduler's own grace period
     (sbatch --signal)."""
-    stop_before_minutes: float | None = None
+    stop_before_minutes: Annotated[float, Range(0, MOST_SECONDS / 60, open=True)] | None = None
     """In a Slurm job: minutes before the job's time limit at which the run stops and saves, as after a signal; null:
     never."""
 
@@ -296,11 +311,27 @@ class ReshardConfig:
     share_weights: bool = True
     """Share the storage of vLLM and Megatron-Core (zero-copy) for each vLLM parameter whose layout on the rank is the
     same in both."""
-    bucket_megabytes: int = 256
+    bucket_megabytes: Annotated[int, Range(1, 65_536)] = 256
     """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of extra memory."""
     verify: Literal["off", "first", "always"] = "first"
     """Compare checksums of all weights on both sides: never, after the first update of the run, or after each
     update."""
+
+
+@dataclass
+class ProfileConfig:
+    """Profiles of single steps: traces, and a table of each phase's seconds by rank (docs/profiling.md). They change no
+    number of the training."""
+
+    steps: list[Count] = field(default_factory=list)
+    """Steps to profile, the first is 1. In these steps every rank measures each phase: its own work, and its waiting
+    for others. The table goes to the console and to profile/step_<n>/phases.json. []: none."""
+    ranks: list[Annotated[int, Range(0, 1_000_000)]] | None = field(default_factory=lambda: [0])
+    """Ranks that also write a Chrome trace, profile/step_<n>/rank_<r>.json.gz. Tracing slows a rank down. []: none, for
+    times without this. null: all ranks."""
+    contents: list[Literal["memory", "shapes", "stack"]] = field(default_factory=list)
+    """Further contents of the traces. memory: allocations; on GPUs also the allocator's history of the step, in
+    rank_<r>_memory.pickle. shapes: of the operators' inputs. stack: lines of Python code; much slower."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ def micro_batch_limits(cfg: Config) -> dict[str, Limit]:
         if cfg.actor.use_dynamic_bsz:
             return max_tokens
         num_sequences = num_sequences or cfg.actor.ppo_micro_batch_size_per_gpu
-        assert num_sequences is not None, "validate.py ensures it"
+        assert num_sequences is not None, "config/checks.py ensures it"
         return Sequences(num_sequences)
 
     rollout = cfg.rollout

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, sections_of
 from rlhf_mc.config.schema import Config, layouts, reward_models
-from rlhf_mc.config.validate import validate
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine
@@ -207,7 +207,7 @@ class _Search:
             trial[_ROLLOUT_TP] = max(rollouts)
             cfg = self._config(trial)
             try:
-                validate(cfg, self._machine.world)
+                check_config(cfg, self._machine.world)
                 for role, shape in self._shapes.items():
                     check_layout(shape, layouts(cfg)[role], role)
             except UserError as refused:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.config.validate import validate
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import GB, MemoryFit, memory_fit, remedy, with_host
@@ -39,7 +39,7 @@ def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
 def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
     """Return the memory of each class of ranks. Raise UserError if the settings, or a config.json that they name, do
     not allow a run on this number of ranks."""
-    validate(cfg, capacity.num_ranks)
+    check_config(cfg, capacity.num_ranks)
     shapes = planned_shapes(cfg)
     for role, shape in shapes.items():
         check_layout(shape, layouts(cfg)[role], role)

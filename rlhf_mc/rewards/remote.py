@@ -42,7 +42,7 @@ class RemoteReward:
 
     def __init__(self, cfg: RemoteRewardConfig, limit_seconds: float) -> None:
         """limit_seconds: time limit of a row, over all repetitions of its request. Raise UserError if the environment's
-        key, proxies or certificates cannot be used. reward_checks.py has checked the settings."""
+        key, proxies or certificates cannot be used. config/algorithm_checks.py has checked the settings."""
         import httpx  # only runs with an endpoint need it
 
         self._cfg = cfg

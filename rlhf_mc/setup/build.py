@@ -19,8 +19,8 @@ from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, about
-from rlhf_mc.config.load import validate
 from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
 from rlhf_mc.data.conversations import ConversationTokenizer
@@ -67,7 +67,7 @@ def build_run(cfg: Config) -> Run:
     """Build all parts of a run. Every rank must call it, with the same config, after init_process_group."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    validate(cfg, world)
+    check_config(cfg, world)
     cfg = for_this_device(cfg)
     with working("importing vLLM"):
         on_every_rank(_import_vllm)

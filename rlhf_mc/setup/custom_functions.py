@@ -30,7 +30,7 @@ def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:
         return ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     section = "algorithm.custom_estimator"
     custom = algorithm.custom_estimator
-    assert custom.path is not None, "validate.py ensures it"
+    assert custom.path is not None, "config/checks.py ensures it"
     function: EstimatorFunction = load_function(section, custom.path, custom.name)
     inputs = _example_inputs(algorithm)
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 4 responses,"
@@ -46,7 +46,7 @@ def load_policy_loss(actor: ActorConfig) -> PolicyLoss:
         return POLICY_LOSSES[actor.policy_loss.loss_mode]
     section = "actor.policy_loss.custom_loss"
     custom = actor.policy_loss.custom_loss
-    assert custom.path is not None, "validate.py ensures it"
+    assert custom.path is not None, "config/checks.py ensures it"
     function: PolicyLossFunction = load_function(section, custom.path, custom.name)
     log_probs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     inputs = PolicyLossInputs(

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator
 
 from rlhf_mc.architectures.run_shapes import model_shapes
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.recorded import check_not_hidden
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.config.validate import validate
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
 from rlhf_mc.reshard.layout import check_vllm
@@ -33,7 +33,7 @@ def world_size() -> int:
 def check_early(cfg: Config, world: int) -> None:
     """Raise UserError if the settings, the files that they name, or a config.json show that the run cannot start on
     `world` ranks."""
-    validate(cfg, world)
+    check_config(cfg, world)
     check_not_hidden(cfg)
     if cfg.reward.remote.url is not None:
         RemoteReward(cfg.reward.remote, cfg.reward.timeout_seconds)

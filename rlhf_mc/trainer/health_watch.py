@@ -212,7 +212,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> int
 def fix_kl_coef(run: Run, step: int, reason: str) -> None:
     """Give the KL term the coefficient health.kl_coef from the next step on. Every rank must call it."""
     coef = run.config.health.kl_coef
-    assert coef is not None, "validate.py ensures it"
+    assert coef is not None, "config/checks.py ensures it"
     if run.adjustments.kl_coef(step + 1) == coef:
         return
     run.adjustments.add(Adjustment("kl_coef", coef, step, reason))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
 
 MINIMAL = """
@@ -36,5 +37,5 @@ def load(path: Path, *overrides: str) -> Config:
 def validated(path: Path, *overrides: str, world_size: int = 4) -> Config:
     sizes = ("data.train_batch_size=32", "actor.ppo_mini_batch_size=16")
     cfg = load_config(str(path), [*sizes, *overrides])
-    validate(cfg, world_size)
+    check_config(cfg, world_size)
     return cfg

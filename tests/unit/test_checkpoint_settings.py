@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import validate
 from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 
 
@@ -26,7 +26,7 @@ def config(**trainer: Any) -> Config:
     ],
 )
 def test_consistent_settings_are_accepted(trainer: dict[str, Any]) -> None:
-    validate(config(**trainer), 1)
+    check_config(config(**trainer), 1)
 
 
 @pytest.mark.parametrize(
@@ -44,5 +44,5 @@ def test_consistent_settings_are_accepted(trainer: dict[str, Any]) -> None:
 )
 def test_inconsistent_settings_are_rejected(trainer: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
-        validate(config(**trainer), 1)
+        check_config(config(**trainer), 1)
     assert words in str(error.value) and "\n" not in str(error.value)

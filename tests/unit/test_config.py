@@ -13,7 +13,8 @@ import yaml
 from config_files import MINIMAL, load
 
 from rlhf_mc.config import algorithm_schema, model_schema, reward_schema, schema
-from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
+from rlhf_mc.config.checks import check_config
+from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 from rlhf_mc.config.model_schema import TRAINING_ONLY, MegatronConfig
 from rlhf_mc.config.schema import FROZEN_ROLES
 
@@ -223,4 +224,4 @@ def test_every_shipped_config_loads(path: Path) -> None:
     cfg = load_config(str(path), [])
     layout = cfg.actor.megatron
     world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-    validate(cfg, world * layout.expert_model_parallel_size * cfg.rollout.tensor_model_parallel_size)
+    check_config(cfg, world * layout.expert_model_parallel_size * cfg.rollout.tensor_model_parallel_size)

@@ -12,8 +12,9 @@ import from_verl
 import pytest
 
 from rlhf_mc import command_line
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, load_config, validate
+from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.schema import Config, value_of
 from rlhf_mc.planner.gpus import parse_gpu
 from rlhf_mc.planner.start import Capacity, check_fit, plan_run
@@ -53,7 +54,7 @@ def loaded(conversion: Conversion, path: Path) -> Config:
     """Return the config that load_config and validate accept."""
     path.write_text(conversion.yaml("a test"))
     cfg = load_config(str(path))
-    validate(cfg, conversion.nodes * conversion.processes)
+    check_config(cfg, conversion.nodes * conversion.processes)
     return cfg
 
 
@@ -735,7 +736,7 @@ def test_tool_prints_config_and_report(tmp_path: Path, capsys: pytest.CaptureFix
     out, report = capsys.readouterr()
     path = tmp_path / "ours.yaml"
     path.write_text(out)
-    validate(load_config(str(path)), 8)
+    check_config(load_config(str(path)), 8)
     assert "torchrun --nnodes 1 --nproc-per-node 8 -m rlhf_mc" in out
     assert "renamed        critic.model.path -> critic.model_path: Qwen/Qwen2-7B-Instruct\n" in report
     assert len(report.splitlines()) >= len(PPO_MATH) and "warning" not in report

@@ -13,7 +13,8 @@ from fuzzing import corruptions, examples, success_or_user_error
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_mc.config.load import dotted_keys, load_config, to_dict, validate
+from rlhf_mc.config.checks import check_config
+from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ def path() -> Iterator[Path]:
 def check(path: Path, overrides: list[str], world: int) -> None:
     def load() -> Any:
         cfg = load_config(str(path), overrides)
-        validate(cfg, world)
+        check_config(cfg, world)
         return cfg
 
     cfg = success_or_user_error(load)

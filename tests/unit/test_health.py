@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.load import dotted_keys, load_config
-from rlhf_mc.config.validate import validate
 from rlhf_mc.health.conditions import Facts
 from rlhf_mc.health.monitor import Event, Monitor, keep_events_up_to
 from rlhf_mc.health.rules import RULES
@@ -274,7 +274,7 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
 def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str, tmp_path: Path) -> None:
     needed = ["data.train_files=t", "data.val_files=v", "model.path=m", f"trainer.default_local_dir={tmp_path}"]
     with pytest.raises(UserError) as error:
-        validate(load_config(None, [*needed, *settings]), 1)
+        check_config(load_config(None, [*needed, *settings]), 1)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

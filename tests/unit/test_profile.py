@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from config_files import MINIMAL
 
 from rlhf_mc import platform
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.profile_checks import check_profile
-from rlhf_mc.config.profile_schema import ProfileConfig
+from rlhf_mc.config.load import load_config
 from rlhf_mc.observability import phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.phase_table import REST, WIDTH, RankTimes, as_json, as_text, with_rest
@@ -208,10 +210,10 @@ def test_trace_has_what_contents_ask_for(trace: Trace, tmp_path: Path) -> None:
 )
 def test_settings_that_do_nothing_are_refused(settings: dict[str, list[int]], message: str) -> None:
     with pytest.raises(UserError) as error:
-        check_profile(ProfileConfig(**settings), 4)
+        check_config(load_config({**yaml.safe_load(MINIMAL), "profile": settings}), 4)
     assert str(error.value) == message
 
 
 def test_all_ranks_and_no_rank_can_be_traced() -> None:
     for ranks in ([], [3], None):
-        check_profile(ProfileConfig(steps=[3], ranks=ranks), 4)
+        check_config(load_config({**yaml.safe_load(MINIMAL), "profile": {"steps": [3], "ranks": ranks}}), 4)

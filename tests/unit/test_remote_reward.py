@@ -19,9 +19,9 @@ import pytest
 import yaml
 from config_files import MINIMAL
 
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.reward_checks import check_rewards
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RemoteRewardConfig, RewardConfig
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
@@ -293,7 +293,7 @@ def test_numbers_of_an_endpoint_are_bounded_and_the_bound_is_said_once(
 )
 def test_malformed_url_is_found_with_the_settings(url: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_rewards(remote_config(url=url))
+        check_config(remote_config(url=url), 1)
     assert words in str(caught.value) and str(caught.value).startswith("reward.remote.url is ")
     assert "PASS" not in str(caught.value) and "PA SS" not in str(caught.value)
 
@@ -303,7 +303,7 @@ def test_malformed_url_is_found_with_the_settings(url: str, words: str) -> None:
     ["http://h", "HTTPS://a_b.c.:8000/v1?k=1", "http://[::1]:80", "http://ex\u00e4mple.de", "http://u:p@10.0.0.1/x@y"],
 )
 def test_url_that_can_be_used(url: str) -> None:
-    check_rewards(remote_config(url=url))
+    check_config(remote_config(url=url), 1)
     remote.RemoteReward(RemoteRewardConfig(url), 1.0)
 
 
@@ -337,7 +337,7 @@ def test_start_finds_what_the_endpoint_cannot_use_without_printing_it(
         monkeypatch.setenv(name, value)
     cfg = remote_config(**{"url": "http://h", "api_key_env": "JUDGE_KEY", **settings})
     with pytest.raises(UserError) as caught:
-        check_rewards(cfg)
+        check_config(cfg, 1)
         remote.RemoteReward(cfg.reward.remote, 1.0)
     text = str(caught.value)
     assert words in text and "\n" not in text and "PASS" not in text and "P\u00c4SS" not in text

@@ -9,8 +9,9 @@ import pytest
 from config_files import MINIMAL
 
 from rlhf_mc.checkpoint.input_fingerprints import paths
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.load import load_config
 from rlhf_mc.config.paths import inputs_of
 from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.printing import commented_yaml
@@ -36,7 +37,7 @@ def load(directory: Path, text: str = SECTIONS, *overrides: str) -> Config:
 
 def test_named_models_are_roles_of_their_own(tmp_path: Path) -> None:
     cfg = load(tmp_path)
-    validate(cfg, 2)
+    check_config(cfg, 2)
     assert list(reward_models(cfg)) == ["reward_models.helpful", "reward_models.harmless"]
     assert [part_of(role) for role in ("reward_model", *reward_models(cfg))] == ["reward_model", "helpful", "harmless"]
     found = layouts(cfg)
@@ -94,7 +95,7 @@ def test_config_can_be_printed_and_overridden(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_mistake_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        validate(load(tmp_path, text), 2)
+        check_config(load(tmp_path, text), 2)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -11,7 +11,8 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from published import CONFIGS, LLAMA_3_70B, model_path
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.load import load_config, validate
+from rlhf_mc.config.checks import check_config
+from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config, MegatronConfig, layouts
 from rlhf_mc.planner import activations
@@ -43,7 +44,7 @@ MARGIN = 14 * GB
 @pytest.mark.parametrize(("name", "world", "model"), [cluster[:3] for cluster in CLUSTERS])
 def test_config_fits_its_world_size_and_model(name: str, world: int, model: str) -> None:
     cfg = load_config(str(REPO / "configs" / f"{name}.yaml"))
-    validate(cfg, world)
+    check_config(cfg, world)
     for role, megatron in layouts(cfg).items():
         check_layout(ModelShape.from_hf_config(CONFIGS[model], value_head=role == "critic"), megatron)
     shape = ModelShape.from_hf_config(CONFIGS[model])
@@ -185,7 +186,7 @@ def test_70b_update_fits_without_recomputation() -> None:
 )
 def test_memory_of_other_settings(change: str, gb: float) -> None:
     cfg = load_config(str(REPO / "configs/ppo_70b.yaml"), [change])
-    validate(cfg, 64)
+    check_config(cfg, 64)
     assert update_gb(cfg, 64) == pytest.approx(gb, abs=0.1)
 
 
@@ -212,7 +213,7 @@ def test_slurm_signals_before_the_grace_period_ends(script: str, config: str, no
 
 def test_grpo_config_fits_two_processes() -> None:
     cfg = load_config(str(REPO / "configs/quickstart_grpo.yaml"))
-    validate(cfg, 2)
+    check_config(cfg, 2)
     assert not uses_critic(cfg) and cfg.rollout.n * cfg.data.train_batch_size == 256
 
 

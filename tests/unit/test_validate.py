@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from config_files import validated
 
-from rlhf_mc.config import ranges
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import _leaf_hints
+from rlhf_mc.config.fields import leaf_hints, range_of
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 
@@ -266,15 +265,15 @@ def test_settings_of_training_are_refused_for_a_frozen_role(config_file: Path, r
 def numeric_keys() -> list[str]:
     return [
         key
-        for key, hint in _leaf_hints().items()
+        for key, hint in leaf_hints().items()
         if re.search(r"\b(int|float)\b", str(hint)) and "Literal" not in str(hint)
     ]
 
 
 @pytest.mark.parametrize("key", numeric_keys())
 def test_every_number_has_a_range(config_file: Path, key: str) -> None:
-    bounds = ranges.range_of(key)
-    assert bounds is not ranges._ANY, f"{key} needs an entry in config/ranges.py"
+    bounds = range_of(leaf_hints()[key])
+    assert bounds is not None, f"{key} needs a type with a Range (config/numbers.py)"
     for value in (10**40, -(10**40), 1e308, -1e308, bounds.high * 1.01 + 1, bounds.low * 1.01 - 2):
         with pytest.raises(UserError):
             list_or_number = f"[{value}, {value}]" if key.endswith("betas") else value

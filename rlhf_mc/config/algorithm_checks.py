@@ -1,0 +1,220 @@
+"""Checks of the algorithm's settings and of the reward's, as those of checks.py. reward.mixture is checked where the
+rules are known, in rewards/mixture.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
+from rlhf_mc.config.masking import HIDDEN, masked
+from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.roles import needs_of, uses_critic
+from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, of_each_reward_model, reward_models, value_of
+
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""A part of a host's name."""
+
+
+def problems(cfg: Config) -> Iterator[str]:
+    """Yield the problems of the settings of algorithm, policy loss and reward."""
+    checks = (_estimator, _losses, _rollout_correction, _kl_controller, _filter_groups, _reward_models, _remote)
+    return itertools.chain.from_iterable(check(cfg) for check in checks)
+
+
+def _estimator(cfg: Config) -> Iterator[str]:
+    custom = cfg.algorithm.custom_estimator
+    name = cfg.algorithm.adv_estimator
+    needs = needs_of(cfg.algorithm)
+    key = f"algorithm.adv_estimator is {name}"
+    if (name == "custom") != (custom.path is not None):
+        yield (f"{key} and algorithm.custom_estimator.path is {custom.path}; set both (custom, and a path) or neither")
+    given = [f"needs_{need.name}" for need in fields(Needs) if getattr(custom, f"needs_{need.name}")]
+    if name != "custom" and given:
+        yield f"algorithm.custom_estimator.{', '.join(given)} is true and {key}; it is for adv_estimator custom"
+    if needs.group and cfg.rollout.n < 2:
+        yield f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2"
+    enable = cfg.critic.enable
+    if enable is not None and enable != needs.critic:
+        yield (
+            f"critic.enable is {str(enable).lower()} and {key}, which needs {'a' if needs.critic else 'no'} critic;"
+            " set critic.enable to null"
+        )
+    if needs.critic:
+        return
+    if cfg.critic.model_path is not None:
+        yield f"critic.model_path is {cfg.critic.model_path} and {key}, which needs no critic; leave it out"
+    if cfg.trainer.critic_warmup > 0:
+        yield f"trainer.critic_warmup is {cfg.trainer.critic_warmup} and {key}, which needs no critic; set it to 0"
+
+
+def _losses(cfg: Config) -> Iterator[str]:
+    loss = cfg.actor.policy_loss
+    mode = cfg.actor.loss_agg_mode
+    key = f"actor.policy_loss.loss_mode is {loss.loss_mode}"
+    if (loss.loss_mode == "custom") != (loss.custom_loss.path is not None):
+        yield (
+            f"{key} and actor.policy_loss.custom_loss.path is {loss.custom_loss.path}; set both (custom, and a path) or"
+            " neither"
+        )
+    if loss.loss_mode in SEQUENCE_LOSSES and mode != "seq-mean-token-mean":
+        yield f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be seq-mean-token-mean"
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield f"actor.policy_loss.clip_cov_lb is {loss.clip_cov_lb}; it must be below clip_cov_ub, {loss.clip_cov_ub}"
+    trained: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (("actor", cfg.actor), ("critic", cfg.critic))
+    for role, section in trained:
+        if section.loss_scale_factor is not None and section.loss_agg_mode != "seq-mean-token-sum-norm":
+            yield (
+                f"{role}.loss_scale_factor is {section.loss_scale_factor}; that needs {role}.loss_agg_mode"
+                f" seq-mean-token-sum-norm, and it is {section.loss_agg_mode}"
+            )
+
+
+def _rollout_correction(cfg: Config) -> Iterator[str]:
+    section = "algorithm.rollout_correction"
+    correction = cfg.algorithm.rollout_correction
+    statistics = correction.rollout_rs
+    thresholds = correction.rollout_rs_threshold
+    if len(statistics) != len(thresholds):
+        yield (
+            f"{section}.rollout_rs has {len(statistics)} statistics and {section}.rollout_rs_threshold has"
+            f" {len(thresholds)}; each statistic needs one threshold"
+        )
+    for name, threshold in zip(statistics, thresholds, strict=True):
+        if threshold <= 1 and name.endswith("k1"):
+            yield f"{section}.rollout_rs_threshold of {name} is {threshold}; it bounds a ratio and must be above 1"
+    lower = correction.rollout_rs_threshold_lower
+    if lower is not None and not any(name.endswith("k1") for name in statistics):
+        yield (
+            f"{section}.rollout_rs_threshold_lower is {lower}, a bound of the ..._k1 statistics; {section}.rollout_rs"
+            " has none of them"
+        )
+    given = [name for name in ("rollout_is", "rollout_rs", "rollout_token_veto_threshold") if getattr(correction, name)]
+    if correction.bypass_mode and given:
+        yield (
+            f"{section}.bypass_mode is true and {section}.{' and '.join(given)} set; it needs the trainer's log-probs,"
+            " and bypass_mode skips their pass: set one or the other"
+        )
+
+
+def _kl_controller(cfg: Config) -> Iterator[str]:
+    kl_ctrl = cfg.algorithm.kl_ctrl
+    if kl_ctrl.type != "adaptive":
+        return
+    if kl_ctrl.target_kl == 0:
+        yield f"algorithm.kl_ctrl.target_kl is {kl_ctrl.target_kl}; it must be above 0 where kl_ctrl.type is adaptive"
+    if not (cfg.algorithm.use_kl_in_reward or cfg.actor.use_kl_loss):
+        yield "algorithm.kl_ctrl.type is adaptive; that needs algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+
+
+def _filter_groups(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    filtering = cfg.algorithm.filter_groups
+    on = "algorithm.filter_groups.enable is true"
+    if not filtering.enable:
+        if data.gen_batch_size is not None:
+            yield f"data.gen_batch_size is {data.gen_batch_size}; that needs algorithm.filter_groups.enable: true"
+        return
+    if cfg.rollout.n < 2:
+        yield f"{on}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2"
+    size = data.train_batch_size if data.gen_batch_size is None else data.gen_batch_size
+    most = filtering.max_num_gen_batches
+    if 0 < most * size < data.train_batch_size:
+        yield (
+            f"algorithm.filter_groups.max_num_gen_batches {most} x data.gen_batch_size {size} = {most * size} is fewer"
+            f" prompts than data.train_batch_size, {data.train_batch_size}, which each step keeps"
+        )
+    if filtering.metric != "seq_reward" and cfg.reward_model.model_path is not None:
+        mixture = cfg.reward.mixture
+        alone = [
+            source for source, parts in mixture.items() if isinstance(parts, dict) and set(parts) == {"reward_model"}
+        ]
+        if alone or not mixture:
+            where = f" of the data source {alone[0]!r}" if alone else ""
+            yield (
+                f"algorithm.filter_groups.metric is {filtering.metric}, which reward functions give, and the reward"
+                f" model alone scores the responses{where}; it must be seq_reward"
+            )
+    schedules = [
+        f"{role}.optim.lr_decay_style is {optim.lr_decay_style}"
+        for role, optim in (("actor", cfg.actor.optim), ("critic", cfg.critic.optim))
+        if optim.lr_decay_style != "constant" and (role == "actor" or uses_critic(cfg))
+    ]
+    if cfg.actor.entropy_coeff_end is not None:
+        schedules.append(f"actor.entropy_coeff_end is {cfg.actor.entropy_coeff_end}")
+    if schedules and cfg.trainer.total_training_steps is None:
+        yield (
+            f"{schedules[0]} and {on}: how many steps trainer.total_epochs has then depends on the dropped groups; set"
+            " trainer.total_training_steps"
+        )
+
+
+def _reward_models(cfg: Config) -> Iterator[str]:
+    model = next(iter(reward_models(cfg)), None)
+    if cfg.custom_reward_function.path and model and not (cfg.data.val_files or cfg.reward.mixture):
+        yield (
+            f"custom_reward_function.path and {model}.model_path are both set, and data.val_files and reward.mixture"
+            " are empty; the reward model's scores are trained on, so the function would never be called: set one of"
+            " the two to null, or weigh both in reward.mixture"
+        )
+    if "reward_model" in cfg.reward_models:
+        yield "reward_models: the name 'reward_model' is that of the part of reward_model.model_path; give another"
+    needs = {"reward_model.tokenizer_path": "model_path", "reward_model.chat_template_path": "tokenizer_path"}
+    for key in of_each_reward_model(cfg, needs):
+        needed = f"{key.rpartition('.')[0]}.{needs[unnamed(key)]}"
+        if value_of(cfg, key) is not None and value_of(cfg, needed) is None:
+            yield f"{key} is {value_of(cfg, key)!r}; that needs {needed}, which is null"
+    buffer = cfg.reward.overlong_buffer.len
+    longest = cfg.data.max_response_length
+    if buffer > longest:
+        yield f"reward.overlong_buffer.len is {buffer}; it must be at most data.max_response_length, {longest}"
+
+
+def _remote(cfg: Config) -> Iterator[str]:
+    remote = cfg.reward.remote
+    variable = remote.api_key_env
+    if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        yield (
+            f"reward.remote.api_key_env must be the name of an environment variable (letters, digits, _); it is another"
+            f" text of {len(variable)} characters, not shown here: it may be the key"
+        )
+    if remote.url is None:
+        for key in ("model", "api_key_env"):
+            if (value := getattr(remote, key)) is not None:
+                yield f"reward.remote.{key} is {value!r}; that needs reward.remote.url, which is null"
+        return
+    if problem := _url_problem(remote.url, variable is not None):
+        # The text may have a password in a place where a valid URL has none.
+        before, at, after = remote.url.rpartition("@")
+        yield f"reward.remote.url is {masked(HIDDEN + at + after if at else before + after)!r}; {problem}"
+    if remote.api == "openai" and remote.model is None:
+        yield "reward.remote.api is openai; that needs reward.remote.model, which is null"
+
+
+def _url_problem(text: str, has_key: bool) -> str | None:
+    """Return why requests to the URL cannot be made, without repeating a part of it, or None."""
+    import httpx  # a tenth of a second, for runs with an endpoint alone
+
+    if not text.lower().startswith(("http://", "https://")):
+        return "it must begin with http:// or https://"
+    if wrong := next((c for c in text if c.isspace() or not c.isprintable() or c in '"<>\\^`{|}'), None):
+        return f"the character {wrong!r} must be written as %{ord(wrong):02X}, or left out"
+    try:
+        url = httpx.URL(text)
+        host = url.raw_host.decode() if url.host else ""  # each decodes names in another way
+    except (httpx.InvalidURL, UnicodeError):
+        return "its host or port is not valid"
+    if not host:
+        return "it has no host"
+    if ":" not in host and not (len(host) <= 253 and all(map(_LABEL.fullmatch, host.removesuffix(".").split(".")))):
+        return "its host is not valid"
+    if url.port is not None and not 1 <= url.port <= 65535:
+        return f"its port {url.port} is not between 1 and 65535"
+    if url.fragment:
+        return "the part after # is never sent; leave it out"
+    if url.userinfo and has_key:
+        return "with reward.remote.api_key_env it may have no user: only one of them can be sent"
+    return None

@@ -1,0 +1,334 @@
+"""Checks of a config. Of several settings together a check is a generator of problems, each one line with the key, its
+value and the values that are allowed. algorithm_checks.py has those of algorithm and reward, paths.py those of paths.
+Types, unknown keys and required keys are checked in load.py. Checks that need the model or the data (heads divisible
+by TP, columns of a file) are made where these are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from rlhf_mc.config import algorithm_checks
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.fields import check_values
+from rlhf_mc.config.health_schema import rolls_back
+from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.config.paths import check_written
+from rlhf_mc.config.reward_schema import unnamed
+from rlhf_mc.config.roles import absent_roles, uses_critic, uses_reference
+from rlhf_mc.config.schema import (
+    FROZEN_ROLES,
+    ActorConfig,
+    Config,
+    CriticConfig,
+    MegatronConfig,
+    layouts,
+    of_each_reward_model,
+    reward_models,
+    value_of,
+)
+
+
+def check_config(cfg: Config, world_size: int) -> None:
+    """Raise UserError with the first problem if the settings do not allow a run on `world_size` processes."""
+    check_written(cfg)
+    check_values(cfg)
+    problems = itertools.chain(
+        _optimizers(cfg),
+        _layouts(cfg, world_size),
+        _frozen_roles(cfg),
+        _storage(cfg),
+        _batches(cfg, world_size),
+        _micro_batches(cfg),
+        algorithm_checks.problems(cfg),
+        _data(cfg),
+        _validation(cfg),
+        _checkpoints(cfg),
+        _health(cfg),
+        _profile(cfg, world_size),
+    )
+    for problem in problems:
+        raise UserError(problem)
+
+
+def _optimizers(cfg: Config) -> Iterator[str]:
+    total_steps = cfg.trainer.total_training_steps
+    for key, optim in (("actor.optim", cfg.actor.optim), ("critic.optim", cfg.critic.optim)):
+        if optim.min_lr > optim.lr:
+            yield f"{key}.min_lr is {optim.min_lr}; it must be at most {key}.lr, {optim.lr}"
+        for beta in optim.betas:
+            if beta == 1:
+                yield f"{key}.betas has {beta}; each must be at least 0 and below 1"
+        if total_steps is not None and optim.lr_warmup_steps > total_steps:
+            yield (
+                f"{key}.lr_warmup_steps is {optim.lr_warmup_steps}; it must be at most trainer.total_training_steps,"
+                f" {total_steps}"
+            )
+
+
+def _layouts(cfg: Config, world_size: int) -> Iterator[str]:
+    works = f"the {world_size} processes of this run; what would: {_divisors(world_size)}"
+    for role, megatron in layouts(cfg).items():
+        yield from _layout(f"{role}.megatron", megatron, world_size, works)
+        yield from _virtual_stages(cfg, role, megatron)
+    rollout_tp = cfg.rollout.tensor_model_parallel_size
+    if world_size % rollout_tp:
+        yield f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _layout(section: str, megatron: MegatronConfig, world_size: int, works: str) -> Iterator[str]:
+    tp = megatron.tensor_model_parallel_size
+    pp = megatron.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        yield (
+            f"{section}.tensor_model_parallel_size {tp} x {section}.pipeline_model_parallel_size {pp} = {tp * pp}"
+            f" does not divide {works}"
+        )
+    ep = megatron.expert_model_parallel_size
+    dp = world_size // (tp * pp)
+    if dp % ep:
+        yield (
+            f"{section}.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
+            f"; what would: {_divisors(dp)}"
+        )
+    if tp == 1 and megatron.sequence_parallel:
+        yield f"{section}.sequence_parallel is true; that needs {section}.tensor_model_parallel_size of at least 2"
+    if megatron.fp8 is not None and megatron.dtype != "bfloat16":
+        yield f"{section}.fp8 is {megatron.fp8!r} and {section}.dtype is {megatron.dtype}; fp8 needs bfloat16"
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        layers = getattr(megatron, name)
+        if layers is not None and pp == 1:
+            yield f"{section}.{name} is {layers}; that needs {section}.pipeline_model_parallel_size of at least 2"
+
+
+def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterator[str]:
+    section = f"{role}.megatron"
+    chunks = megatron.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return
+    key = f"{section}.virtual_pipeline_model_parallel_size is {chunks};"
+    if chunks < 2:
+        yield f"{key} it must be at least 2, or null"
+    if megatron.pipeline_model_parallel_size == 1:
+        yield f"{key} that needs {section}.pipeline_model_parallel_size of at least 2"
+    for other in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(megatron, other) is not None:
+            yield f"{key} with it all stages have as many layers: set {section}.{other} to null"
+    has_own_checkpoint = unnamed(role) == "reward_model" or (role == "critic" and cfg.critic.model_path is not None)
+    if cfg.model.dist_checkpointing_path is not None and not has_own_checkpoint:
+        yield (
+            f"{key} with it weights come from the safetensors of model.path: set model.dist_checkpointing_path to null"
+        )
+
+
+def _frozen_roles(cfg: Config) -> Iterator[str]:
+    defaults = MegatronConfig()
+    frozen = [role for role in layouts(cfg) if unnamed(role) in FROZEN_ROLES]
+    for role, name in itertools.product(frozen, TRAINING_ONLY):
+        value = getattr(layouts(cfg)[role], name)
+        if value != getattr(defaults, name):
+            yield (
+                f"{role}.megatron.{name} is {str(value).lower()}; it does nothing for a model that is never trained:"
+                " leave it out"
+            )
+
+
+def _storage(cfg: Config) -> Iterator[str]:
+    if cfg.actor.megatron.param_offload and cfg.reshard.share_weights:
+        yield (
+            "actor.megatron.param_offload is true and reshard.share_weights is true; weights that vLLM shares cannot be"
+            " offloaded: set one of them to false"
+        )
+    if cfg.rollout.quantization is None:
+        return
+    key = f"rollout.quantization is {cfg.rollout.quantization!r} and"
+    if cfg.actor.megatron.dtype != "bfloat16":
+        yield f"{key} actor.megatron.dtype is {cfg.actor.megatron.dtype}; vLLM quantizes bfloat16"
+    if cfg.reshard.share_weights:
+        yield (
+            f"{key} reshard.share_weights is true; vLLM cannot share weights that it quantizes: set"
+            " reshard.share_weights to false"
+        )
+
+
+def _batches(cfg: Config, world_size: int) -> Iterator[str]:
+    batch = cfg.data.train_batch_size
+    trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", cfg.actor)]
+    trained += [("critic", cfg.critic)] if uses_critic(cfg) else []
+    for role, section in trained:
+        key = f"{role}.ppo_mini_batch_size"
+        mini = cfg.actor.ppo_mini_batch_size if section.ppo_mini_batch_size is None else section.ppo_mini_batch_size
+        megatron = section.megatron
+        dp = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+        if batch % mini:
+            yield f"{key} is {mini}; it must divide data.train_batch_size, {batch}, and be no larger"
+        if mini * cfg.rollout.n < dp:
+            yield (
+                f"{key} {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the {dp} data-parallel ranks"
+                f" of {role}.megatron, each of which needs one"
+            )
+    if cfg.rollout.max_num_batched_tokens < cfg.rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens is {cfg.rollout.max_num_batched_tokens};"
+            f" it must be at least rollout.max_num_seqs, {cfg.rollout.max_num_seqs}"
+        )
+
+
+_TOKEN_BUDGETS = {
+    "actor.ppo_max_token_len_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
+    "critic.ppo_max_token_len_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_max_token_len_per_gpu": "critic.forward_micro_batch_size_per_gpu",
+    "rollout.log_prob_max_token_len_per_gpu": "rollout.log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu": "ref.log_prob_micro_batch_size_per_gpu",
+    "reward_model.forward_max_token_len_per_gpu": "reward_model.forward_micro_batch_size_per_gpu",
+}
+"""Limits of a micro-batch in each pass: token budget (with actor.use_dynamic_bsz) -> number of sequences (without)."""
+
+
+def _micro_batches(cfg: Config) -> Iterator[str]:
+    if not cfg.actor.use_dynamic_bsz:
+        if cfg.actor.ppo_micro_batch_size_per_gpu is None:
+            yield "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null"
+        return
+    for size in of_each_reward_model(cfg, _TOKEN_BUDGETS.values()):
+        if value_of(cfg, size) is not None:
+            yield f"{size} is {value_of(cfg, size)}; that needs actor.use_dynamic_bsz: false"
+    prompt = cfg.data.max_prompt_length
+    response = cfg.data.max_response_length
+    absent = [f"{role}." for role in absent_roles(cfg)]
+    # A reward model with a tokenizer of its own truncates what it reads.
+    absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
+    for key in of_each_reward_model(cfg, _TOKEN_BUDGETS):
+        budget = value_of(cfg, key)
+        if budget < prompt + response and not key.startswith(tuple(absent)):
+            yield (
+                f"{key} is {budget}; it must be at least the longest sequence,"
+                f" data.max_prompt_length {prompt} + data.max_response_length {response} = {prompt + response}"
+            )
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if not data.train_files:
+        yield "data.train_files is empty; it must name at least one file"
+    if len(data.train_file_weights) not in (0, len(data.train_files)):
+        yield (
+            f"data.train_file_weights has {len(data.train_file_weights)} weights; data.train_files has"
+            f" {len(data.train_files)} files, and each needs one"
+        )
+    if data.truncation != "error" and data.filter_overlong_prompts:
+        yield (
+            f"data.truncation is {data.truncation} and data.filter_overlong_prompts is true, so that nothing is left to"
+            " truncate: set truncation to error, or filter_overlong_prompts to false"
+        )
+
+
+def _validation(cfg: Config) -> Iterator[str]:
+    val = cfg.rollout.val_kwargs
+    trainer = cfg.trainer
+    if val.n > 1 and val.temperature == 0:
+        yield (
+            f"rollout.val_kwargs.n is {val.n} at temperature 0, where all responses are the same;"
+            " set rollout.val_kwargs.temperature above 0, or n to 1"
+        )
+    if val.temperature == 0 and (val.top_p, val.top_k) != (1.0, -1):
+        yield (
+            f"rollout.val_kwargs: top_p {val.top_p} and top_k {val.top_k} do nothing at temperature 0, which is greedy;"
+            " set rollout.val_kwargs.temperature above 0, or leave them out"
+        )
+    if not cfg.data.val_files and (trainer.val_only or trainer.validation_data_dir):
+        yield "trainer.val_only and trainer.validation_data_dir need data.val_files, which is empty"
+    if trainer.best_metric is not None and not trainer.keep_best:
+        yield f"trainer.best_metric is {trainer.best_metric}; that needs trainer.keep_best: true"
+    if trainer.test_freq != -1 and not cfg.data.val_files:
+        yield f"trainer.test_freq is {trainer.test_freq}; that needs data.val_files, which is empty"
+    if trainer.target_val_acc is not None and trainer.test_freq == -1:
+        yield f"trainer.target_val_acc is {trainer.target_val_acc}; that needs trainer.test_freq of at least 1"
+
+
+def _checkpoints(cfg: Config) -> Iterator[str]:
+    trainer = cfg.trainer
+    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+        yield (
+            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is {trainer.resume_from_path};"
+            " set both (resume_path, and a path) or neither"
+        )
+    for key in ("max_ckpt_to_keep", "keep_best"):
+        if (value := getattr(trainer, key)) and trainer.save_freq == -1:
+            yield f"trainer.{key} is {value}; that needs trainer.save_freq of at least 1"
+    if trainer.keep_best and (trainer.test_freq == -1 or trainer.save_freq % trainer.test_freq):
+        yield (
+            f"trainer.keep_best is true; that needs a validation at every save: trainer.test_freq is"
+            f" {trainer.test_freq}, which must divide trainer.save_freq, {trainer.save_freq}"
+        )
+
+
+_BOUNDS_IN_ORDER = (
+    ("ppo_kl_min", "ppo_kl_max"),
+    ("ppo_kl_max", "ppo_kl_explosion"),
+    ("grad_norm_min", "grad_norm_max"),
+    ("entropy_collapse", "entropy_min"),
+)
+
+
+def _health(cfg: Config) -> Iterator[str]:
+    health = cfg.health
+    for low, high in _BOUNDS_IN_ORDER:
+        least = getattr(health, low)
+        most = getattr(health, high)
+        if least > most:
+            yield f"health.{low} is {least:g}, above health.{high}, which is {most:g}"
+    if rolls_back(health) and cfg.trainer.save_freq == -1:
+        rule = next(name for name, value in vars(health.responses).items() if value == "roll_back")
+        yield (
+            f"health.responses.{rule} is roll_back; that needs checkpoints: trainer.save_freq of at least 1"
+            f" (now {cfg.trainer.save_freq})"
+        )
+    if health.enable and health.responses.kl_explosion == "fixed_kl_coef":
+        needs = "health.responses.kl_explosion is fixed_kl_coef; that needs"
+        if health.kl_coef is None:
+            yield f"{needs} a coefficient: health.kl_coef"
+        if not uses_reference(cfg):
+            yield f"{needs} a KL term: algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+    if health.out_of_memory == "halve_tokens":
+        yield from _halving(cfg)
+
+
+_ALONE = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "overlap_grad_reduce": False,
+}
+"""The settings of MegatronConfig with which a rank computes its gradients without another."""
+
+
+def _halving(cfg: Config) -> Iterator[str]:
+    needs = "health.out_of_memory is halve_tokens; that needs"
+    if not cfg.actor.use_dynamic_bsz:
+        yield f"{needs} a token budget: actor.use_dynamic_bsz: true"
+    for role in ("actor", "critic") if uses_critic(cfg) else ("actor",):
+        for key, wanted in _ALONE.items():
+            if (value := getattr(layouts(cfg)[role], key)) != wanted:
+                yield (
+                    f"{needs} {role}.megatron.{key}: {str(wanted).lower()} (now {value}), since no rank may wait for"
+                    " another within an update"
+                )
+
+
+def _profile(cfg: Config, world_size: int) -> Iterator[str]:
+    profile = cfg.profile
+    for rank in profile.ranks or ():
+        if rank >= world_size:
+            has = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+            yield f"profile.ranks has {rank}; a run of {world_size} processes has {has}"
+    given = f"profile.contents is {profile.contents}; that needs"
+    if profile.contents and not profile.steps:
+        yield f"{given} profile.steps, which is empty"
+    if profile.contents and profile.ranks == []:
+        yield f"{given} traces, and profile.ranks is empty"

@@ -1,0 +1,168 @@
+"""The fields of the settings: their keys, and the one check of a value's type, choices and range, which stand in the
+field's annotation (numbers.py has the ranges). No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from typing import Annotated, Any, Literal, Union
+
+from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.numbers import Range
+from rlhf_mc.config.schema import Config
+
+_ANY_NAME = "NAME"
+"""Stands for the name of a named section in dotted keys."""
+
+field_types = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
+"""The types of a section's fields: a planner's search builds hundreds of configs."""
+
+
+@functools.cache
+def leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Return {dotted key: type}."""
+    out: dict[str, Any] = {}
+    for name, hint in field_types(cls).items():
+        if dataclasses.is_dataclass(hint):
+            out |= leaf_hints(typing.cast(type, hint), f"{prefix}{name}.")
+        elif (named := named_section(hint)) is not None:
+            out |= leaf_hints(named, f"{prefix}{name}.{_ANY_NAME}.")
+        else:
+            out[f"{prefix}{name}"] = hint
+    return out
+
+
+def named_section(hint: Any) -> type | None:
+    """Return the class of the sections of a mapping of them by name; None for any other type."""
+    args = typing.get_args(hint)
+    is_mapping = typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1])
+    return typing.cast(type, args[1]) if is_mapping else None
+
+
+def check_values(section: Any, prefix: str = "") -> None:
+    """Raise UserError for a number of the section that is not in its range, or a reference (${...}) in a text."""
+    for name, hint in field_types(type(section)).items():
+        key = f"{prefix}{name}"
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            check_values(value, f"{key}.")
+        elif named_section(hint) is not None:
+            for inner, named in value.items():
+                check_values(named, f"{key}.{inner}.")
+        else:
+            check_value(key, value, hint)
+
+
+def check_value(key: str, value: Any, hint: Any) -> None:
+    """Raise UserError as check_values does, for one setting."""
+    bounds = range_of(hint)
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if bounds is not None and item is not None and (complaint := bounds.complaint(item)):
+            raise UserError(f"{key} {'is' if item is value else 'has'} {item}; it must be {complaint}")
+        if isinstance(item, str) and "${" in item:
+            raise UserError(f"{key} is {item!r}; references (${{...}}) are not replaced: write the value")
+
+
+@functools.cache
+def range_of(hint: Any) -> Range | None:
+    """Return the range of a number, or of the numbers of a list; None for other types."""
+    if isinstance(hint, Range):
+        return hint
+    return next(filter(None, map(range_of, typing.get_args(hint))), None)
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """Return the value converted to the type. Only int -> float, one string -> list of strings, list -> tuple and false
+    -> "off" are converted. Raise TypeError for any other type."""
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
+    if origin is Annotated:
+        return convert(value, args[0])
+    if origin in (Union, types.UnionType):
+        return None if value is None else convert(value, next(arg for arg in args if arg is not type(None)))
+    if origin is Literal:
+        if value is False and "off" in args:
+            value = "off"  # YAML reads the word as false
+        ok = value in args
+    elif origin is list:
+        items = [value] if isinstance(value, str) else value
+        return [convert(item, args[0]) for item in _expect(items, list)]
+    elif origin is tuple:
+        if len(_expect(value, list)) != len(args):
+            raise TypeError
+        return tuple(convert(item, arg) for item, arg in zip(value, args, strict=True))
+    elif origin is dict:
+        ok = isinstance(value, dict) and _is_json(value)
+    elif hint is float:
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        value = float(value) if ok else value
+    else:
+        assert hint in (int, bool, str), f"schema.py has a type that fields.py does not know: {hint}"
+        ok = type(value) is hint
+    if not ok:
+        raise TypeError
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON can represent the value: no dates, bytes or sets, and only strings as keys."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def explain_mistake(value: Any, hint: Any = str) -> str:
+    """Return an explanation of a frequent mistake to append to the message, or an empty string."""
+    wants = describe(hint)
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(item, str) and re.search(r"\$\{|\$[A-Za-z_]", item) for item in values):
+        return "; references ($NAME, ${...}) are not replaced: write the value"
+    if any(isinstance(item, bool) for item in values) and "a string" in wants:
+        return "; yes, no, on, off, true and false are booleans in YAML: put it in quotes"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?0\d+", value) and ("integer" in wants or "number" in wants):
+        return "; a number does not begin with 0 (YAML 1.1 would read it as octal)"
+    return ""
+
+
+def _expect(value: Any, cls: type) -> Any:
+    if not isinstance(value, cls):
+        raise TypeError
+    return value
+
+
+def describe(hint: Any) -> str:
+    """Return the values of the type in words, for messages."""
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
+    if origin is Annotated:
+        return describe(args[0])
+    if origin in (Union, types.UnionType):
+        return f"{describe(next(arg for arg in args if arg is not type(None)))} or null"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin is list:
+        return f"a list, each entry {describe(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}, each entry {describe(args[0])}"
+    names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+    return "a mapping" if origin is dict else names[hint]
+
+
+def show(value: Any) -> str:
+    """Return the value as a user would write it in YAML, preceded by its kind where needed."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    kind = next((name for cls, name in ((str, "string"), (dict, "mapping"), (list, "list")) if type(value) is cls), "")
+    return (f"the {kind} " if kind else "") + shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """Return the text, cut after 80 characters."""
+    return text if len(text) <= 80 else text[:77] + "..."
