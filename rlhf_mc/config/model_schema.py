@@ -73,7 +73,7 @@ class MegatronConfig:
     """Reduce gradients over the data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket,
     instead of after it. null: on GPUs with more than one data-parallel rank. Only for models that are trained."""
     param_offload: bool = False
-    """Offload the weights to host memory in phases that do not use them (table in config/placement.py). Not for
+    """Offload the weights to host memory in phases that do not use them (table in config/device_placement.py). Not for
     an actor whose weights vLLM shares (reshard.share_weights). On a CPU nothing is saved."""
     grad_offload: bool = False
     """Free the gradient buffers outside the update of the model. Only for models that are trained."""

@@ -125,7 +125,7 @@ class Offload:
             if name in self._groups and self._groups[name].is_offloaded:
                 raise RuntimeError(
                     f"the {name} of {self._name} are offloaded; they are used outside of the phases that have them on "
-                    "the device (config/placement.py)"
+                    "the device (config/device_placement.py)"
                 )
 
 

@@ -1,7 +1,7 @@
 """Device memory of each rank in each phase of a step, from the settings and the shapes of the models.
 
-What is resident follows from config/placement.py and the offload settings, as the offload schedule moves it. vLLM takes
-the share of the device that rollout.gpu_memory_utilization gives it.
+What is resident follows from config/device_placement.py and the offload settings, as the offload schedule moves it.
+vLLM takes the share of the device that rollout.gpu_memory_utilization gives it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.placement import row_of
+from rlhf_mc.config.device_placement import row_of
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits

@@ -14,8 +14,8 @@ from typing import Literal
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.device_placement import row_of
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens

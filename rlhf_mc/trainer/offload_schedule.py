@@ -1,5 +1,5 @@
-"""The offload schedule: what changes between the device placements of two phases (config/placement.py) is offloaded and
-onloaded. Tensors are moved by models/offload.py, vLLM sleeps by rollout/vllm_engine.py.
+"""The offload schedule: what changes between the device placements of two phases (config/device_placement.py) is
+offloaded and onloaded. Tensors are moved by models/offload.py, vLLM sleeps by rollout/vllm_engine.py.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlhf_mc.config.placement import Row, row_of
+from rlhf_mc.config.device_placement import Row, row_of
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import built_run
 from model_cases import _my_micro_batches, _objective, make_engine, mesh_groups
 
-from rlhf_mc.config.placement import TABLE
+from rlhf_mc.config.device_placement import TABLE
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import make_checkpoint, make_workspace, write_config
 
-from rlhf_mc.config.placement import TABLE, row_of
+from rlhf_mc.config.device_placement import TABLE, row_of
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.vllm_engine import VLLMEngine

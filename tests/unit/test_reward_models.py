@@ -10,10 +10,10 @@ from config_files import MINIMAL
 
 from rlhf_mc.checkpoint.input_fingerprints import paths
 from rlhf_mc.config.checks import check_config
+from rlhf_mc.config.device_placement import row_of
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.paths import inputs_of
-from rlhf_mc.config.placement import row_of
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.roles import absent_roles
 from rlhf_mc.config.schema import Config, layouts, part_of, reward_models
