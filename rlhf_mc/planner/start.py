@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.run_shapes import model_shapes
@@ -10,12 +10,12 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
-from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import GB, Verdict, remedy, verdict, with_host
 from rlhf_mc.reshard.layout import check_vllm
-from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.model_checks import check_layouts
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,28 @@ def shapes_of(cfg: Config) -> dict[str, ModelShape]:
     return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
 
-def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
-    """Return the memory of each class of ranks. Raise UserError if the settings, or a config.json that they name, do
+def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> list[RankMemory]:
+    """Return the memory of each class of ranks. Raise UserError if the settings, or the shapes of its models, do
     not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
-    shapes = shapes_of(cfg)
-    for role, shape in shapes.items():
-        check_layout(shape, layouts(cfg)[role], role)
+    check_layouts(cfg, shapes)
     check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 
-def judge(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> Verdict:
+def judge(cfg: Config, shapes: Mapping[str, ModelShape], plan: Sequence[RankMemory], capacity: Capacity) -> Verdict:
     """Return the verdict on a plan."""
     found = verdict(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
     if capacity.host_bytes is None:
         return found
-    host = plan_host_memory(cfg, shapes_of(cfg), plan, capacity.ranks_per_node)
+    host = plan_host_memory(cfg, shapes, plan, capacity.ranks_per_node)
     return with_host(found, host, capacity.host_bytes)
 
 
-def complaint(cfg: Config, capacity: Capacity, found: Verdict) -> str:
+def complaint(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, found: Verdict) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
     fits."""
-    settings = remedy(cfg, found.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))
+    settings = remedy(cfg, found.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes))
     advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
     if not capacity.cuda:
         advice = "use fewer ranks on a node, or one with more memory"
@@ -68,25 +66,25 @@ def complaint(cfg: Config, capacity: Capacity, found: Verdict) -> str:
     return f"does not fit: {found.problem}; {advice}"
 
 
-def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
+def _fits(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, settings: Sequence[str]) -> bool:
     try:
         changed = load_config(to_dict(cfg), settings)
-        return judge(changed, plan_run(changed, capacity), capacity).problem is None
+        return judge(changed, shapes, plan_run(changed, shapes, capacity), capacity).problem is None
     except UserError:
         return False
 
 
-def check_start(cfg: Config, capacity: Capacity) -> str:
+def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> str:
     """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
-    plan = plan_run(cfg, capacity)
-    found = judge(cfg, plan, capacity)
+    plan = plan_run(cfg, shapes, capacity)
+    found = judge(cfg, shapes, plan, capacity)
     if found.problem is None:
         ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
         size = capacity.device_bytes * ranks
         where = "of each GPU" if capacity.cuda else "of a node"
         taken = size - found.spare
         return f"memory as planned: {found.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
-    line = complaint(cfg, capacity, found)
+    line = complaint(cfg, shapes, capacity, found)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
     return f"WARNING: as planned it {line}"

@@ -17,7 +17,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.schema import Config, value_of
 from rlhf_mc.planner.gpus import gpu_of
-from rlhf_mc.planner.start import Capacity, judge, plan_run
+from rlhf_mc.planner.start import Capacity, judge, plan_run, shapes_of
 from rlhf_mc.verl.convert import DEFAULTS, VERL, Conversion, Given, convert, our_default
 from rlhf_mc.verl.input import converted_arguments, read_verl
 from rlhf_mc.verl.keys import plain_key
@@ -416,8 +416,9 @@ def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "torchrun --nnodes 2 --nproc-per-node 8 -m rlhf_mc" in out
     (tmp_path / "ours.yaml").write_text(out)
     cfg = load_config(str(tmp_path / "ours.yaml"))
+    shapes = shapes_of(cfg)
     capacity = Capacity(16, gpu_of("h100").memory, True, 8, None)
-    assert judge(cfg, plan_run(cfg, capacity), capacity).problem is None
+    assert judge(cfg, shapes, plan_run(cfg, shapes, capacity), capacity).problem is None
     assert from_verl.main([*given, "--nodes=1", "--gpus-per-node=1"]) == 2
     out, report = capsys.readouterr()
     assert out == "" and "no settings fit 1 GPUs" in report.splitlines()[-1]
