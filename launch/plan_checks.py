@@ -31,9 +31,10 @@ def capacity(job: Job) -> Capacity:
 def memory(job: Job, plan: list[RankMemory]) -> Iterator[str]:
     """Yield a line if the run does not fit into the memory of the GPUs, or of the node where it runs on CPUs."""
     where = capacity(job)
-    found = check_fit(job.cfg, plan, where)
+    shapes = planned_shapes(job.cfg)
+    found = check_fit(job.cfg, shapes, plan, where)
     if found.problem is not None:
-        yield fit_error(job.cfg, where, found)
+        yield fit_error(job.cfg, shapes, where, found)
 
 
 def storage(job: Job, plan: list[RankMemory]) -> Iterator[str]:
@@ -78,7 +79,7 @@ def host_memory_needed(job: Job, plan: list[RankMemory]) -> dict[str, float]:
 def make_plan(job: Job) -> list[RankMemory]:
     """Return the memory of each class of ranks. Raise UserError if the settings do not allow the run, and RuntimeError
     if nvidia-smi does not list the job's GPUs."""
-    return plan_run(job.cfg, capacity(job))
+    return plan_run(job.cfg, planned_shapes(job.cfg), capacity(job))
 
 
 def too_little_memory(available: int, parts: dict[str, float]) -> str:

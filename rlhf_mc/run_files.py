@@ -20,6 +20,11 @@ RUN_FILE = "run.json"
 """Names the run to which a directory belongs: an export (with the step), or trainer.default_local_dir."""
 SUCCESS_FILE = "success.json"
 LOCK_FILE = "run.lock"
+STALE_SECONDS = 60.0
+"""Time without a touch of LOCK_FILE (its owner touches it every 10 s) after which an owner on another machine counts as
+dead."""
+NONFINITE_FILE = "nonfinite_step_{}.json"
+"""The samples of a skipped update, by step."""
 GENERATIONS = "generations"
 TRAIN_GENERATIONS = "train_generations"
 PROFILE = "profile"

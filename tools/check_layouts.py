@@ -28,7 +28,7 @@ from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
 from rlhf_mc.reshard.layout import check_vllm
-from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.runtime.exit_codes import exit_code
 
@@ -37,8 +37,7 @@ def check(cfg: Config, world: int) -> None:
     """Check the layouts of all roles and of vLLM, and print a line for each. Raise UserError at a difference."""
     check_config(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
-    for role, shape in shapes.items():
-        check_layout(shape, layouts(cfg)[role], role)
+    check_layouts(cfg, shapes)
     check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     found = check_training_layouts({role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world)
     for role, checked in found.items():

@@ -28,8 +28,8 @@ _FEWEST = 5
 """Earlier steps that a median needs, or health.window if that is smaller."""
 _FAR = 1.0
 """KL to the reference of a collapsed policy, nats per token, at least."""
-_TAIL = 10.0
-"""Bound of the 99th percentile of log-prob differences, as a multiple of the mean's (trainer/logprob_check.py)."""
+TAIL = 10.0
+"""Bound of the 99th percentile of log-prob differences, as a multiple of the mean's."""
 _COLLAPSED_FROM = 10.0
 """A policy that had less than this multiple of entropy_collapse in the first step has not collapsed."""
 
@@ -232,7 +232,7 @@ def rollout_mismatch(seen: Observed) -> Violation | None:
     bound = seen.facts.logprob_bound
     if bound is None:
         return None
-    for name, limit in (("mean", bound), ("p99", _TAIL * bound)):
+    for name, limit in (("mean", bound), ("p99", TAIL * bound)):
         value = seen.get(key := f"training/rollout_logprobs_diff_{name}")
         if value is not None and value > limit:
             return Violation(key, value, f"above {limit:.3g}", "trainer.max_rollout_logprob_diff")

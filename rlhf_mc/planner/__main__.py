@@ -69,9 +69,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     capacity = _capacity(arguments)
     gpus_per_node = arguments.gpus_per_node
     cfg = load_config(arguments.config, with_model(arguments.config, arguments.overrides, arguments.model))
-    plan = plan_run(cfg, capacity)
     shapes = planned_shapes(cfg)
-    fit = check_fit(cfg, plan, capacity)
+    plan = plan_run(cfg, shapes, capacity)
+    fit = check_fit(cfg, shapes, plan, capacity)
     lengths = expected_lengths(cfg, arguments.mean_prompt_length, arguments.mean_response_length)
     host = plan_host_memory(cfg, shapes, plan, gpus_per_node)
     storage = plan_storage(cfg, shapes, plan, gpus_per_node, arguments.storage_bandwidth)
@@ -90,7 +90,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(memory, host_table(host, storage), traffic_table(transfers), sep="\n")
         print(times_table(times, lengths) if times else NO_TIMES)
     if fit.problem is not None:
-        raise UserError(fit_error(cfg, capacity, fit))
+        raise UserError(fit_error(cfg, shapes, capacity, fit))
     if not arguments.json:
         print(f"fits: the fullest phase is {fit.phase}, and leaves {fit.spare / 1e9:.1f} GB of each device")
 

@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, sections_of
-from rlhf_mc.config.schema import Config, layouts, reward_models
+from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.machine import Machine
@@ -29,7 +29,7 @@ from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
 from rlhf_mc.reshard.layout import check_vllm, logical_shapes
-from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.mesh import training_mesh
 
@@ -208,8 +208,7 @@ class _Search:
             cfg = self._config(trial)
             try:
                 check_config(cfg, self._machine.world)
-                for role, shape in self._shapes.items():
-                    check_layout(shape, layouts(cfg)[role], role)
+                check_layouts(cfg, self._shapes)
             except UserError as refused:
                 error = error or refused
                 continue
@@ -364,7 +363,7 @@ class _Search:
         cfg = self._config(chosen)
         # Host memory is that of all ranks of a node.
         plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
-        fit = check_fit(cfg, plan, self._capacity)
+        fit = check_fit(cfg, self._shapes, plan, self._capacity)
         if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
             return None
         times = plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths)
@@ -394,10 +393,10 @@ class _Search:
         """Return the choice with its weight update, checked as a run is and planned on all ranks; None: it is refused
         or does not fit."""
         try:
-            plan = plan_run(choice.cfg, self._capacity)
+            plan = plan_run(choice.cfg, self._shapes, self._capacity)
         except UserError:
             return None
-        fit = check_fit(choice.cfg, plan, self._capacity)
+        fit = check_fit(choice.cfg, self._shapes, plan, self._capacity)
         if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
             return None
         machine = self._machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.run_shapes import model_shapes
@@ -10,12 +10,12 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, to_dict
-from rlhf_mc.config.schema import Config, layouts
+from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import GB, MemoryFit, memory_fit, remedy, with_host
 from rlhf_mc.reshard.layout import check_vllm
-from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.model_checks import check_layouts
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,30 @@ def planned_shapes(cfg: Config) -> dict[str, ModelShape]:
     return {role: shape for role, (_, shape) in model_shapes(cfg).items()}
 
 
-def plan_run(cfg: Config, capacity: Capacity) -> list[RankMemory]:
-    """Return the memory of each class of ranks. Raise UserError if the settings, or a config.json that they name, do
+def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> list[RankMemory]:
+    """Return the memory of each class of ranks. Raise UserError if the settings, or the shapes of its models, do
     not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
-    shapes = planned_shapes(cfg)
-    for role, shape in shapes.items():
-        check_layout(shape, layouts(cfg)[role], role)
+    check_layouts(cfg, shapes)
     check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 
-def check_fit(cfg: Config, plan: Sequence[RankMemory], capacity: Capacity) -> MemoryFit:
+def check_fit(
+    cfg: Config, shapes: Mapping[str, ModelShape], plan: Sequence[RankMemory], capacity: Capacity
+) -> MemoryFit:
     """Return the verdict on a plan."""
     fit = memory_fit(cfg, plan, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
     if capacity.host_bytes is None:
         return fit
-    host = plan_host_memory(cfg, planned_shapes(cfg), plan, capacity.ranks_per_node)
+    host = plan_host_memory(cfg, shapes, plan, capacity.ranks_per_node)
     return with_host(fit, host, capacity.host_bytes)
 
 
-def fit_error(cfg: Config, capacity: Capacity, fit: MemoryFit) -> str:
+def fit_error(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, fit: MemoryFit) -> str:
     """Return one line on a run that does not fit: the memory that is too small, and settings with which the run
     fits."""
-    settings = remedy(cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, capacity, changes))
+    settings = remedy(cfg, fit.phase, capacity.cuda, lambda changes: _fits(cfg, shapes, capacity, changes))
     advice = "use more GPUs, or larger tensor- or pipeline-parallel sizes"
     if not capacity.cuda:
         advice = "use fewer ranks on a node, or one with more memory"
@@ -68,25 +68,25 @@ def fit_error(cfg: Config, capacity: Capacity, fit: MemoryFit) -> str:
     return f"does not fit: {fit.problem}; {advice}"
 
 
-def _fits(cfg: Config, capacity: Capacity, settings: Sequence[str]) -> bool:
+def _fits(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity, settings: Sequence[str]) -> bool:
     try:
         changed = load_config(to_dict(cfg), settings)
-        return check_fit(changed, plan_run(changed, capacity), capacity).problem is None
+        return check_fit(changed, shapes, plan_run(changed, shapes, capacity), capacity).problem is None
     except UserError:
         return False
 
 
-def check_start(cfg: Config, capacity: Capacity) -> str:
+def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) -> str:
     """Return the verdict in one line. Raise UserError if the run does not fit and trainer.planner is "refuse"."""
-    plan = plan_run(cfg, capacity)
-    fit = check_fit(cfg, plan, capacity)
+    plan = plan_run(cfg, shapes, capacity)
+    fit = check_fit(cfg, shapes, plan, capacity)
     if fit.problem is None:
         ranks = 1 if capacity.cuda else min(capacity.ranks_per_node, capacity.num_ranks)
         size = capacity.device_bytes * ranks
         where = "of each GPU" if capacity.cuda else "of a node"
         taken = size - fit.spare
         return f"memory as planned: {fit.phase} takes most, {taken / GB:.1f} of the {size / GB:.1f} GB {where}"
-    line = fit_error(cfg, capacity, fit)
+    line = fit_error(cfg, shapes, capacity, fit)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
     return f"WARNING: as planned it {line}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.report.run_reader import RunRecord, number
-from rlhf_mc.run_files import Row
+from rlhf_mc.run_files import NONFINITE_FILE, Row
 
 MAX_POINTS = 1000
 """Points of a curve; a longer one shows the smallest and the largest value of each group of steps."""
@@ -207,7 +207,7 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
         marks.append({"step": run.last_step, "kind": "fault", "text": run.state_text})
     for step in run.nonfinite_steps:
         marks.append(
-            {"step": step, "kind": "fault", "text": f"loss or gradient not finite: nonfinite_step_{step}.json"}
+            {"step": step, "kind": "fault", "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}"}
         )
     for row in run.adjustments:
         if isinstance(row.get("after_step"), int):

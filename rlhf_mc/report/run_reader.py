@@ -24,8 +24,10 @@ from rlhf_mc.run_files import (
     HISTOGRAMS_FILE,
     LOCK_FILE,
     METRICS_FILE,
+    NONFINITE_FILE,
     PROFILE,
     RUN_FILE,
+    STALE_SECONDS,
     STARTS_FILE,
     SUCCESS_FILE,
     TRAIN_GENERATIONS,
@@ -35,8 +37,6 @@ from rlhf_mc.run_files import (
 from rlhf_mc.runtime.namespaces import namespace_id
 
 State = Literal["finished", "running", "stopped", "failed", "died"]
-STALE_SECONDS = 60.0
-"""Age of run.lock from which a run on another machine counts as dead; the run touches it every 10 s."""
 MAX_SAMPLE_STEPS = 12
 """Steps of a run whose generations are read; of more, some between the first and the last."""
 _MAX_STEP = 2**53
@@ -129,7 +129,7 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
         health=_rows(root / HEALTH_FILE, faults, with_step=True),
         histograms=_by_step(_rows(root / HISTOGRAMS_FILE, faults, with_step=True)),
         adjustments=_rows(root / ADJUSTMENTS_FILE, faults),
-        nonfinite_steps=sorted(_number_in(path.name) for path in root.glob("nonfinite_step_*.json")),
+        nonfinite_steps=sorted(_number_in(path.name) for path in root.glob(NONFINITE_FILE.format("*"))),
         validation=_samples(root / GENERATIONS, "step_*.txt", sample_steps, faults),
         training=_samples(root / TRAIN_GENERATIONS, "*.jsonl", sample_steps, faults),
         phases=_phases(root / PROFILE, faults),

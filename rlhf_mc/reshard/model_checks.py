@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import DataConfig, MegatronConfig
+from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, layouts
 from rlhf_mc.reshard.layout import check_mcore, mcore_layout
 from rlhf_mc.topology.mesh import Mesh
 
@@ -21,6 +23,18 @@ def check_length(shape: ModelShape, data: DataConfig) -> None:
             f"data.max_prompt_length + data.max_response_length: {longest} tokens, more than the model's "
             f"max_position_embeddings {shape.max_position_embeddings}"
         )
+
+
+def check_layouts(cfg: Config, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise UserError, naming the role and its layout, if a layout cannot shard its role's model."""
+    for role, shape in shapes.items():
+        megatron = layouts(cfg)[role]
+        try:
+            check_layout(shape, megatron, role)
+        except UserError as error:
+            tp = megatron.tensor_model_parallel_size
+            pp = megatron.pipeline_model_parallel_size
+            raise UserError(f"{error} ({role}.megatron: TP {tp} x PP {pp})") from None
 
 
 def check_layout(shape: ModelShape, megatron: MegatronConfig, role: str = "actor") -> None:

@@ -16,14 +16,12 @@ from pathlib import Path
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.run_files import LOCK_FILE, STALE_SECONDS
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.topology.consensus import on_rank_0
 
-NAME = "run.lock"
 TOUCH_SECONDS = 10.0
-STALE_SECONDS = 60.0
-"""Time without a touch (six are missed) after which an owner on another machine counts as dead."""
 _LOOK_SECONDS = 1.0
 _ATTEMPTS = 5
 """Attempts to read the lock, _LOOK_SECONDS apart, before an error of the file server ends a run."""
@@ -74,7 +72,7 @@ class Lock:
     """The lock of one directory, held from `take` to `release`, or to the end of the process."""
 
     def __init__(self, root: Path) -> None:
-        self._path = root / NAME
+        self._path = root / LOCK_FILE
         self._owner = Owner.this_process()
         self._released = threading.Event()
         self._seen: tuple[Owner, float] | None = None
@@ -182,7 +180,7 @@ class Lock:
         """Return the seconds since the last touch.
 
         The file system's clock may be another machine's, so a new file's time stamp serves as its present time."""
-        probe = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        probe = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         probe.touch()
         try:
             return probe.stat().st_mtime - self._touched()
@@ -191,7 +189,7 @@ class Lock:
 
     def _create(self) -> None:
         """Write the lock in one piece. Raise UserError if another process does so first."""
-        mine = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        mine = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         mine.write_text(json.dumps(asdict(self._owner)))
         try:
             self._put(mine)
@@ -214,7 +212,7 @@ class Lock:
 
     def _remove(self, dead: Owner) -> None:
         """Remove the dead owner's lock. If it is another owner's by now, that owner keeps the directory."""
-        moved_path = self._path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        moved_path = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, moved_path)
             moved = Lock(self._path.parent)

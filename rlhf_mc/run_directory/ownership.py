@@ -23,7 +23,6 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.health.monitor import keep_events_up_to
 from rlhf_mc.observability.sinks import TENSORBOARD_DIR
 from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
-from rlhf_mc.run_directory import success
 from rlhf_mc.run_directory.lock import Owner
 from rlhf_mc.run_files import (
     ADJUSTMENTS_FILE,
@@ -32,11 +31,13 @@ from rlhf_mc.run_files import (
     HEALTH_FILE,
     HISTOGRAMS_FILE,
     METRICS_FILE,
+    NONFINITE_FILE,
     PLOT,
     PROFILE,
     REPORT,
     RUN_FILE,
     STARTS_FILE,
+    SUCCESS_FILE,
     TRAIN_GENERATIONS,
     keep_up_to,
 )
@@ -47,7 +48,7 @@ HF = "hf"
 EXPORT = "export"
 VALIDATION = "validation"
 _OUTPUTS = (
-    success.NAME,
+    SUCCESS_FILE,
     METRICS_FILE,
     HISTOGRAMS_FILE,
     HEALTH_FILE,
@@ -67,7 +68,7 @@ _OUTPUTS = (
     PROFILE,
     HF,
     EXPORT,
-    "nonfinite_step_*.json",
+    NONFINITE_FILE.format("*"),
     "global_step_*",
 )
 """Files of a run, beside run.json. Other files in the directory (a quickstart's models and data, logs) stay there."""

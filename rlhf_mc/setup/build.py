@@ -37,7 +37,7 @@ from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.model_checks import check_layout, check_length
+from rlhf_mc.reshard.model_checks import check_layouts, check_length
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
@@ -91,7 +91,7 @@ def build_run(cfg: Config) -> Run:
 
     starts = on_every_rank(lambda: _starts(cfg, tokenizer, conversations))
     with working("planning"):
-        verdict = check_memory(cfg)
+        verdict = check_memory(cfg, {role: start.shape for role, start in starts.items()})
     if verdict is not None and "console" in cfg.trainer.logger:
         say(verdict, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
@@ -209,9 +209,7 @@ def _starts(
     for role in reward_models(cfg):
         scorer = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
         starts[role] = _Start(scorer.shape, scorer.reader)
-    for role, start in starts.items():
-        if role != "actor":  # checked above
-            _check_layout(cfg, role, start.shape)
+    check_layouts(cfg, {role: start.shape for role, start in starts.items()})
     if "critic" in starts:
         starts["critic"].reader.check(starts["critic"].shape)
     return starts
@@ -238,20 +236,9 @@ def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[
     return frozen
 
 
-def _check_layout(cfg: Config, role: str, shape: ModelShape) -> None:
-    """Raise UserError, naming the role and its layout, if the layout cannot shard the role's model."""
-    megatron = layouts(cfg)[role]
-    try:
-        check_layout(shape, megatron, role)
-    except UserError as error:
-        tp = megatron.tensor_model_parallel_size
-        pp = megatron.pipeline_model_parallel_size
-        raise UserError(f"{error} ({role}.megatron: TP {tp} x PP {pp})") from None
-
-
 def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if the actor's checkpoint, its layouts, the data's lengths and the tokenizer do not match."""
-    _check_layout(cfg, "actor", shape)
+    check_layouts(cfg, {"actor": shape})
     try:
         check_rollout_layout(shape, cfg.rollout)
     except UserError as error:

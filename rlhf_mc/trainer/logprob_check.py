@@ -12,6 +12,7 @@ import torch
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch
+from rlhf_mc.health.conditions import TAIL
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,6 @@ On a CPU, models of 4 to 24 layers with random weights and 10,000 tokens each ha
 to 0.04 in bfloat16 (99th percentiles to 0.14, largest differences to 0.54). Wrong rotary angles, a layer without
 attention and a head of zeros had means of 0.4 to 0.8 in bfloat16, and 99th percentiles of 1.6 to 2.5. With vLLM in fp8
 models of 4 to 24 layers had means of 0.09 to 0.15 where bfloat16 had 0.010 to 0.017."""
-TAIL = 10.0
-"""Bound of the 99th percentile, as a multiple of the mean's."""
 WORST = 3
 """Number of tokens that a message names."""
 

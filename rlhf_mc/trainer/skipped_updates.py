@@ -15,9 +15,8 @@ from rlhf_mc.checkpoint.finite import num_not_finite
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.run_files import NONFINITE_FILE
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
-
-_SAMPLES = "nonfinite_step_{}.json"
 
 
 @dataclass
@@ -38,7 +37,7 @@ class SkippedUpdates:
         self.consecutive[name] = self.consecutive.get(name, 0) + 1 if skipped else 0
         if not skipped:
             return
-        path = self.directory / _SAMPLES.format(step)
+        path = self.directory / NONFINITE_FILE.format(step)
         on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
         if self.consecutive[name] >= self.limit:
             raise UserError(
@@ -50,7 +49,7 @@ class SkippedUpdates:
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
         """Set the counts to those of a checkpoint. On rank 0 delete the samples of later steps, which are repeated."""
         self.consecutive = dict(consecutive)
-        for path in self.directory.glob(_SAMPLES.format("*")) if dist.get_rank() == 0 else ():
+        for path in self.directory.glob(NONFINITE_FILE.format("*")) if dist.get_rank() == 0 else ():
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
 

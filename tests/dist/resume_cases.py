@@ -22,7 +22,7 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.run_directory import success
+from rlhf_mc.run_files import SUCCESS_FILE
 from rlhf_mc.trainer import checkpointing, loop
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.run import Run
@@ -49,7 +49,7 @@ def train(config_path: str, overrides: list[str], record_at: int) -> dict[str, A
     recorded: dict[str, Any] = {"steps": []}
     with built_run(config_path, overrides) as run, _recording(run, recorded, record_at):
         loop.fit(run)
-        recorded["marked"] = (Path(run.config.trainer.default_local_dir) / success.NAME).is_file()
+        recorded["marked"] = (Path(run.config.trainer.default_local_dir) / SUCCESS_FILE).is_file()
         recorded["last"] = blocks(run)
     return recorded
 
@@ -67,7 +67,7 @@ def _recording(run: Run, recorded: dict[str, Any], record_at: int) -> Iterator[N
 
     def recorded_resume(self: Checkpoints) -> Position:
         position = resume(self)
-        recorded["marked_at_start"] = (self._root / success.NAME).is_file()
+        recorded["marked_at_start"] = (self._root / SUCCESS_FILE).is_file()
         if position.step == record_at:
             recorded["then"] = blocks(run)
         return position

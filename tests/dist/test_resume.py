@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tiny import make_workspace, write_config
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mc.run_directory import success
+from rlhf_mc.run_files import SUCCESS_FILE
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -113,12 +113,12 @@ def assembled(results: list[dict[str, Any]], when: str) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("layout", ["one rank, bfloat16", "TP 2", "DP 2"])
 def test_resume_on_same_layout_is_bit_exact(runs: UninterruptedRuns, tmp_path: Path, layout: str) -> None:
-    (tmp_path / success.NAME).write_text("an earlier run's")
+    (tmp_path / SUCCESS_FILE).write_text("an earlier run's")
     resumed = runs.resumed(layout, layout, tmp_path)
     whole = runs.results(layout)
     assert not any(rank["marked_at_start"] for rank in resumed) and all(rank["marked"] for rank in resumed)
     run_id = json.loads((tmp_path / "run.json").read_text())["run_id"]
-    assert json.loads((tmp_path / success.NAME).read_text()) == {"run_id": run_id, "step": 4}
+    assert json.loads((tmp_path / SUCCESS_FILE).read_text()) == {"run_id": run_id, "step": 4}
     assert whole[0]["steps"] == [1, 2, 3, 4] and resumed[0]["steps"] == [3, 4]
     assert sorted(metrics(tmp_path)) == [3, 4]
     assert metrics(tmp_path) == metrics(runs.directory(layout))

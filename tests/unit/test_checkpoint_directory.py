@@ -26,6 +26,7 @@ from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.training_blocks import Block
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.run_directory import lock
+from rlhf_mc.run_files import LOCK_FILE, STALE_SECONDS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -246,9 +247,9 @@ def owner(**changes: Any) -> lock.Owner:
 
 
 def write_lock_of(root: Path, other: lock.Owner, seconds_ago: float = 0.0) -> None:
-    (root / lock.NAME).write_text(json.dumps(vars(other)))
+    (root / LOCK_FILE).write_text(json.dumps(vars(other)))
     then = time.time() - seconds_ago
-    os.utime(root / lock.NAME, (then, then))
+    os.utime(root / LOCK_FILE, (then, then))
 
 
 def test_lock_of_a_live_process_is_respected(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_lock_of_another_host_expires_when_stale(tmp_path: Path) -> None:
     write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=20)
     with pytest.raises(UserError, match=r"elsewhere.*touched its lock 20 s ago"):
         lock.Lock(tmp_path).take()
-    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=lock.STALE_SECONDS + 1)
+    write_lock_of(tmp_path, owner(host="elsewhere"), seconds_ago=STALE_SECONDS + 1)
     lock.Lock(tmp_path).take()
 
 
@@ -317,7 +318,7 @@ def test_lock_age_is_measured_by_the_file_systems_clock(tmp_path: Path, monkeypa
     monkeypatch.setattr(time, "time", lambda: now() + 3600)
     with pytest.raises(UserError, match=r"touched its lock 20 s ago"):
         lock.Lock(tmp_path).take()
-    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
 def test_requeued_job_takes_the_lock_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,15 +348,15 @@ def test_lock_works_without_hard_links(tmp_path: Path, monkeypatch: pytest.Monke
     mine.take()
     mine.check_still_ours()
     with pytest.raises(FileExistsError):
-        mine._put(tmp_path / lock.NAME)
+        mine._put(tmp_path / LOCK_FILE)
 
 
 def test_lock_survives_deletion_and_transient_read_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = lock.Lock(tmp_path)
     mine.take()
-    (tmp_path / lock.NAME).unlink()
+    (tmp_path / LOCK_FILE).unlink()
     mine.check_still_ours()
-    assert (tmp_path / lock.NAME).exists()
+    assert (tmp_path / LOCK_FILE).exists()
     answers = [OSError(errno.ESTALE, "stale"), mine._owner]
     monkeypatch.setattr(mine, "_read", mock.Mock(side_effect=answers))
     monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.01)
@@ -372,4 +373,4 @@ def test_takeover_of_the_lock_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="taken over by process 7 on elsewhere"):
         mine.check_still_ours()
     mine.release()
-    assert (tmp_path / lock.NAME).exists()  # it belongs to the other run
+    assert (tmp_path / LOCK_FILE).exists()  # it belongs to the other run

@@ -17,7 +17,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.schema import Config, value_of
 from rlhf_mc.planner.gpus import parse_gpu
-from rlhf_mc.planner.start import Capacity, check_fit, plan_run
+from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.verl.conversion import DEFAULTS, VERL, Conversion, Given, convert, our_default
 from rlhf_mc.verl.input import converted_arguments, read_verl
 from rlhf_mc.verl.keys import plain_key
@@ -417,8 +417,9 @@ def test_machine_gives_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "torchrun --nnodes 2 --nproc-per-node 8 -m rlhf_mc" in out
     (tmp_path / "ours.yaml").write_text(out)
     cfg = load_config(str(tmp_path / "ours.yaml"))
+    shapes = planned_shapes(cfg)
     capacity = Capacity(16, parse_gpu("h100").memory, True, 8, None)
-    assert check_fit(cfg, plan_run(cfg, capacity), capacity).problem is None
+    assert check_fit(cfg, shapes, plan_run(cfg, shapes, capacity), capacity).problem is None
     assert from_verl.main([*given, "--nodes=1", "--gpus-per-node=1"]) == 2
     out, report = capsys.readouterr()
     assert out == "" and "no settings fit 1 GPUs" in report.splitlines()[-1]

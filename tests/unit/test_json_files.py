@@ -25,7 +25,7 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.report.run_reader import live_owner
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.run_directory import lock, ownership
-from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, RUN_FILE, json_objects_and_faults, steps_logged
+from rlhf_mc.run_files import HEALTH_FILE, LOCK_FILE, METRICS_FILE, RUN_FILE, json_objects_and_faults, steps_logged
 from rlhf_mc.setup.build import stop_token_ids
 from rlhf_mc.trainer.samples import write_samples
 
@@ -64,7 +64,7 @@ def stop_tokens(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        (lock.NAME, take),
+        (LOCK_FILE, take),
         (directory.MANIFEST, manifest),
         ("loop.json", lambda root: directory.read_json(root / "loop.json")),
         ("config.json", read_config),

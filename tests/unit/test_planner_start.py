@@ -11,7 +11,7 @@ from test_shipped_configs import REPO
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import Config
-from rlhf_mc.planner.start import Capacity, check_start, plan_run
+from rlhf_mc.planner.start import Capacity, check_start, plan_run, planned_shapes
 
 GB = 10**9
 SHORT = tuple(
@@ -30,12 +30,16 @@ def config(*overrides: str) -> Config:
     return load_config(str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), [model_path("qwen2.5-0.5b"), *SHORT, *overrides])
 
 
+def verdict_on(cfg: Config, capacity: Capacity) -> str:
+    return check_start(cfg, planned_shapes(cfg), capacity)
+
+
 @pytest.mark.parametrize(
     ("capacity", "where"),
     [(Capacity(1, 80 * GB), "of each GPU"), (Capacity(1, 80 * GB, cuda=False), "of a node")],
 )
 def test_one_line_where_it_fits(capacity: Capacity, where: str) -> None:
-    line = check_start(config(), capacity)
+    line = verdict_on(config(), capacity)
     assert re.fullmatch(rf"memory as planned: (gen|update_\w+) takes most, [\d.]+ of the 80\.0 GB {where}", line)
 
 
@@ -43,39 +47,39 @@ def test_refused_or_warned() -> None:
     """Check that both lines name the memory and settings with which the run fits."""
     capacity = Capacity(1, 22 * GB)
     with pytest.raises(UserError) as error:
-        check_start(config(), capacity)
+        verdict_on(config(), capacity)
     refused = str(error.value)
     assert refused.startswith("does not fit: phase ") and refused.endswith(
         "; with trainer.planner=warn it starts all the same"
     )
-    warned = check_start(config("trainer.planner=warn"), capacity)
+    warned = verdict_on(config("trainer.planner=warn"), capacity)
     assert warned.startswith("WARNING: as planned it does not fit: ")
     for line in (refused, warned):
         found = re.search(r"it fits with ([^;]+)", line)
         assert found is not None
         settings = found.group(1).split()
-        assert check_start(config(*settings), capacity).startswith("memory as planned")
+        assert verdict_on(config(*settings), capacity).startswith("memory as planned")
 
 
 def test_cpu_has_its_own_settings() -> None:
     """Check that on a CPU nothing is gained by an offload, and the KV cache is named."""
     cfg = config("rollout.cpu_kvcache_space_gb=40")
     with pytest.raises(UserError, match=r"largest part is vLLM, .* it fits with rollout\.cpu_kvcache_space_gb=\d+;"):
-        check_start(cfg, Capacity(1, 45 * GB, cuda=False))
+        verdict_on(cfg, Capacity(1, 45 * GB, cuda=False))
     with pytest.raises(UserError, match="use fewer ranks on a node, or one with more memory"):
-        check_start(config(), Capacity(1, 2 * GB, cuda=False))
+        verdict_on(config(), Capacity(1, 2 * GB, cuda=False))
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:
     """Check that a rank may take more than an equal share where its neighbours take less."""
     cfg = config("actor.megatron.pipeline_model_parallel_size=2")
-    plan = plan_run(cfg, Capacity(2, GB, False, 2))
+    plan = plan_run(cfg, planned_shapes(cfg), Capacity(2, GB, False, 2))
     first, last = (next(ranks.fullest.total for ranks in plan if rank in ranks.ranks) for rank in (0, 1))
     assert abs(first - last) > 0.2 * GB
     share = int((first + last) / 2) + 1
-    assert check_start(cfg, Capacity(2, share, False, 2)).endswith(" GB of a node")
+    assert verdict_on(cfg, Capacity(2, share, False, 2)).endswith(" GB of a node")
     with pytest.raises(UserError, match="on ranks 0 to 1 takes"):
-        check_start(cfg, Capacity(2, share - GB, False, 2))
+        verdict_on(cfg, Capacity(2, share - GB, False, 2))
 
 
 def test_saving_may_take_most() -> None:
@@ -90,7 +94,7 @@ def test_saving_may_take_most() -> None:
         "rollout.free_cache_engine=true",
         "rollout.gpu_memory_utilization=0.2",
     )
-    (ranks,) = plan_run(cfg, Capacity(1, 40 * GB))
+    (ranks,) = plan_run(cfg, planned_shapes(cfg), Capacity(1, 40 * GB))
     sizes = {phase.name: phase.parts for phase in ranks.phases}
     states = sum(
         sizes["save_checkpoint"][f"{role} {part}"] for role in ("actor", "critic") for part in ("params", "optimizer")

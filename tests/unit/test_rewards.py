@@ -456,12 +456,12 @@ def compute_score(solution_str, **row):
 RANK = """
 import sys
 from rlhf_mc.rewards.worker import Worker
-from rlhf_mc.rewards.results import Row, Score
+from rlhf_mc.rewards.results import RewardRow, Score
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 worker = Worker(CustomRewardFunctionConfig(path=sys.argv[1]), RewardConfig(timeout_seconds=float(sys.argv[3])))
 worker.load()
 print(worker._process.pid, flush=True)
-worker.score([Row('', '', sys.argv[2], '', {}, {'custom': 1.0})], lambda row, failure: Score(0.0))
+worker.score([RewardRow('', '', sys.argv[2], '', {}, {'custom': 1.0})], lambda row, failure: Score(0.0))
 print("scored", flush=True)
 if sys.argv[4] == "closes":
     worker.close()

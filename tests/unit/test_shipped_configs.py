@@ -60,8 +60,8 @@ def test_config_fits_its_machine(name: str, world: int, model: str, spare: float
     cfg = load_config(config, [model_path(model)])
     gpus_per_node = min(world, 8)
     capacity = Capacity(world, 80 << 30, True, gpus_per_node, 2e12)
-    plan = plan_run(cfg, capacity)
-    found = check_fit(cfg, plan, capacity)
+    plan = plan_run(cfg, planned_shapes(cfg), capacity)
+    found = check_fit(cfg, planned_shapes(cfg), plan, capacity)
     assert found.problem is None
     assert found.spare / GB == pytest.approx(spare, abs=0.1) and found.spare > MARGIN
     node = plan_host_memory(cfg, planned_shapes(cfg), plan, gpus_per_node)
@@ -94,7 +94,7 @@ def test_config_needs_its_settings(name: str, world: int, model: str, change: st
         str(REPO / "configs" / f"{name}.yaml"), [model_path(model), f"actor.{change}", f"critic.{change}"]
     )
     capacity = Capacity(world, 80 << 30)
-    assert check_fit(cfg, plan_run(cfg, capacity), capacity).spare < MARGIN
+    assert check_fit(cfg, planned_shapes(cfg), plan_run(cfg, planned_shapes(cfg), capacity), capacity).spare < MARGIN
 
 
 def test_70b_layout() -> None:
