@@ -19,8 +19,11 @@ from rlhf_mc.config.schema import Config
 _ANY_NAME = "NAME"
 """Stands for the name of a named section in dotted keys."""
 
-field_types = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
-"""The types of a section's fields: a planner's search builds hundreds of configs."""
+
+@functools.cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the types of a section's fields. Cached: a planner's search builds hundreds of configs."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 @functools.cache
@@ -46,7 +49,8 @@ def named_section(hint: Any) -> type | None:
 
 def check_values(section: Any, prefix: str = "") -> None:
     """Raise UserError for a number of the section that is not in its range, or a reference (${...}) in a text."""
-    for name, hint in field_types(type(section)).items():
+    cls: type = type(section)
+    for name, hint in field_types(cls).items():
         key = f"{prefix}{name}"
         value = getattr(section, name)
         if dataclasses.is_dataclass(value):
