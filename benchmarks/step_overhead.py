@@ -265,7 +265,7 @@ def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
     low, high = interval(by_round)
     print(
         f"own share, sums over {len(by_round)} rounds: {share(by_round):.1%} (90 % of resampled runs: {low:.1%} to "
-        f"{high:.1%}; aim: at most 5 %)"
+        f"{high:.1%}; at most 10 %)"
     )
     cpu_step = [sum(r) for r in zip(*[[row["step"][1] for row in rank] for rank in rounds], strict=True)]
     cpu_alone = [

@@ -16,7 +16,7 @@ from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import absent_roles, uses_critic, uses_reference
+from rlhf_mc.config.roles import PASSES, absent_roles, uses_critic, uses_reference
 from rlhf_mc.config.schema import (
     FROZEN_ROLES,
     ActorConfig,
@@ -179,23 +179,13 @@ def _batches(cfg: Config, world_size: int) -> Iterator[str]:
         )
 
 
-_TOKEN_BUDGETS = {
-    "actor.ppo_max_token_len_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
-    "critic.ppo_max_token_len_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
-    "critic.forward_max_token_len_per_gpu": "critic.forward_micro_batch_size_per_gpu",
-    "rollout.log_prob_max_token_len_per_gpu": "rollout.log_prob_micro_batch_size_per_gpu",
-    "ref.log_prob_max_token_len_per_gpu": "ref.log_prob_micro_batch_size_per_gpu",
-    "reward_model.forward_max_token_len_per_gpu": "reward_model.forward_micro_batch_size_per_gpu",
-}
-"""Limits of a micro-batch in each pass: token budget (with actor.use_dynamic_bsz) -> number of sequences (without)."""
-
-
 def _micro_batches(cfg: Config) -> Iterator[str]:
     if not cfg.actor.use_dynamic_bsz:
         if cfg.actor.ppo_micro_batch_size_per_gpu is None:
             yield "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null"
         return
-    for size in of_each_reward_model(cfg, _TOKEN_BUDGETS.values()):
+    passes = list(of_each_reward_model(cfg, PASSES.values()))
+    for size in (f"{name}_micro_batch_size_per_gpu" for name in passes):
         if value_of(cfg, size) is not None:
             yield f"{size} is {value_of(cfg, size)}; that needs actor.use_dynamic_bsz: false"
     prompt = cfg.data.max_prompt_length
@@ -203,7 +193,7 @@ def _micro_batches(cfg: Config) -> Iterator[str]:
     absent = [f"{role}." for role in absent_roles(cfg)]
     # A reward model with a tokenizer of its own truncates what it reads.
     absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
-    for key in of_each_reward_model(cfg, _TOKEN_BUDGETS):
+    for key in (f"{name}_max_token_len_per_gpu" for name in passes):
         budget = value_of(cfg, key)
         if budget < prompt + response and not key.startswith(tuple(absent)):
             yield (

@@ -5,6 +5,17 @@ from __future__ import annotations
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
 from rlhf_mc.config.schema import Config, MegatronConfig, reward_models, roles
 
+PASSES = {
+    "old_log_prob": "rollout.log_prob",
+    "ref": "ref.log_prob",
+    "values": "critic.forward",
+    "reward_model": "reward_model.forward",
+    "update_critic": "critic.ppo",
+    "update_actor": "actor.ppo",
+}
+"""Phases with a pass over a model, and how their limits of a micro-batch begin: ..._max_token_len_per_gpu, tokens, with
+actor.use_dynamic_bsz; ..._micro_batch_size_per_gpu, sequences, without it."""
+
 
 def needs_of(algorithm: AlgorithmConfig) -> Needs:
     """Return the needs of the run's advantage estimator."""
