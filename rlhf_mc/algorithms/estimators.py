@@ -22,7 +22,7 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """All that an estimator may use, and statistics of it."""
+    """All that an estimator may use, and statistics of it. An estimator must not change the tensors."""
 
     rewards: torch.Tensor
     """[R] float32: token rewards: the score on a response's last token, less the KL penalty of each token."""
