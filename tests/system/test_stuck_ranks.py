@@ -51,14 +51,14 @@ def ranks() -> Iterator[list[BaseProcess]]:
         ),
         pytest.param(
             *(1, "in Megatron's group", 12, 300),
-            ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from build.py:"]
+            ["lost contact with another rank in phase old_log_prob (", "; in all_reduce, called from gpt_model.py:"]
             + ["; rank 1 (", ") has sent no heartbeat for ", ", last in phase old_log_prob of step 2"],
             id="frozen in Megatron's group",
         ),
         pytest.param(
             *(0, "in Megatron's group", 600, 6),
             ["rank 0 (", ") has sent no heartbeat for ", "; this rank was in phase old_log_prob of step 2 for "]
-            + ["in all_reduce, called from build.py:"],
+            + ["in all_reduce, called from gpt_model.py:"],
             id="the first rank, by its silence",
         ),
         pytest.param(
