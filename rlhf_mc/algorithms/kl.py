@@ -1,6 +1,6 @@
 """Estimators of KL(policy, reference) from sampled tokens, and the controllers of the KL coefficient.
 
-The KL enters the reward in advantages.py and the loss in losses.py.
+The KL enters the reward in estimators.py and the loss in losses.py.
 """
 
 from __future__ import annotations

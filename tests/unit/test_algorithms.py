@@ -139,7 +139,7 @@ def test_controllers_resume_from_their_state() -> None:
     assert fixed.value == 0.3  # the config's, not the checkpoint's
 
 
-# advantages.py
+# estimators.py
 
 
 def test_whiten_by_hand() -> None:
