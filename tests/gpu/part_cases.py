@@ -117,7 +117,7 @@ def _returns_at_once(original: Any) -> Any:
 
 
 def _of_other_layers(original: Any) -> Any:
-    """Return a layouts_of that names the parameters of Transformer Engine's layers."""
+    """Return an engine_layouts that names the parameters of Transformer Engine's layers."""
     from rlhf_mc.reshard.placement import training_layouts
 
     return lambda engine: training_layouts(engine.shape, engine.groups.mesh, True)
@@ -189,7 +189,7 @@ FAULTS = {
         "qwen2_actor: gradient error",
     ),
     "names of other layers": Fault(
-        "models_float32", "gpu_parts.engines", "layouts_of", _of_other_layers, "parameters are not those of the layout"
+        "models_float32", "gpu_parts.engines", "engine_layouts", _of_other_layers, "parameters are not those of the layout"
     ),
     "other rotary frequencies": Fault(
         "models_bfloat16", "rlhf_mc.models.gpt_model", "_set_rope", _other_theta, "qwen2_actor: gradient error"
