@@ -189,7 +189,11 @@ FAULTS = {
         "qwen2_actor: gradient error",
     ),
     "names of other layers": Fault(
-        "models_float32", "gpu_parts.engines", "engine_layouts", _of_other_layers, "parameters are not those of the layout"
+        "models_float32",
+        "gpu_parts.engines",
+        "engine_layouts",
+        _of_other_layers,
+        "parameters are not those of the layout",
     ),
     "other rotary frequencies": Fault(
         "models_bfloat16", "rlhf_mc.models.gpt_model", "_set_rope", _other_theta, "qwen2_actor: gradient error"
