@@ -15,7 +15,7 @@ from rlhf_mc.config.schema import Config, reward_models
 def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
     """Return by role (the setting that names the model's directory, its shape), the actor's first. Raise UserError if a
     config.json cannot be read or is of an unsupported model."""
-    actor = _shape("model.path", cfg.model.path, for_vllm=True)
+    actor = _shape("model.path", cfg.model.path, for_rollout=True)
     roles = {"actor": ("model.path", actor)}
     if uses_critic(cfg):
         key = "model.path" if cfg.critic.model_path is None else "critic.model_path"
@@ -28,9 +28,9 @@ def model_shapes(cfg: Config) -> dict[str, tuple[str, ModelShape]]:
     return roles
 
 
-def _shape(key: str, directory: str, value_head: bool = False, for_vllm: bool = False) -> ModelShape:
+def _shape(key: str, directory: str, value_head: bool = False, for_rollout: bool = False) -> ModelShape:
     """Return the shape of the model of config.json in the directory that the setting `key` names. Raise NodeError if
-    the file is unreadable, UserError if the model is not supported (by vLLM, for_vllm)."""
+    the file is unreadable, UserError if the model is not supported (by the rollout engine, for_rollout)."""
     path = Path(directory) / "config.json"
     with about(f"{key}:"):
         try:
@@ -43,7 +43,7 @@ def _shape(key: str, directory: str, value_head: bool = False, for_vllm: bool = 
             raise NodeError(f"{path} is not a JSON object")
         try:
             shape = ModelShape.from_hf_config(content, value_head=value_head)
-            if for_vllm:
+            if for_rollout:
                 check_architecture(content, shape.family, FAMILIES[shape.family].architecture)
             return shape
         except UserError as error:

@@ -123,6 +123,7 @@ def _files(cfg: Config) -> Iterator[_File]:
         ("custom_reward_function.path", cfg.custom_reward_function.path),
         ("algorithm.custom_estimator.path", cfg.algorithm.custom_estimator.path),
         ("actor.policy_loss.custom_loss.path", cfg.actor.policy_loss.custom_loss.path),
+        ("rollout.custom_engine.path", cfg.rollout.custom_engine.path),
     ):
         if path is not None:
             yield _File(setting, "file", Path(path))

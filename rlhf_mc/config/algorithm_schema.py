@@ -152,8 +152,8 @@ class PolicyLossConfig:
 
 @dataclass
 class RolloutCorrectionConfig:
-    """The correction of the difference between vLLM's policy, which samples, and the trainer's. rho is the ratio of
-    their probabilities of a token, trainer / vLLM. It acts on the actor's loss."""
+    """The correction of the difference between the rollout engine's policy, which samples, and the trainer's. rho is
+    the ratio of their probabilities of a token, trainer / engine. It acts on the actor's loss."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's policy loss by rho of the token, or by the product of rho over its sequence; null: no
@@ -172,8 +172,8 @@ class RolloutCorrectionConfig:
     rollout_token_veto_threshold: InnerFraction | None = None
     """Leave out each sequence with a token of rho below this; null: none."""
     bypass_mode: bool = False
-    """Use vLLM's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in the first
-    step after a start, which checks them (trainer.max_rollout_logprob_diff)."""
+    """Use the rollout engine's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in
+    the first step after a start, which checks them (trainer.max_rollout_logprob_diff)."""
 
 
 @dataclass
@@ -218,4 +218,4 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: training on groups whose responses differ alone."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    """Correction of the difference between vLLM's policy and the trainer's."""
+    """Correction of the difference between the rollout engine's policy and the trainer's."""

@@ -156,6 +156,15 @@ def _storage(cfg: Config) -> Iterator[str]:
         )
 
 
+def _engine(cfg: Config) -> Iterator[str]:
+    path = cfg.rollout.custom_engine.path
+    if (cfg.rollout.name == "custom") != (path is not None):
+        yield (
+            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is {path}; set both (custom, and a"
+            " path) or neither"
+        )
+
+
 def _batches(cfg: Config, world_size: int) -> Iterator[str]:
     batch = cfg.data.train_batch_size
     trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", cfg.actor)]

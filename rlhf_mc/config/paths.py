@@ -23,7 +23,11 @@ INPUT_DIRECTORIES = (
     "reward_model.tokenizer_path",
     "trainer.resume_from_path",
 )
-CUSTOM_FUNCTIONS = ("algorithm.custom_estimator.path", "actor.policy_loss.custom_loss.path")
+CUSTOM_FUNCTIONS = (
+    "algorithm.custom_estimator.path",
+    "actor.policy_loss.custom_loss.path",
+    "rollout.custom_engine.path",
+)
 INPUT_FILES = (
     "data.train_files",
     "data.val_files",

@@ -167,28 +167,43 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """The in-process vLLM engine. Training samples are drawn from the full distribution (no top-k, no top-p), so that
-    the log-probs of vLLM and of the trainer are of the same distribution."""
+class CustomEngineConfig:
+    """A user-defined rollout engine, for rollout.name: custom."""
 
+    path: str | None = None
+    """Python file that defines the engine; null: none."""
+    name: str = "Engine"
+    """Name of a class without arguments that has the methods of rlhf_mc.rollout.base.EngineFactory (docs/extending.md).
+    The other settings of rollout are those of vLLM; an engine may ignore them."""
+
+
+@dataclass
+class RolloutConfig:
+    """The in-process rollout engine. Training samples are drawn from the full distribution (no top-k, no top-p), so
+    that the log-probs of the engine and of the trainer are of the same distribution."""
+
+    name: Literal["vllm", "custom"] = "vllm"
+    """The engine. custom: the one of custom_engine."""
+    custom_engine: CustomEngineConfig = field(default_factory=CustomEngineConfig)
+    """The engine of rollout.name custom."""
     tensor_model_parallel_size: Ranks = 1
-    """Ranks that share one vLLM engine."""
+    """Ranks that share one engine."""
     n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per training prompt."""
     temperature: Annotated[float, Range(0.01, 1e3)] = 1.0  # vLLM raises lower values to 0.01
     """Sampling temperature, also of the trainer's log-probs. At least 0.01: vLLM raises lower values to 0.01."""
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.5
-    """GPU only: fraction of the device memory for vLLM's weights and KV cache."""
+    """GPU only: fraction of the device memory for the engine's weights and KV cache."""
     cpu_kvcache_space_gb: Annotated[int, Range(1, 65_536)] = 1
     """CPU only: GiB of KV cache per rank."""
     enforce_eager: bool = False
     """GPU only: run without CUDA graphs. The CPU build always does."""
     free_cache_engine: bool = False
-    """GPU only: vLLM frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
+    """GPU only: the engine frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
     quantization: Literal["fp8"] | None = None
-    """fp8: vLLM stores the weights of linear layers in fp8, with one scale per output channel, and quantizes their
-    inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights too. Not
-    with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
+    """fp8: the engine stores the weights of linear layers in fp8, with one scale per output channel, and quantizes
+    their inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights
+    too. Not with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
     max_num_seqs: Annotated[int, Range(1, 65_536)] = 256
     """Maximum number of sequences that one engine decodes at a time."""
     max_num_batched_tokens: Annotated[int, Range(1, 16_777_216)] = 8192
@@ -280,9 +295,9 @@ class TrainerConfig:
     """An update whose loss or gradient is not finite is skipped. The run aborts after this number of consecutive
     skipped updates of one model."""
     max_rollout_logprob_diff: Positive | None = None
-    """Bound of |trainer's log-prob - vLLM's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may be
-    at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume is
-    an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
+    """Bound of |trainer's log-prob - engine's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may
+    be at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume
+    is an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
     logits are. null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
     planner: Literal["warn", "refuse", "off"] = "refuse"
     """Plan the memory of each rank at the start. warn: print the verdict, a warning if the run does not fit. refuse: an
@@ -306,11 +321,11 @@ class TrainerConfig:
 
 @dataclass
 class ReshardConfig:
-    """The weight update from Megatron-Core's parameters to vLLM's, before each rollout."""
+    """The weight update from Megatron-Core's parameters to the rollout engine's, before each rollout."""
 
     share_weights: bool = True
-    """Share the storage of vLLM and Megatron-Core (zero-copy) for each vLLM parameter whose layout on the rank is the
-    same in both."""
+    """Share the storage of rollout engine and Megatron-Core (zero-copy) for each of the engine's parameters whose
+    layout on the rank is the same in both."""
     bucket_megabytes: Annotated[int, Range(1, 65_536)] = 256
     """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of extra memory."""
     verify: Literal["off", "first", "always"] = "first"

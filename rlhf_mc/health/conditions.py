@@ -55,7 +55,7 @@ class Facts:
     compares_groups: bool = False
     """The advantage estimator compares the responses to one prompt."""
     logprob_bound: float | None = None
-    """Bound of the mean log-prob difference between vLLM and trainer; None: they are not compared."""
+    """Bound of the mean log-prob difference between rollout engine and trainer; None: they are not compared."""
 
 
 class Past:

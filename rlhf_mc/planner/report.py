@@ -25,7 +25,7 @@ class MemoryFit:
     problem: str | None
     """A sentence on the memory that is too small; None: the run fits."""
     phase: str
-    """The fullest phase; KV_CACHE where vLLM has too little memory in its share."""
+    """The fullest phase; KV_CACHE where the engine has too little memory in its share."""
     spare: float
     """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
 
@@ -166,7 +166,7 @@ def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traf
             {
                 "ranks": list(ranks.ranks),
                 "phases": {phase.name: dict(phase.parts) for phase in ranks.phases},
-                "vllm": {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
+                "rollout": {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
             }
             for ranks in plan
         ],
@@ -178,9 +178,9 @@ def remedy(cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], 
     """Return settings that make the run fit: one change that is enough alone, else changes of which each is needed;
     None: no changes of the list are enough. cuda: on GPUs. fits: whether the config with these overrides does."""
     roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
-    of_vllm = list(_remedies_of_vllm(cfg, phase) if cuda else _remedies_of_vllm_on_cpu(cfg, phase))
+    of_engine = list(_engine_settings(cfg, phase) if cuda else _engine_settings_on_cpu(cfg, phase))
     of_updates = list(_remedies_of_updates(cfg, roles)) if phase in ("update_actor", "update_critic") else []
-    known = (list(_offloads(cfg, roles)) if cuda else []) + of_updates + of_vllm
+    known = (list(_offloads(cfg, roles)) if cuda else []) + of_updates + of_engine
     if phase == HOST_MEMORY:
         known = list(_remedies_of_host(cfg, roles))
     for settings in known:
@@ -208,7 +208,7 @@ def _offloads(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
         yield ["rollout.free_cache_engine=true"]
     for part in ("grad", "optimizer", "param"):
         if part == "param" and cfg.reshard.share_weights:
-            continue  # the actor's weights are then vLLM's too
+            continue  # the actor's weights are then the engine's too
         if unset := _unset(cfg, roles, f"{part}_offload", True):
             yield unset
 
@@ -234,7 +234,7 @@ def _remedies_of_updates(cfg: Config, roles: Sequence[str]) -> Iterator[list[str
         yield unset
 
 
-def _remedies_of_vllm(cfg: Config, phase: str) -> Iterator[list[str]]:
+def _engine_settings(cfg: Config, phase: str) -> Iterator[list[str]]:
     share = cfg.rollout.gpu_memory_utilization
     for tenth in range(9, 1, -1):
         if tenth / 10 < share and phase != KV_CACHE:
@@ -244,7 +244,7 @@ def _remedies_of_vllm(cfg: Config, phase: str) -> Iterator[list[str]]:
             yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
 
 
-def _remedies_of_vllm_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
+def _engine_settings_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
     size = cfg.rollout.cpu_kvcache_space_gb
     for factor in (2, 4, 8):
         other = size * factor if phase == KV_CACHE else size // factor

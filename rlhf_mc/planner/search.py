@@ -1,6 +1,6 @@
 """Search for the settings with the shortest step that fit: layouts of training and rollout, token budgets,
-recomputation, offload, the share of vLLM. All other settings are the user's, also those of megatron sections other than
-the actor's, which inherit what they leave out.
+recomputation, offload, the rollout engine's share. All other settings are the user's, also those of megatron sections
+other than the actor's, which inherit what they leave out.
 
 Candidates are visited by a bound of their step time that takes an unlimited KV cache and no offload, so that the search
 ends once no candidate can be better than those found.
@@ -28,8 +28,9 @@ from rlhf_mc.planner.rank_layouts import planned_layouts
 from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
-from rlhf_mc.reshard.layout import check_vllm, logical_shapes
+from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.model_checks import check_layouts
+from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.mesh import training_mesh
 
@@ -188,10 +189,11 @@ class _Search:
     def _candidates(self, beyond_node: bool) -> Iterator[_Candidate]:
         """Yield all candidates whose layout the models, and the config's other settings, allow."""
         error = None
+        engine = engine_factory(self._base.rollout)
         rollouts: dict[int, float] = {}
         for rollout_tp in self._group_sizes(beyond_node):
             try:
-                check_vllm(self._shapes["actor"], rollout_tp)
+                engine.check_layout(self._shapes["actor"], rollout_tp)
             except UserError:
                 continue
             cfg = self._config({_ROLLOUT_TP: rollout_tp})
@@ -313,7 +315,7 @@ class _Search:
         chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
         cfg = self._config({**chosen, _GRANULARITY: "full"})
         plan = self._plan(cfg)
-        return None if self._room_of_vllm(plan) is None else largest_states(plan)
+        return None if self._room_of_engine(plan) is None else largest_states(plan)
 
     def _fitting(self, candidate: _Candidate) -> Choice | None:
         """Return the quickest choice of offload for a candidate; None: none fits."""
@@ -330,7 +332,7 @@ class _Search:
                     _ROLLOUT_TP: candidate.rollout_tp,
                     **settings,
                 }
-                choice = self._with_vllm(chosen, level, key)
+                choice = self._with_engine(chosen, level, key)
                 if choice is not None:
                     fitting.append(choice)
                     break
@@ -341,19 +343,20 @@ class _Search:
                 break
         return _ranked(fitting)[0] if fitting else None
 
-    def _with_vllm(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
-        """Return the choice with the smallest share of vLLM that holds all of an engine's sequences, or else the
-        largest that fits; None: it does not fit. key: of training, which is recorded where training does not fit."""
+    def _with_engine(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
+        """Return the choice with the smallest share of the rollout engine that holds all of an engine's sequences, or
+        else the largest that fits; None: it does not fit. key: of training, which is recorded where training does not
+        fit."""
         bucket = self._base.reshard.bucket_megabytes
         for megabytes in (bucket, *(size for size in _BUCKETS if size < bucket)):
             trial = {**chosen, _BUCKET: megabytes}
             cfg = self._config(trial)
             plan = self._plan(cfg)
-            room = self._room_of_vllm(plan)
+            room = self._room_of_engine(plan)
             if room is not None:
                 return self._with_share({**trial, _SHARE: self._share(cfg, plan, room)}, level)
             limit = self._device_bytes * (1 - MARGIN)
-            full = {phase.name for ranks in plan for phase in ranks.phases if _without_vllm(phase.parts) > limit}
+            full = {phase.name for ranks in plan for phase in ranks.phases if _without_engine(phase.parts) > limit}
             if full != {"update_weights"}:
                 self._too_large.add(key)
                 return None
@@ -369,13 +372,16 @@ class _Search:
         times = plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths)
         return Choice(chosen, cfg, times, fit.spare, fit.phase, level)
 
-    def _room_of_vllm(self, plan: Sequence[RankMemory]) -> float | None:
-        """Return the share of the device that vLLM may take; None: even without its KV cache a phase does not fit."""
+    def _room_of_engine(self, plan: Sequence[RankMemory]) -> float | None:
+        """Return the share of the device that the rollout engine may take; None: even without its KV cache a phase does
+        not fit."""
         limit = self._device_bytes * (1 - MARGIN)
         phases = [phase for ranks in plan for phase in ranks.phases]
-        if any(_without_vllm(phase.parts) > limit for phase in phases):
+        if any(_without_engine(phase.parts) > limit for phase in phases):
             return None
-        return min(limit - _without_vllm(phase.parts) for phase in phases if "vLLM" in phase.parts) / self._device_bytes
+        return (
+            min(limit - _without_engine(phase.parts) for phase in phases if "vLLM" in phase.parts) / self._device_bytes
+        )
 
     def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
         """Return rollout.gpu_memory_utilization. room: the most it may be."""
@@ -416,7 +422,7 @@ class _Search:
         return load_config(sections_of({**self._settings, **chosen}))
 
 
-def _without_vllm(parts: Mapping[str, float]) -> float:
+def _without_engine(parts: Mapping[str, float]) -> float:
     return sum(size for name, size in parts.items() if name != "vLLM")
 
 

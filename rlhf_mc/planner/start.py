@@ -14,8 +14,8 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.report import GB, MemoryFit, memory_fit, remedy, with_host
-from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layouts
+from rlhf_mc.rollout.engines import engine_factory
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) 
     not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
     check_layouts(cfg, shapes)
-    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    engine_factory(cfg.rollout).check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 

@@ -23,6 +23,7 @@ from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import Plan, make_plan
+from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
@@ -143,11 +144,12 @@ class _Model:
 
 
 class _Rollout:
-    """The collectives of vLLM's engines, which are tensor parallel, and of the exchange of responses."""
+    """The collectives of the rollout engines, which are tensor parallel, and of the exchange of responses."""
 
     def __init__(self, cfg: Config, shape: ModelShape, world: int, gpus_per_node: int, lengths: Lengths) -> None:
         mesh = training_mesh(cfg.actor.megatron, world)
-        groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+        tp = cfg.rollout.tensor_model_parallel_size
+        groups = choose_rollout_groups(shape, mesh, tp, engine_factory(cfg.rollout).layout, gpus_per_node)
         self._group = {rank: tuple(sorted(group)) for group in groups for rank in group}
         self._world = tuple(range(world))
         self._shape = shape
@@ -202,10 +204,11 @@ def weight_update_plan(cfg: Config, shape: ModelShape, held: Sequence[Layout], g
     """Return the plan of the weight update, as a run makes it. shape, held: the actor's shape and the layouts of all
     ranks."""
     mesh = training_mesh(cfg.actor.megatron, len(held))
-    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+    layout = engine_factory(cfg.rollout).layout
+    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, layout, gpus_per_node)
     return make_plan(
         held,
-        rollout_layouts(shape, groups),
+        rollout_layouts(shape, groups, layout),
         ITEMSIZES[cfg.actor.megatron.dtype],
         cfg.reshard.bucket_megabytes << 20,
         gpus_per_node,

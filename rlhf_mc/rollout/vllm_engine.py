@@ -29,10 +29,10 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
-from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.runtime.console import say
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank

@@ -92,8 +92,8 @@ def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit
 
 
 def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return the differences between vLLM's and the trainer's log-probs of the sampled tokens. The correlation of their
-    probabilities is 1 where one of them is the same for all tokens."""
+    """Return the differences between the engine's and the trainer's log-probs of the sampled tokens. The correlation of
+    their probabilities is 1 where one of them is the same for all tokens."""
     assert batch.old_log_probs is not None
     probs = torch.stack([batch.old_log_probs, batch.rollout_log_probs]).double().exp()
     probs_diff = (probs[0] - probs[1]).abs()

@@ -19,18 +19,10 @@ from simulated_ranks import check_movement, empty, numbered, padded_chunk
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.reshard.layout import (
-    EMPTY,
-    Layout,
-    check_mcore,
-    check_vllm,
-    hf_layout,
-    logical_shapes,
-    mcore_layout,
-    vllm_layout,
-)
+from rlhf_mc.reshard.layout import EMPTY, Layout, check_mcore, hf_layout, logical_shapes, mcore_layout
 from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.plan import Plan, make_plan
+from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
 
 
 def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:

@@ -100,6 +100,6 @@ def test_mistake_names_the_key(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_each_model_has_a_phase_of_its_own() -> None:
-    expected: dict[str, Any] = dict.fromkeys(("actor", "critic", "ref", "vllm"), frozenset())
+    expected: dict[str, Any] = dict.fromkeys(("actor", "critic", "ref", "rollout"), frozenset())
     for role in ("reward_model", "reward_models.helpful"):
         assert row_of(role) == {**expected, role: frozenset({"params"})}
