@@ -170,7 +170,9 @@ def main() -> None:
     ]
     for step in Trainer(CONFIG, [*overrides, *sys.argv[1:]]):
         if os.environ.get("RANK", "0") == "0":
-            score, difference = (step.metrics[f"{key}/mean"] for key in ("critic/score", "rollout_corr/kl"))
+            score, difference = (
+                step.metrics[key] for key in ("critic/score/mean", "training/rollout_logprobs_diff_max")
+            )
             print(f"step {step.number}: mean score {score:.3f}, log-probs within {difference:.1e}", flush=True)
 
 

@@ -69,8 +69,8 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
 
 def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a mixture of experts by their names in Transformer Engine's layers. These names and their
-    shapes are those of models built from Megatron-Core 0.16.1 and the Python of Transformer Engine 2.11 (docs/gpu.md).
-    """
+    shapes are those of models built from Megatron-Core 0.16.1 and the Python of Transformer Engine 2.11
+    (docs/internals/gpu_readings.md)."""
     renames = {
         r"\.input_layernorm\.weight": ".self_attention.linear_qkv.layer_norm_weight",
         r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight": r".\2.weight\1",
