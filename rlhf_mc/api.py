@@ -86,19 +86,12 @@ class Trainer:
         status = RankStatus()
         stop = StopRequests(self.config.trainer)
         with session(self.config, status, stop) as run:
-            from rlhf_mc.topology.consensus import all_have_left, record_next_step
             from rlhf_mc.trainer.loop import steps
 
             self.run = run
-            number = 0
             try:
-                for step in steps(run, status, stop):
-                    number = step.number
-                    yield step
-                    record_next_step(number)
-            except GeneratorExit:  # the caller has left the loop, by an exception or not: close, as after the last step
-                if not all_have_left(number):
-                    raise UserError(f"this rank has left the loop after step {number}, and another continues") from None
+                yield from steps(run, status, stop)
+            except GeneratorExit:  # the caller has left the loop: close, as after the last step
                 return
             finally:
                 self.run = None

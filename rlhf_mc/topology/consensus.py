@@ -165,7 +165,7 @@ def start_max_over_ranks(value: float) -> Callable[[], float]:
 
 def record_next_step(step: int) -> None:
     """Record that a rank continues after this step, for all_have_left."""
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_rank() < 2:  # two, as one of them may be the rank that has left
         dist.distributed_c10d._get_default_store().set(_CONTINUES, str(step))
 
 
