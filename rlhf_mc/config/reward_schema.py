@@ -51,8 +51,8 @@ NAMED = "reward_models"
 
 
 def unnamed(key: str) -> str:
-    """Return the key, or the section, of a named reward model's setting as that of reward_model, which has the same
-    settings; other keys as they are."""
+    """Return the key, or the section, of a named reward model's setting with reward_model in place of the name; other
+    keys as they are."""
     section, _, rest = key.partition(".")
     return f"reward_model.{rest.partition('.')[2]}".rstrip(".") if section == NAMED else key
 

@@ -42,8 +42,8 @@ def _replacement(key: str, known: Sequence[str]) -> str:
             if name == key
             else f"write it without {key[: -len(name)]!r}: {name}"
         )
-    if (found := _EARLIER.get(name) or rename_hint(plain_key(name))) is not None:
-        return found
+    if (hint := _EARLIER.get(name) or rename_hint(plain_key(name))) is not None:
+        return hint
     near = nearest_key(name, known)
     return (
         f"the nearest known key is {near!r}"

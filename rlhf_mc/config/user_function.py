@@ -35,10 +35,10 @@ def load_attribute(section: str, path: str, name: str) -> Any:
         spec.loader.exec_module(module)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
-    found = getattr(module, name, None)
-    if found is None:
+    attribute = getattr(module, name, None)
+    if attribute is None:
         raise UserError(f"{where}: has no function {name!r} ({section}.name)")
-    return found
+    return attribute
 
 
 def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability import catalog
 from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times, short
 from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, number, read_run
@@ -52,7 +52,7 @@ def write_report(runs: Sequence[RunRecord], output: Path) -> None:
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
         os.replace(unfinished, output)
     except OSError as error:
-        raise UserError(f"cannot write the report {output}: {reason_of(error)}") from error
+        raise UserError(f"cannot write the report {output}: {error_reason(error)}") from error
 
 
 def render_page(runs: Sequence[RunRecord]) -> str:

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.run_files import Row
 
@@ -50,7 +50,7 @@ def plot_run(rows: Sequence[Row], output: Path, title: str = "") -> None:
         figure.savefig(output, format="png")
     except OSError as error:
         output.unlink(missing_ok=True)  # the incomplete file
-        raise UserError(f"cannot write the plot {output}: {reason_of(error)}") from error
+        raise UserError(f"cannot write the plot {output}: {error_reason(error)}") from error
 
 
 def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]) -> None:

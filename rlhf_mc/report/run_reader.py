@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.run_files import (
     ADJUSTMENTS_FILE,
     GENERATIONS,
@@ -102,7 +102,7 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
     try:
         names = sorted(path.name for path in root.iterdir())
     except OSError as error:
-        raise UserError(f"{root} cannot be read as the directory of a run: {reason_of(error)}") from error
+        raise UserError(f"{root} cannot be read as the directory of a run: {error_reason(error)}") from error
     if not names:
         raise UserError(f"{root} is empty: no run has written there")
     if not {METRICS_FILE, STARTS_FILE, RUN_FILE} & set(names):
@@ -194,7 +194,7 @@ def _rows(path: Path, faults: list[str], with_step: bool = False, name: str = ""
     try:
         rows, bad = json_objects_and_faults(path)
     except OSError as error:
-        faults.append(f"{name} cannot be read: {reason_of(error)}")
+        faults.append(f"{name} cannot be read: {error_reason(error)}")
         return []
     complete = [row for row in rows if _is_step(row.get("step"))] if with_step else rows
     if bad or len(complete) < len(rows):
@@ -257,7 +257,7 @@ def _of_text(path: Path, name: str, faults: list[str]) -> list[Sample]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace") + "\n"
     except OSError as error:
-        faults.append(f"{name} cannot be read: {reason_of(error)}")
+        faults.append(f"{name} cannot be read: {error_reason(error)}")
         return []
     samples: list[Sample] = []
     at = 0

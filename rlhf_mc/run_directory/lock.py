@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.run_files import LOCK_FILE, STALE_SECONDS
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.topology.consensus import on_rank_0
 
@@ -62,7 +62,7 @@ def check_free(root: Path) -> None:
     lock = Lock(root)
     unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
     if unknown_owner is not None:
-        say(f"{unknown_owner}; waiting to see whether it touches its lock", rank_0_only=True)
+        print_line(f"{unknown_owner}; waiting to see whether it touches its lock", rank_0_only=True)
     while unknown_owner is not None:
         time.sleep(_LOOK_SECONDS)
         unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
@@ -98,7 +98,7 @@ class Lock:
             self._create()
         except OSError as error:
             raise UserError(
-                f"trainer.default_local_dir: {self._path} cannot be written ({reason_of(error)})"
+                f"trainer.default_local_dir: {self._path} cannot be written ({error_reason(error)})"
             ) from error
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 

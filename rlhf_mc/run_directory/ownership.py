@@ -41,7 +41,7 @@ from rlhf_mc.run_files import (
     TRAIN_GENERATIONS,
     keep_up_to,
 )
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 EARLIER = "earlier_runs"
 HF = "hf"
@@ -195,7 +195,7 @@ def _read(root: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:
-        say(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
+        print_line(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
         return {}
     return content
 

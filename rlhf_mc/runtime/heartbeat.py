@@ -13,8 +13,8 @@ import socket
 import time
 from collections.abc import Iterator
 
-from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.runtime.console import say
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.failure_detector import FailureDetector
 from rlhf_mc.runtime.heartbeat_client import HeartbeatClient
 from rlhf_mc.runtime.heartbeat_server import HeartbeatServer
@@ -64,7 +64,7 @@ def _start(
         try:
             listener = _listen(_addresses_to_bind([(machine, addresses) for _, machine, addresses in ranks]))
         except OSError as error:
-            failure = reason_of(error)
+            failure = error_reason(error)
     # The token keeps other programs' connections, and other runs' ranks, from being taken for a rank of this run.
     mine = (listener.getsockname()[:2] if listener else ("", 0), secrets.token_hex(16))
     (host, port), token = gather_objects(mine)[0]
@@ -72,12 +72,14 @@ def _start(
         try:
             connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except OSError as error:
-            failure = reason_of(error)
+            failure = error_reason(error)
     failures = {r: reason for r, reason in enumerate(gather_objects(failure)) if reason}
     if failures:
         first, reason = next(iter(failures.items()))
         problem = f"does not reach rank 0 at {host}:{port}" if first else "cannot listen at MASTER_ADDR"
-        say(f"warning: rank {first} {problem} ({reason}); the run continues without heartbeats", rank_0_only=True)
+        print_line(
+            f"warning: rank {first} {problem} ({reason}); the run continues without heartbeats", rank_0_only=True
+        )
         for opened in (listener, connection):
             if opened is not None:
                 opened.close()

@@ -11,7 +11,7 @@ import socket
 import time
 
 from rlhf_mc import json_files
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.exit_codes import exit_from_thread
 from rlhf_mc.runtime.failure_detector import FailureDetector
 from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread, Timeouts
@@ -59,7 +59,7 @@ class HeartbeatServer(HeartbeatThread):
         try:
             self._serve()
         except Exception as error:  # a failure of this thread must not end a run that works
-            say(
+            print_line(
                 f"warning: the heartbeat server has failed ({type(error).__name__}: {error}); "
                 "the run continues without heartbeats"
             )
@@ -139,7 +139,7 @@ class HeartbeatServer(HeartbeatThread):
     def _check_ranks(self, now: float) -> None:
         """Warn of stragglers, and end the run if a rank is lost."""
         if warning := self._detector.straggler_warning(now, self._straggler_seconds):
-            say(f"warning: {warning}")
+            print_line(f"warning: {warning}")
         lost = self._detector.lost(now, self._timeouts.heartbeat, self._timeouts.reconnect)
         if not lost or self._ended.is_set():
             return

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, exit_from_thread, exit_now
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
@@ -83,7 +83,7 @@ class StopRequests:
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
-                    say("interrupted: saving, then ending; a second Ctrl-C ends the run at once")
+                    print_line("interrupted: saving, then ending; a second Ctrl-C ends the run at once")
             self.request(number.name)
 
     def request(self, reason: str) -> None:

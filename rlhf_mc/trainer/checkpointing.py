@@ -24,7 +24,7 @@ from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.run_directory import ownership, success
 from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -421,7 +421,7 @@ class Checkpoints:
 
 
 def _say(line: str) -> None:
-    say(line, rank_0_only=True)
+    print_line(line, rank_0_only=True)
 
 
 def load_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints) -> Position:

@@ -22,7 +22,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
 from rlhf_mc.run_directory import ownership
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.generate import VALIDATION, generate, repeat_prompts, sampling_seeds, update_weights
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples
@@ -168,7 +168,7 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
 @cache
 def _say_no_pass(source: str) -> None:
     """Say, once for each data source, that it has no pass@k."""
-    say(
+    print_line(
         f"val-aux/{source}/{CORE}/pass@k is left out: the accuracy of some responses is neither 0 nor 1; best@k is the"
         " expected best of k",
         rank_0_only=True,

@@ -1,4 +1,4 @@
-"""One line of the report on verl's settings, for the converters in verl/values.py and verl_correction.py."""
+"""One line of the report on verl's settings, for the converters in values.py, correction.py and parallelism.py."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Script:
     ended: str = ""
     """The reason why the script ends before its last line."""
     written: list[tuple[int, str]] = field(default_factory=list)
-    """(line, text) of each literal part of a word, those of branches that are not taken too."""
+    """(line, text) of each literal part of a word, also in branches that are not taken."""
 
 
 class _Exit(Exception):
@@ -90,7 +90,7 @@ class _Interpreter:
         self.state = state
         self.commands = commands
         self.given = given
-        self.words = Expander(state, self._output_of)
+        self.words = Expander(state, self._substitute)
         self.conditions = Conditions(self.words)
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
@@ -236,19 +236,18 @@ class _Interpreter:
         line = node_line(first)
         if not outcomes:
             raise _Exit(line)
-        shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80].rstrip(
-            "; "
-        )
-        asked = self._unknown(first)
+        condition = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())
+        condition = condition[:80].rstrip("; ")
+        variable = self._unknown(first)
         for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
-            found = [_texts(outcome.get(name)) for outcome in outcomes]
-            if all(texts == found[0] for texts in found):
+            values = [_texts(outcome.get(name)) for outcome in outcomes]
+            if all(texts == values[0] for texts in values):
                 self.state.variables[name] = outcomes[0][name]
                 continue
-            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in found))
-            values = " or ".join(named[:_MOST_SHOWN])
-            problem = f"${name} is {values}, by the condition `{shown}` in line {line}, which is not decided"
-            self._set(name, {"0": Word(line, name, problem, asked or name)})
+            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in values))
+            listed = " or ".join(named[:_MOST_SHOWN])
+            problem = f"${name} is {listed}, by the condition `{condition}` in line {line}, which is not decided"
+            self._set(name, {"0": Word(line, name, problem, variable or name)})
 
     def _unknown(self, tree: Any) -> str | None:
         """Return the first variable in a condition that has no value."""
@@ -264,7 +263,7 @@ class _Interpreter:
         return None
 
     def _set(self, name: str, value: Variable) -> None:
-        """Assign a variable. One that has no value takes that of the environment, if it is given."""
+        """Assign a variable. One that has no value takes the value that was given for it, if there is one."""
         problem = next((word for word in value.values() if word.problem), None)
         if problem is not None and name in self.given:
             self.state.variables[name] = {"0": Word(0, self.given[name])}
@@ -351,7 +350,8 @@ class _Interpreter:
         finally:
             self.state.arguments = arguments
 
-    def _output_of(self, nodes: Sequence[Node]) -> Word | None:
+    def _substitute(self, nodes: Sequence[Node]) -> Word | None:
+        """Return the output of the statements of $(...), or None if it is not known."""
         copy = self._copy()
         copy.output = []
         try:
