@@ -286,20 +286,13 @@ def available_memory() -> int:
 
 
 def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
-    """Yield for each control group of this process that limits memory what is left of it."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if group is None:
-        return
-    for parents in range(len(Path(group).parts) + 1):
-        path = root.joinpath(*Path(group).parts[:parents])
-        try:
-            limit = (path / "memory.max").read_text().strip()
-            used = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
-        except OSError:  # the root, or a group outside of this namespace
-            continue
-        if limit != "max":
-            yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
+    """Yield for each control group of this process (version 2) that limits memory what is left of it."""
+    for file in _limit_files(Path("/proc/self/cgroup").read_text(), root):
+        with suppress(OSError):  # the root has none
+            limit = file.read_text().strip()
+            if file.name == "memory.max" and limit != "max":
+                used = dict(line.split() for line in file.with_name("memory.stat").read_text().splitlines())
+                yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
 
 
 def disk() -> tuple[int, int]:

@@ -125,7 +125,7 @@ class StopRequests:
 
     def check(self) -> None:
         """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's time is up before
-        the first step is complete. Every rank must call it, while the weights are those of the last complete step."""
+        the first step is complete. Every rank must call it, while the weights are as after the last complete step."""
         self.start_check()()
 
     def start_check(self) -> Callable[[], None]:
@@ -135,12 +135,12 @@ class StopRequests:
 
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
-        mine = self._reason
-        asked = start_max_over_ranks(float(bool(mine)))
+        own_reason = self._reason
+        any_request = start_max_over_ranks(float(bool(own_reason)))
 
         def end() -> None:
-            if asked():
-                self._obey(next(reason for reason in gather_objects(mine) if reason))
+            if any_request():
+                self._obey(next(reason for reason in gather_objects(own_reason) if reason))
 
         return end
 

@@ -21,7 +21,7 @@ from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.sinks import check_metrics
-from rlhf_mc.run_directory import ownership, success
+from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
@@ -182,7 +182,7 @@ class Checkpoints:
             )
         if self._logged and "jsonl" in self._cfg.logger:
             check_metrics(self._root / METRICS_FILE, self.run_id, self._logged)
-        success.clear(self._root)
+        ownership.clear_success(self._root)
         if owner is None:
             ownership.claim(self._root, self.run_id, 0, None)
         self._quarantine_after(self.position.step)
