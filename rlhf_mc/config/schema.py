@@ -90,7 +90,7 @@ class ActorConfig:
     """Coefficient of the KL term of use_kl_loss."""
     kl_loss_type: KLLossType = "k3"
     """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
-    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, that of the KL itself."""
+    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, which is the KL's own."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
     or "model.layers.0.*"."""
@@ -363,8 +363,8 @@ class Config:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model, in place of reward functions or beside them."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further reward models by name, each with the settings of reward_model. The name is that of its part of the score
-    in reward.mixture."""
+    """Further reward models by name, each with the settings of reward_model. The name is also the name
+    of its part of the score in reward.mixture."""
     health: HealthConfig = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
