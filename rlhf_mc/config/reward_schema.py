@@ -30,8 +30,8 @@ class RewardModelConfig:
     """A frozen reward model. Its score of a response is the output of its value head at the last token."""
 
     model_path: str | None = None
-    """Hugging Face checkpoint of a sequence classifier with one label. Its scores replace the scores of the reward
-    functions in training, unless reward.mixture weighs both; validation uses the reward functions. null: no reward model."""
+    """Hugging Face checkpoint of a sequence classifier with one label. It replaces the reward functions in training,
+    unless reward.mixture weighs both; validation uses the reward functions. null: no reward model."""
     tokenizer_path: str | None = None
     """Directory of the model's own tokenizer, often model_path. The prompt's messages and the text of the response are
     then rendered by its chat template, and the score is the value at the last token. null: the model reads the actor's

@@ -14,20 +14,9 @@ from typing import Any
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
-from rlhf_mc.verl.correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
+from rlhf_mc.verl import correction, parallelism
 from rlhf_mc.verl.keys import OFF, split_patterns
 from rlhf_mc.verl.line import Line, Settings, number, renamed, same
-from rlhf_mc.verl.parallelism import (
-    expert_parallel,
-    expert_tensor,
-    fsdp_offload,
-    gradient_checkpointing,
-    sequence_parallel,
-    token_budget,
-    training_only,
-    ulysses,
-    virtual_chunks,
-)
 
 
 def uses_critic(verl: Settings) -> bool:
@@ -387,17 +376,17 @@ _PATTERNS: dict[Converter, str] = {
     _images: "data.{image,video,audio}_key",
     _truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
     _dynamic: "{critic,reward_model}.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
-    virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
-    training_only: " ".join(
+    parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
+    parallelism.training_only: " ".join(
         f"{role}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity}}" for role in FROZEN_ROLES
     ),
-    sequence_parallel: "*.megatron.sequence_parallel",
-    expert_tensor: "*.megatron.expert_tensor_parallel_size",
-    expert_parallel: "*.megatron.expert_model_parallel_size",
-    gradient_checkpointing: "*.enable_gradient_checkpointing",
-    fsdp_offload: "*.fsdp{,_config}.*offload*",
-    ulysses: "*.ulysses_sequence_parallel_size",
-    token_budget: "*_max_token_len_per_gpu",
+    parallelism.sequence_parallel: "*.megatron.sequence_parallel",
+    parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",
+    parallelism.expert_parallel: "*.megatron.expert_model_parallel_size",
+    parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",
+    parallelism.fsdp_offload: "*.fsdp{,_config}.*offload*",
+    parallelism.ulysses: "*.ulysses_sequence_parallel_size",
+    parallelism.token_budget: "*_max_token_len_per_gpu",
     _aggregation: "actor.loss_agg_mode",
     _dist_checkpoint: "*.megatron.*dist_checkpointing*",
     _frequency: "trainer.{save,test}_freq",
@@ -423,9 +412,9 @@ _PATTERNS: dict[Converter, str] = {
     _profile_contents: "actor.profiler.tool_config.torch.contents",
     _max_positions: "model.override_config.*max_position_embeddings",
     _overlong: "reward_model.*overlong_buffer*.* reward_model.reward_kwargs.max_resp_len",
-    rejection_statistics: "algorithm.rollout_correction.rollout_rs",
-    rejection_thresholds: "algorithm.rollout_correction.rollout_rs_threshold",
-    rejection_lower_threshold: "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    correction.rejection_statistics: "algorithm.rollout_correction.rollout_rs",
+    correction.rejection_thresholds: "algorithm.rollout_correction.rollout_rs_threshold",
+    correction.rejection_lower_threshold: "algorithm.rollout_correction.rollout_rs_threshold_lower",
     _reward_enable: "reward_model.enable",
     _input_tokenizer: "reward_model.model.input_tokenizer",
     _reward_workers: "{reward,reward_model}.num_workers",
