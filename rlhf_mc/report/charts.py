@@ -169,7 +169,7 @@ def _is_histogram(value: Any) -> bool:
 
 
 def marks(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, faults (a start that
+    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, failures (a start that
     ended by an error or has no recorded end) and adjustments."""
     marks = []
     for earlier, start in zip(run.starts, run.starts[1:], strict=False):
@@ -182,13 +182,13 @@ def marks(run: RunRecord) -> list[dict[str, Any]]:
             text = f"the start before failed after step {end.get('step')}: {end.get('text')}; resumed after step {step}"
         else:
             text = f"resumed after step {step}; the start before: {end.get('text')}"
-        is_fault = not isinstance(end, dict) or end.get("how") == "failed"
-        marks.append({"step": step, "kind": "fault" if is_fault else "resume", "text": text})
+        has_failed = not isinstance(end, dict) or end.get("how") == "failed"
+        marks.append({"step": step, "kind": "failure" if is_fault else "resume", "text": text})
     if run.state in ("failed", "died"):
-        marks.append({"step": run.last_step, "kind": "fault", "text": run.state_text})
+        marks.append({"step": run.last_step, "kind": "failure", "text": run.state_text})
     for step in run.nonfinite_steps:
         marks.append(
-            {"step": step, "kind": "fault", "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}"}
+            {"step": step, "kind": "failure", "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}"}
         )
     for row in run.adjustments:
         if isinstance(row.get("after_step"), int):

@@ -34,7 +34,7 @@ def is_dynamic(verl: Settings) -> bool:
 # ---------------------------------------------------------------- converters
 
 _KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+": "k1+", "mse+": "k2", "k2+": "k2"}
-"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2's gradient is that of k2+."""
+"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2 has the gradient of k2+."""
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
 OF_SEQUENCES = "seq-mean-token-mean"

@@ -129,13 +129,13 @@ ODD_STARTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("start", "fault"), ODD_STARTS)
-def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], fault: str) -> None:
+@pytest.mark.parametrize(("start", "failure"), ODD_STARTS)
+def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], problem: str) -> None:
     report_runs.write_lines(tmp_path / "starts.jsonl", [start])
     write_report(read_runs([tmp_path, tmp_path]), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert ("a=\\udcff" in page) == ("a=\udcff" in start.get("command", []))
-    assert fault in page and ("it is left out" in page) == bool(fault)
+    assert problem in page and ("it is left out" in page) == bool(problem)
 
 
 def test_huge_numbers_and_odd_profiles_are_left_out(tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ def test_length_histograms_are_shares_of_merged_bins() -> None:
     assert length_histograms([wrong]) == {"steps": [], "edges": [], "shares": []}
 
 
-def test_marks_are_resumes_faults_and_adjustments(root: Path, tmp_path: Path) -> None:
-    assert [(mark["step"], mark["kind"]) for mark in marks(read_run(root))] == [(180, "fault"), (400, "resume")]
+def test_marks_are_resumes_failures_and_adjustments(root: Path, tmp_path: Path) -> None:
+    assert [(mark["step"], mark["kind"]) for mark in marks(read_run(root))] == [(180, "failure"), (400, "resume")]
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     (tmp_path / "nonfinite_step_4.json").write_text("[]")
     change = {"setting": "kl_coef", "value": 0.1, "after_step": 6, "reason": "KL"}
     (tmp_path / "adjustments.jsonl").write_text(json.dumps(change) + "\n")
     found = [(mark["step"], mark["kind"]) for mark in marks(read_run(tmp_path))]
-    assert found == [(4, "fault"), (6, "adjustment"), (9, "fault")]
+    assert found == [(4, "failure"), (6, "adjustment"), (9, "failure")]
 
 
 # ---------------------------------------------------------------- the page
