@@ -169,21 +169,22 @@ def _is_histogram(value: Any) -> bool:
 
 
 def marks(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, failures (a start that
-    ended by an error or has no recorded end) and adjustments."""
+    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, failures (a start
+    that ended by an error or has no recorded end) and adjustments."""
     marks = []
     for earlier, start in zip(run.starts, run.starts[1:], strict=False):
         after = start.get("after_step")
         step = after if isinstance(after, int) else 0
         end = earlier.get("end")
+        kind = "failure"
         if not isinstance(end, dict):
             text = f"the start before has no recorded end (killed?); resumed after step {step}"
         elif end.get("how") == "failed":
             text = f"the start before failed after step {end.get('step')}: {end.get('text')}; resumed after step {step}"
         else:
+            kind = "resume"
             text = f"resumed after step {step}; the start before: {end.get('text')}"
-        has_failed = not isinstance(end, dict) or end.get("how") == "failed"
-        marks.append({"step": step, "kind": "failure" if is_fault else "resume", "text": text})
+        marks.append({"step": step, "kind": kind, "text": text})
     if run.state in ("failed", "died"):
         marks.append({"step": run.last_step, "kind": "failure", "text": run.state_text})
     for step in run.nonfinite_steps:
