@@ -76,7 +76,7 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
         last = {inside.rsplit(".", 1)[-1]: key for inside, key in rest.items()}
         # Whole names are compared, as a section may be missing; a long common section does not make two keys similar.
         close = _closest("_".join(parts[1:]), list(flat))
-        if close and (_are_near(parts[-1], flat[close].rsplit(".", 1)[-1]) or len(parts) == 2):
+        if close and (_closest(parts[-1], [flat[close].rsplit(".", 1)[-1]]) or len(parts) == 2):
             return flat[close]
         if close := _closest(parts[-1], list(last)):
             return last[close]
@@ -86,7 +86,3 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
 
 def _closest(word: str, words: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word[:100], words, n=1, cutoff=_NEAR)), None)
-
-
-def _are_near(word: str, other: str) -> bool:
-    return bool(_closest(word, [other]))

@@ -105,7 +105,7 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
     phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
     bars = bar_groups(timed, most)
-    seconds = {name: [_mean(group, TIMING + name) for group in bars] for name in phases}
+    seconds = {name: [sum(_seconds(row, name) for row in group) / len(group) for group in bars] for name in phases}
     usual = _usual_shared(timed)
     other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
     series = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
@@ -136,6 +136,7 @@ def _has_after(row: Row) -> bool:
 
 
 def _seconds(row: Row, name: str) -> float:
+    """Return the seconds of a phase, 0 where a row lacks it."""
     return number(row.get(TIMING + name)) or 0.0
 
 
@@ -210,8 +211,3 @@ def short(value: float | None) -> float | int | None:
         return None
     rounded = float(f"{value:.5g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
-
-
-def _mean(rows: Sequence[Row], key: str) -> float:
-    """Return the mean of a key, 0 where a row lacks it."""
-    return sum(number(row.get(key)) or 0.0 for row in rows) / len(rows)

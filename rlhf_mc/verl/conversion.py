@@ -148,7 +148,9 @@ def convert(given: Mapping[str, Given]) -> Conversion:
     result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
     settings: dict[str, Any] = {}
     for key, item in given.items():
-        line = _checked(_line(key, item.value, verl))
+        line = _line(key, item.value, verl)
+        if line.ours in dotted_keys() and (problem := value_problem(str(line.ours), line.value)):
+            line = Line("not supported", problem)
         result.report.append((item.written, line))
         if line.ours is not None:
             _put(settings, line.ours, line.value)
@@ -208,14 +210,6 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     if rule.kind == "implied" and not any(_equal(value, implied) for implied in rule.values):
         return Line("not supported", f"{yaml_text(value)}: {rule.text}")
     return Line(rule.kind, rule.text)
-
-
-def _checked(line: Line) -> Line:
-    """Return the line, or a refusal where our setting does not have such a value."""
-    if line.ours is None or line.ours not in dotted_keys():
-        return line
-    problem = value_problem(line.ours, line.value)
-    return line if problem is None else Line("not supported", problem)
 
 
 def _equal(value: Any, other: Any) -> bool:

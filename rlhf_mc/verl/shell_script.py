@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.verl.shell_conditions import Conditions
+from rlhf_mc.verl.shell_conditions import bracket_status, condition_status
 from rlhf_mc.verl.shell_parser import parsed, written
 from rlhf_mc.verl.shell_words import Expander, Node, State, Unresolved, Variable, Word, matches, node_line
 
@@ -91,7 +91,6 @@ class _Interpreter:
         self.commands = commands
         self.given = given
         self.words = Expander(state, self._substitute)
-        self.conditions = Conditions(self.words)
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
@@ -283,7 +282,7 @@ class _Interpreter:
             return True
         name = self.words.text(arguments[0]).text
         if name in ("[", "test"):
-            return self.conditions.bracket(arguments[1:])
+            return bracket_status(self.words, arguments[1:])
         words = [word for item in arguments for word in self.words.fields(item)]
         if not words:
             return True
@@ -332,7 +331,7 @@ class _Interpreter:
         return True
 
     def _do_TestClause(self, node: Node) -> bool | None:
-        return self.conditions.condition(node["X"])
+        return condition_status(self.words, node["X"])
 
     def _do_ArithmCmd(self, node: Node) -> bool | None:
         try:

@@ -268,7 +268,7 @@ class Expander:
             pattern = self.text(replacement["Orig"])
             other = self.text(replacement.get("With"))
             count = 0 if replacement.get("All") else 1
-            regex = _regex(pattern.text)
+            regex = fnmatch.translate(pattern.text).removesuffix(r"\Z")
             bad = next((word for word in (pattern, other) if word.problem), None)
             return [
                 bad or replace(word, text=re.sub(regex, lambda _: other.text, word.text, count=count))
@@ -376,10 +376,6 @@ def _is_list(node: Node, which: str = "@*") -> bool:
     """Return whether an expansion has all elements of an array, or all arguments."""
     parts = (node.get("Index") or {}).get("Parts", [])
     return node["Param"]["Value"] in which or any(part.get("Value", "-") in which for part in parts)
-
-
-def _regex(pattern: str) -> str:
-    return fnmatch.translate(pattern).removesuffix(r"\Z")
 
 
 def matches(text: str, pattern: str) -> bool:
