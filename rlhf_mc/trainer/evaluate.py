@@ -22,6 +22,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
 from rlhf_mc.run_directory import ownership
+from rlhf_mc.run_files import GENERATIONS
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.generate import VALIDATION, generate, repeat_prompts, sampling_seeds, update_weights
 from rlhf_mc.trainer.run import Run
@@ -98,7 +99,7 @@ def _as_text(prompt: Prompt, generation: Generation, score: Score, tokenizer: Pr
 
 def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
     """Write the samples to generations/step_<n>.txt."""
-    path = directory / ownership.GENERATIONS / f"step_{step:06d}.txt"
+    path = directory / GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
 
