@@ -129,7 +129,7 @@ ODD_STARTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("start", "failure"), ODD_STARTS)
+@pytest.mark.parametrize(("start", "problem"), ODD_STARTS)
 def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], problem: str) -> None:
     report_runs.write_lines(tmp_path / "starts.jsonl", [start])
     write_report(read_runs([tmp_path, tmp_path]), tmp_path / "report.html")
