@@ -261,7 +261,7 @@ def _tested(package: str, version: str) -> str:
 
 
 def open_files(limits: tuple[int, int]) -> CheckResult:
-    """Check the hard limit on open files, to which a run raises the soft one, by the ranks that it allows."""
+    """Check the soft and the hard limit on open files: a run raises the soft one, and the hard one limits its ranks."""
     soft, hard = limits
     if hard == resource.RLIM_INFINITY:
         return CheckResult(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
@@ -293,7 +293,7 @@ def network(interfaces: list[Interface], address: str) -> CheckResult:
 
 
 def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> CheckResult:
-    """Check the InfiniBand and RoCE ports and the limit on locked memory, which their buffers need."""
+    """Check the InfiniBand and RoCE ports, and the limit on locked memory (-1: none), which their buffers need."""
     if not ports:
         return CheckResult("none")
     text = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
@@ -342,12 +342,12 @@ PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "Apex": lambda read: apex(read(facts.apex), read(facts.transformer_engine), _on_gpus(read)),
     "packages": lambda read: packages({name: facts.installed_version(name) for name in OTHER_PACKAGES}),
     "compilers": lambda read: compilers(read(facts.compilers), _on_gpus(read)),
-    "open files": lambda read: open_files(read(facts.file_limits)),
-    "/dev/shm": lambda read: shared_memory(read(facts.shared_memory)),
+    "open files": lambda read: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "/dev/shm": lambda read: shared_memory(facts.file_system("/dev/shm")),
     "network": lambda read: network(read(facts.interfaces), read(facts.host_address)),
-    "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
+    "InfiniBand": lambda read: infiniband(read(facts.infiniband), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
     "Slurm": lambda read: slurm(read(facts.slurm)),
     "cores": lambda read: cores(read(facts.cores), len(read(facts.driver).gpus)),
     "host memory": lambda read: CheckResult(_size_text(*read(facts.memory))),
-    "disk": lambda read: CheckResult(f"{_size_text(*read(facts.disk))} in {os.getcwd()}"),
+    "disk": lambda read: CheckResult(f"{_size_text(*facts.file_system('.'))} in {os.getcwd()}"),
 }

@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -192,19 +191,9 @@ def apex() -> Library:
     return imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")[0]
 
 
-def file_limits() -> tuple[int, int]:
-    """Return how many files a process may have open: the soft and the hard limit."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def locked_memory_limit() -> int:
-    """Return how many bytes a process may lock in memory; -1 for any number."""
-    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-
-
-def shared_memory() -> tuple[int, int]:
-    """Return the size of /dev/shm and what is free of it, in bytes."""
-    usage = shutil.disk_usage("/dev/shm")
+def file_system(path: str) -> tuple[int, int]:
+    """Return the size of the file system of a path, and what is free of it, in bytes."""
+    usage = shutil.disk_usage(path)
     return usage.total, usage.free
 
 
@@ -293,12 +282,6 @@ def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
             if file.name == "memory.max" and limit != "max":
                 used = dict(line.split() for line in file.with_name("memory.stat").read_text().splitlines())
                 yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
-
-
-def disk() -> tuple[int, int]:
-    """Return the size of the file system of the current directory and what is free of it, in bytes."""
-    usage = shutil.disk_usage(".")
-    return usage.total, usage.free
 
 
 def compilers() -> dict[str, str | None]:

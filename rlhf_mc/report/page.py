@@ -5,7 +5,6 @@ page draws the curves itself (assets/), so that any metric can be chosen. No tor
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from rlhf_mc import durable
 from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability import catalog
 from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times, short
@@ -47,11 +47,9 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 def write_report(runs: Sequence[RunRecord], output: Path) -> None:
     """Write the report of runs. Raise UserError if the file cannot be written."""
     page = render_page(runs)
-    unfinished = output.with_name(f"{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
-        os.replace(unfinished, output)
+        durable.replace(output, page.encode(errors="backslashreplace"))
     except OSError as error:
         raise UserError(f"cannot write the report {output}: {error_reason(error)}") from error
 

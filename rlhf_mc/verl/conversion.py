@@ -18,8 +18,7 @@ from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl.correction import rejection_lower_bound
-from rlhf_mc.verl.keys import OFF, Kind, find_rule
-from rlhf_mc.verl.line import Line, Settings, number
+from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, find_rule, number
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
 from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
 

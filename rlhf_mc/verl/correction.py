@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_mc.verl.keys import OFF
-from rlhf_mc.verl.line import Line, Settings, same
+from rlhf_mc.verl.keys import OFF, Line, Settings, same
 
 _SECTION = "algorithm.rollout_correction"
 _EARLIER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

@@ -1,5 +1,6 @@
 """verl's settings that schema.py does not have under the same name: our name, or why none is needed, or why the setting
-is not supported. One table for the conversion (conversion.py) and for messages on unknown keys (config/unknown.py).
+is not supported. One table for the conversion (conversion.py), whose report has a Line for each setting, and for
+messages on unknown keys (config/unknown.py).
 
 Names are without `actor_rollout_ref.`; * is any text. The first pattern that matches counts. A setting that is in
 neither schema.py, this table nor the converters of verl/values.py is not supported.
@@ -10,13 +11,46 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["same", "renamed", "implied", "not needed", "default", "not supported"]
 OFF: tuple[Any, ...] = (None, False, 0, "", "null", {}, [])
 """Values that switch a feature off."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the report: what becomes of a setting of verl's."""
+
+    kind: Kind
+    text: str = ""
+    """The reason, or what has changed."""
+    ours: str | None = None
+    """Our key; None: there is nothing to set."""
+    value: Any = None
+    """Our value."""
+
+
+Settings = Mapping[str, Any]
+"""verl's settings by key, without actor_rollout_ref."""
+
+
+def same(key: str, value: Any, text: str = "") -> Line:
+    """Return the line of a setting that keeps its name."""
+    return Line("same", text, key, value)
+
+
+def renamed(key: str, value: Any, text: str = "") -> Line:
+    """Return the line of a setting that has another name here."""
+    return Line("renamed", text, key, value)
+
+
+def number(verl: Settings, key: str, default: int = 0) -> int:
+    """Return a number of verl's settings, or the default where it is null, absent or no number."""
+    value = verl.get(key)
+    return value if type(value) is int else default
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.verl.line import Line, Settings, number, renamed, same
+from rlhf_mc.verl.keys import Line, Settings, number, renamed, same
 
 _VERL_MEGATRON: dict[str, Any] = {
     "tensor_model_parallel_size": 1,

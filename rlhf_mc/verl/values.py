@@ -15,8 +15,7 @@ from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 from rlhf_mc.verl import correction, parallelism
-from rlhf_mc.verl.keys import OFF, split_patterns
-from rlhf_mc.verl.line import Line, Settings, number, renamed, same
+from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
 
 
 def uses_critic(verl: Settings) -> bool:
