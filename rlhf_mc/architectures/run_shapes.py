@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_mc import json_files
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
-from rlhf_mc.config.errors import NodeError, UserError, about, reason_of
+from rlhf_mc.config.errors import NodeError, UserError, error_prefix, error_reason
 from rlhf_mc.config.roles import uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, reward_models
 
@@ -32,11 +32,11 @@ def _shape(key: str, directory: str, value_head: bool = False, for_rollout: bool
     """Return the shape of the model of config.json in the directory that the setting `key` names. Raise NodeError if
     the file is unreadable, UserError if the model is not supported (by the rollout engine, for_rollout)."""
     path = Path(directory) / "config.json"
-    with about(f"{key}:"):
+    with error_prefix(f"{key}:"):
         try:
             content = json_files.read(path)
         except OSError as error:
-            raise NodeError(f"{path} cannot be read ({reason_of(error)})") from error
+            raise NodeError(f"{path} cannot be read ({error_reason(error)})") from error
         except ValueError as error:
             raise NodeError(f"{path} is not valid JSON ({error})") from error
         if not isinstance(content, dict):

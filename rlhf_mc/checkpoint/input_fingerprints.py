@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rlhf_mc import json_files
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
 from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.runtime.work import counted
@@ -166,7 +166,7 @@ def _hashed(file: _File) -> dict[str, Any]:
         path = {"path": str(file.path)} if file.setting.startswith("data.") else {}
         return {"bytes": whole.num_bytes, "sha256": whole.sha256, **path}
     except (OSError, ValueError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else error
+        reason = error_reason(error) if isinstance(error, OSError) else error
         raise UserError(f"{file.setting}: {file.path} cannot be read ({reason})") from error
 
 

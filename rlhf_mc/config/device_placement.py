@@ -39,7 +39,7 @@ engine's sleep skips them."""
 Row = Mapping[str, frozenset[str]]
 
 
-def row_of(phase: str) -> Row | None:
+def parts_on_device(phase: str) -> Row | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase of a reward model is
     named after its role, and needs that model."""
     row = TABLE[unnamed(phase)]

@@ -90,7 +90,7 @@ class ActorConfig:
     """Coefficient of the KL term of use_kl_loss."""
     kl_loss_type: KLLossType = "k3"
     """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
-    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, that of the KL itself."""
+    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, which is the KL's own."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
     or "model.layers.0.*"."""
@@ -227,7 +227,7 @@ class TrainerConfig:
     total_epochs: Count = 30
     """Epochs over the training prompts. The run ends after the step that draws the last batch of them."""
     total_training_steps: Count | None = None
-    """PPO steps; null: those of total_epochs."""
+    """PPO steps; null: the steps of total_epochs."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: CountOrMinus1 = -1
@@ -300,7 +300,7 @@ class TrainerConfig:
     is an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
     logits are. null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
     planner: Literal["warn", "refuse", "off"] = "refuse"
-    """Plan the memory of each rank at the start. warn: print the verdict, a warning if the run does not fit. refuse: an
+    """Plan the memory of each rank at the start. warn: print the result, a warning if the run does not fit. refuse: an
     error if it does not fit, before anything is loaded. off: no plan. `python -m rlhf_mc.planner` prints the whole
     plan."""
     dist_timeout_seconds: Seconds = 600
@@ -378,8 +378,8 @@ class Config:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model, in place of reward functions or beside them."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further reward models by name, each with the settings of reward_model. The name is that of its part of the score
-    in reward.mixture."""
+    """Further reward models by name, each with the settings of reward_model. The name is also the name
+    of its part of the score in reward.mixture."""
     health: HealthConfig = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -387,7 +387,7 @@ class Config:
 
 
 FROZEN_ROLES = ("ref", "reward_model")
-"""Sections of models that are never trained. So are those of reward_models."""
+"""Sections of models that are never trained. So are the sections of reward_models."""
 RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
 
 
@@ -404,19 +404,18 @@ def layouts(cfg: Config) -> dict[str, MegatronConfig]:
 
 def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
     """Return the sections of the reward models that the run has, by role."""
-    sections = roles(cfg).items()
-    return {role: found for role, found in sections if isinstance(found, RewardModelConfig) and found.model_path}
+    return {role: one for role, one in roles(cfg).items() if isinstance(one, RewardModelConfig) and one.model_path}
 
 
-def of_each_reward_model(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys, and in place of a setting of reward_model that of each section of a reward model."""
+def expand_reward_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
+    """Yield the keys. In place of a setting of reward_model, yield the setting of each section of a reward model."""
     scorers = [role for role in roles(cfg) if unnamed(role) == "reward_model"]
     for key in keys:
         section, _, name = key.partition(".")
         yield from [f"{role}.{name}" for role in scorers] if section == "reward_model" else [key]
 
 
-def value_of(cfg: Config, key: str) -> Any:
+def get_setting(cfg: Config, key: str) -> Any:
     """Return the value of section.key."""
     value: Any = cfg
     for name in key.split("."):
@@ -424,6 +423,6 @@ def value_of(cfg: Config, key: str) -> Any:
     return value
 
 
-def part_of(role: str) -> str:
+def score_part(role: str) -> str:
     """Return the name of a reward model's part of the score."""
     return role.rpartition(".")[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import NodeError, UserError, reason_of
+from rlhf_mc.config.errors import NodeError, UserError, error_reason
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -60,4 +60,4 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise NodeError(f"cannot be read ({reason_of(error)})") from error
+        raise NodeError(f"cannot be read ({error_reason(error)})") from error

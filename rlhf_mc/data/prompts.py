@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.config.errors import NodeError, UserError, about
+from rlhf_mc.config.errors import NodeError, UserError, error_prefix
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import cache
 from rlhf_mc.data.cache import Counts, Tokens
@@ -141,7 +141,7 @@ def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> _Opened:
     Every rank must call it."""
     opened = error = None
     try:
-        with about(f"{where}:"):
+        with error_prefix(f"{where}:"):
             opened = _Opened(open_rows(file, cfg, by_rule), digest(file))
     except UserError as caught:
         error = caught

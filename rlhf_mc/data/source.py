@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from rlhf_mc.config.errors import NodeError, UserError, reason_of
+from rlhf_mc.config.errors import NodeError, UserError, error_reason
 from rlhf_mc.config.schema import Config, DataConfig, reward_models
 from rlhf_mc.data import jsonl, parquet
 
@@ -168,4 +168,4 @@ def digest(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise NodeError(f"cannot be read ({reason_of(error)})") from error
+        raise NodeError(f"cannot be read ({error_reason(error)})") from error

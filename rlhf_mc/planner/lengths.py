@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.topology.mesh import Mesh
@@ -62,4 +62,4 @@ def drawn_prompts(cfg: Config) -> int:
 
 def responses_per_prompt(cfg: Config) -> int:
     """Return the responses to a prompt, the greedy one of remax included."""
-    return cfg.rollout.n + needs_of(cfg.algorithm).greedy_baseline
+    return cfg.rollout.n + estimator_needs(cfg.algorithm).greedy_baseline

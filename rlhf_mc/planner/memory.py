@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.device_placement import row_of
+from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
@@ -179,7 +179,7 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
     passes = [phase for phase in work if phase != "update_weights"]
     # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint does.
     for name in ("update_weights", "gen", *passes, "save_checkpoint", "export"):
-        row = row_of(name)
+        row = parts_on_device(name)
         assert row is not None
         parts: dict[str, float] = {}
         for role, model in models.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, sections_of
+from rlhf_mc.config.load import load_config, nest_settings
 from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.lengths import Lengths
@@ -31,7 +31,7 @@ from rlhf_mc.planner.traffic import weight_update
 from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.rollout.engines import engine_factory
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.mesh import training_mesh
 
 MARGIN = 0.05
@@ -107,11 +107,15 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     found = _Search(settings, machine, capacity, lengths)
     choices = found.best(top, beyond_node=False) or found.best(top, beyond_node=True)
     if found.time.is_up:
-        say(f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all")
+        print_line(
+            f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all"
+        )
     if found.time.is_up and not choices:
         raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
     if machine.world > MOST_RANKS:
-        say(f"of more than {MOST_RANKS} GPUs the times leave out the weight update; plan the choice without --search")
+        print_line(
+            f"of more than {MOST_RANKS} GPUs the times leave out the weight update; plan the choice without --search"
+        )
     if not choices:
         host = "" if capacity.host_bytes is None else " and the host memory of their nodes"
         raise UserError(
@@ -135,7 +139,7 @@ class _Time:
         now = time.monotonic()
         if now - self._said >= _SAID_EVERY:
             self._said = now
-            say(f"search: {done} ({now - self._start:.0f} s)")
+            print_line(f"search: {done} ({now - self._start:.0f} s)")
         is_over = now - self._start > share * SECONDS
         self.is_up |= is_over
         return is_over
@@ -419,7 +423,7 @@ class _Search:
         return plan_memory(cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage)
 
     def _config(self, chosen: Settings) -> Config:
-        return load_config(sections_of({**self._settings, **chosen}))
+        return load_config(nest_settings({**self._settings, **chosen}))
 
 
 def _without_engine(parts: Mapping[str, float]) -> float:

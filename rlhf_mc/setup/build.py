@@ -20,9 +20,9 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.checks import check_config
-from rlhf_mc.config.errors import UserError, about
+from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.micro_batch_limits import micro_batch_limits
@@ -44,7 +44,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.run_directory.lock import check_free
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
@@ -79,7 +79,7 @@ def build_run(cfg: Config) -> Run:
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
     policy_loss = on_every_rank(lambda: load_policy_loss(cfg.actor))
-    scorers = {part_of(role): f"{role}.model_path" for role in reward_models(cfg)}
+    scorers = {score_part(role): f"{role}.model_path" for role in reward_models(cfg)}
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
@@ -94,7 +94,7 @@ def build_run(cfg: Config) -> Run:
     with working("planning"):
         verdict = check_memory(cfg, {role: start.shape for role, start in starts.items()})
     if verdict is not None and "console" in cfg.trainer.logger:
-        say(verdict, sys.stdout, rank_0_only=True)
+        print_line(verdict, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
@@ -193,7 +193,7 @@ def _starts(
 ) -> dict[str, _Start]:
     """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
     mcore = cfg.model.dist_checkpointing_path
-    with about("model.path:"):
+    with error_prefix("model.path:"):
         reader = HFReader(cfg.model.path)
         shape = reader.shape()
     check_layouts(cfg, {"actor": shape})
@@ -239,10 +239,10 @@ def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[
 
 def _check_checkpoint(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if the actor's checkpoint, the data's lengths and the tokenizer do not match."""
-    with about("model.path:"):
+    with error_prefix("model.path:"):
         check_architecture(reader.config, shape.family, FAMILIES[shape.family].architecture)
     if cfg.model.dist_checkpointing_path is None:
-        with about("model.path:"):
+        with error_prefix("model.path:"):
             reader.check(shape)
     check_length(shape, cfg.data)
     if len(tokenizer) > shape.vocab_size:
@@ -259,7 +259,7 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGro
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
     if start.mcore is not None:
-        with about("model.dist_checkpointing_path:"):
+        with error_prefix("model.dist_checkpointing_path:"):
             load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.checks import check_config
-from rlhf_mc.config.errors import UserError, about
+from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.recorded import check_not_hidden
 from rlhf_mc.config.schema import Config, layouts
@@ -42,7 +42,7 @@ def check_early(cfg: Config, world: int) -> None:
     _check_models(cfg)
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         for file in files:
-            with about(f"{key} {file}:"):
+            with error_prefix(f"{key} {file}:"):
                 check_columns(file, needed_columns(cfg.data, scored_by_rule(cfg, key)))
     _check_environment()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -75,7 +75,7 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         prompts = repeat_prompts(drawn, cfg.rollout.n)
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
         generations = generate(run.rollout, prompts, seeds, parameters)
-        if needs_of(cfg.algorithm).greedy_baseline:
+        if estimator_needs(cfg.algorithm).greedy_baseline:
             greedy = generate(run.rollout, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
             state.greedy = build_batch(drawn, greedy)
     return prompts, build_batch(prompts, generations)

@@ -20,7 +20,7 @@ from rlhf_mc.observability.profile import warn_of_unreached
 from rlhf_mc.observability.sinks import Sink, build_sinks, view
 from rlhf_mc.report.page import read_runs, write_report
 from rlhf_mc.report.plots import plot_run
-from rlhf_mc.run_directory import success
+from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.ownership import EXPORT, HF
 from rlhf_mc.run_directory.starts import record_end, record_start
 from rlhf_mc.run_files import PLOT, REPORT
@@ -220,7 +220,7 @@ class Lifecycle:
 
     def _write_success(self, step: int) -> None:
         run_id = self._checkpoints.run_id
-        on_rank_0(lambda: success.write(self._directory, run_id, step), "trainer.default_local_dir")
+        on_rank_0(lambda: ownership.write_success(self._directory, run_id, step), "trainer.default_local_dir")
 
 
 def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:

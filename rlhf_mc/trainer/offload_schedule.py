@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlhf_mc.config.device_placement import Row, row_of
+from rlhf_mc.config.device_placement import Row, parts_on_device
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine
@@ -37,7 +37,7 @@ class OffloadSchedule:
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
         """Establish the phase's row of TABLE, then run and time the body. Moves are timed as "offload"; without a move
         there is no such time."""
-        row = row_of(name)
+        row = parts_on_device(name)
         if row is not None and self._differs(row):
             with timer.phase("offload"):
                 self._enter(row)

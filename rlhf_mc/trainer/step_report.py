@@ -25,7 +25,7 @@ from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.observability.metrics import summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.planner.gpus import device_bfloat16
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.run import Run
@@ -165,7 +165,7 @@ def log(sinks: Sink, state: StepState) -> None:
 def say_on_console(run: Run, line: str) -> None:
     """Print one line to standard output on rank 0, if trainer.logger has "console"."""
     if "console" in run.config.trainer.logger:
-        say(line, sys.stdout, rank_0_only=True)
+        print_line(line, sys.stdout, rank_0_only=True)
 
 
 _PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -231,7 +231,7 @@ def peak_flops(dtype: str) -> float | None:
     except Exception as error:
         if not platform.is_out_of_memory(error):
             raise
-        say("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
+        print_line("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
         return None
 
 

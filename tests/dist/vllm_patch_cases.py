@@ -131,7 +131,7 @@ def custom_all_reduce_is_off(
         pass
     with (
         replaced(platform, "use_cuda", lambda: True),
-        replaced(vllm_engine, "say", lambda line, rank_0_only: lines.append(line)),
+        replaced(vllm_engine, "print_line", lambda line, rank_0_only: lines.append(line)),
     ):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = alloc_conf
         vllm_engine._custom_all_reduce([ranks], RolloutConfig(**settings))
