@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
 
 NUM_VAL = 256
 NUM_DEV = 256

@@ -34,7 +34,7 @@ from public_sets import SETS, MakeRow, PublicSet, Row, user_message
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
 
 Examples = Iterable[tuple[str, Any]]
 """(place, example): the place is file and line, for messages. An example that cannot be read is a UserError."""

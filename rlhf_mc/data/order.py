@@ -49,7 +49,7 @@ def batches_per_epoch(num_prompts: int, batch_size: int) -> int:
 def prompt_indices(num_prompts: int, batch_size: int, number: int, seed: int, shuffle: bool) -> list[int]:
     """Return the indices of the prompts of a batch (from 0), a function of the arguments alone.
 
-    The order of each epoch is drawn from (seed, epoch); without shuffle it is that of the files.
+    The order of each epoch is drawn from (seed, epoch); without shuffle it is the order of the files.
     """
     epoch, batch = divmod(number, batches_per_epoch(num_prompts, batch_size))
     order = np.random.default_rng((seed, epoch)).permutation(num_prompts) if shuffle else np.arange(num_prompts)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import row_of
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.data.balance import Limit, Sequences
-from rlhf_mc.data.micro_batch_limits import micro_batch_limits
+from rlhf_mc.data.balance import Limit, Sequences, micro_batch_limits
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts, reward_models
-from rlhf_mc.data.micro_batch_limits import micro_batch_limits
+from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, Share, drawn_prompts, replica_share, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES

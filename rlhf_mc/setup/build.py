@@ -23,9 +23,9 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, about
 from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
+from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.micro_batch_limits import micro_batch_limits
 from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule

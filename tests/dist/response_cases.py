@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ragged import to_responses
 
-from rlhf_mc.data.batch import Generation, Responses
+from rlhf_mc.data.batch import Generation
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.patching import replaced
 
@@ -45,4 +46,4 @@ def exchange(
         original(out, value)
 
     with replaced(dist, "all_gather", all_gather):
-        return list(exchange_responses(Responses.of(mine), engines, count)), sum(sent)
+        return list(exchange_responses(to_responses(mine), engines, count)), sum(sent)
