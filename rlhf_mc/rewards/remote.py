@@ -49,7 +49,7 @@ class RemoteReward:
         self._limit = limit_seconds
         self.name = f"reward.remote.url {masked(str(cfg.url))}"
         """The endpoint, for messages."""
-        self._key = None if cfg.api_key_env is None else _key_of(cfg.api_key_env)
+        self._key = None if cfg.api_key_env is None else _read_key(cfg.api_key_env)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
         if self._key is not None:
             self._headers["Authorization"] = f"Bearer {self._key}"
@@ -155,7 +155,7 @@ class RemoteReward:
         seconds = self._cfg.timeout_seconds
         try:
             async with asyncio.timeout(seconds), client.stream("POST", self._url, content=body) as answer:
-                return answer.status_code, await _body_of(answer)
+                return answer.status_code, await _read_body(answer)
         except TimeoutError:
             return None, f"no complete answer after {seconds:g} s (reward.remote.timeout_seconds)".encode()
         except (httpx.HTTPError, OSError) as error:
@@ -166,7 +166,7 @@ class RemoteReward:
         return problem if self._key is None else problem.replace(self._key, HIDDEN)
 
 
-def _key_of(variable: str) -> str:
+def _read_key(variable: str) -> str:
     """Return the key in an environment variable. Raise UserError if there is none, or none that a header may have."""
     key = os.environ.get(variable)
     if not key:
@@ -180,7 +180,7 @@ def _key_of(variable: str) -> str:
     return key
 
 
-async def _body_of(answer: httpx.Response) -> bytes:
+async def _read_body(answer: httpx.Response) -> bytes:
     """Return the body of an answer, decompressed. Raise RowFailure if it is larger than MOST_BYTES."""
     body = bytearray()
     async for piece in answer.aiter_raw():

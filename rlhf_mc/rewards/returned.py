@@ -33,7 +33,7 @@ class Names:
         self._is_full = False
 
     def limit(self, scores: Sequence[Score]) -> list[Score]:
-        """Return the scores without the numbers of further names. The first time, say so on rank 0."""
+        """Return the scores without the numbers of further names. The first time, warn on rank 0."""
         return [self._limited(score) for score in scores]
 
     def _limited(self, score: Score) -> Score:
@@ -58,12 +58,12 @@ def checked(result: Any) -> dict[str, float]:
     if not isinstance(result, dict):
         return {"score": _number("", result)}
     if "score" not in result:
-        found = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
-        raise RowFailure("invalid", f"returned a dict without 'score'; its keys are {found}")
+        keys = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
+        raise RowFailure("invalid", f"returned a dict without 'score'; its keys are {keys}")
     first = sorted(result, key=lambda key: key not in _KEPT)
-    keys = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
-    names = [one_line(str(key), _MOST_CHARACTERS) for key in keys]
-    return {name: _number(f"{name}: ", result[key]) for name, key in zip(names, keys, strict=True)}
+    numeric = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
+    names = [one_line(str(key), _MOST_CHARACTERS) for key in numeric]
+    return {name: _number(f"{name}: ", result[key]) for name, key in zip(names, numeric, strict=True)}
 
 
 def _number(key: str, value: Any) -> float:

@@ -7,21 +7,75 @@ This is the boundary to the user's code: its result becomes a Score, its excepti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
+from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
-from rlhf_mc.rewards.registry import RULES
+from rlhf_mc.rewards.registry import RULES, RewardFunction
 from rlhf_mc.rewards.remote import RemoteReward
 from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, RowFailure, Score
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
 
 Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""
+ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Arguments of a function that takes all rows of a worker in one call, as of verl's batch reward manager."""
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """A user's function, or the object of a user's class."""
+
+    function: RewardFunction
+    is_async: bool
+    is_batched: bool
+    """It takes lists (BATCH_ARGUMENTS) and returns one score for each row."""
+    kwargs: Mapping[str, Any]
+    """Further arguments of each call."""
+
+
+def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
+    """Return the function of cfg.path, or an object of its class. Raise UserError if the file is missing, if importing
+    it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
+    where = f"custom_reward_function.path {cfg.path}"
+    name = cfg.name
+    function = load_attribute("custom_reward_function", str(cfg.path), name)
+    kwargs = cfg.reward_kwargs
+    if inspect.isclass(function):
+        try:
+            function = function(**kwargs)
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            raise UserError(f"{where}: building the object of {name} raised {describe_error(error)}") from error
+        kwargs = {}
+    if not callable(function):
+        raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
+    is_batched = _check_signature(function, where, name, kwargs)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return CustomFunction(function, is_async, is_batched, kwargs)
+
+
+def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the function takes lists. Raise UserError if it can be called in neither form."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have no signature; the first call shows whether it works
+        return False
+    is_batched = "solution_strs" in signature.parameters
+    arguments = BATCH_ARGUMENTS if is_batched else ROW_ARGUMENTS
+    try:
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{where}: {name}{signature} cannot be called as"
+            f" {name}({', '.join(f'{argument}=' for argument in (*arguments, *kwargs))}): {error}"
+        ) from error
+    return is_batched
 
 
 def custom_score_name(cfg: CustomRewardFunctionConfig) -> str:
@@ -46,9 +100,9 @@ class Scorer:
         """Call `done` for each row. Before, call `progress` for each answer of the remote endpoint."""
         from_remote = {}
         if self._remote is not None:
-            mine = [i for i, row in enumerate(rows) if REMOTE in row.parts]
-            answers = asyncio.run(self._remote.score([rows[i] for i in mine], progress))
-            from_remote = dict(zip(mine, answers, strict=True))
+            indices = [i for i, row in enumerate(rows) if REMOTE in row.parts]
+            answers = asyncio.run(self._remote.score([rows[i] for i in indices], progress))
+            from_remote = dict(zip(indices, answers, strict=True))
         scoring = self._score_all(rows, from_remote, done)
         if self._custom is not None and self._custom.is_async:
             asyncio.run(scoring)
@@ -123,20 +177,20 @@ class Scorer:
     async def _call_batched(self, custom: CustomFunction, rows: Sequence[RewardRow]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
         RowFailure of the whole call."""
-        mine = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
-        columns = zip(*(rows[i].arguments().values() for i in mine), strict=True)
-        if not mine:
+        indices = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
+        columns = zip(*(rows[i].arguments().values() for i in indices), strict=True)
+        if not indices:
             return {}
         try:
             arguments = dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True))
             results = custom.function(**arguments, **custom.kwargs)
-            results = score_list(await self._await(results) if custom.is_async else results, len(mine))
+            results = score_list(await self._await(results) if custom.is_async else results, len(indices))
         except RowFailure as failure:
-            return dict.fromkeys(mine, failure)
+            return dict.fromkeys(indices, failure)
         except BaseException as error:  # as in _call_custom
-            problem = f"the call for this row and {len(mine) - 1} others raised {describe_error(error)}"
-            return dict.fromkeys(mine, RowFailure("raised", problem))
-        return dict(zip(mine, results, strict=True))
+            problem = f"the call for this row and {len(indices) - 1} others raised {describe_error(error)}"
+            return dict.fromkeys(indices, RowFailure("raised", problem))
+        return dict(zip(indices, results, strict=True))
 
     async def _await(self, result: Awaitable[Any]) -> Any:
         """Return what the user's coroutine returns within the time limit."""

@@ -89,8 +89,8 @@ class Worker:
         self._loading = False
 
     def score(self, rows: Sequence[RewardRow], failed: Callable[[RewardRow, Failure], Score]) -> list[Score]:
-        """Return each row's score; that of a row without one is failed(row, reason). The worker cannot be used any more
-        after an exception, of `failed` or another.
+        """Return each row's score; the score of a row without one is failed(row, reason). The worker cannot be used any
+        more after an exception, of `failed` or another.
 
         Where a row does not return in time, or ends the process, another process scores the remaining ones, those again
         whose scores it had not sent yet. Rows that are scored together with it and have no score yet fail with it."""
@@ -100,7 +100,7 @@ class Worker:
             self.load()
             failure = self._receive_scores(rows, left, scores, failed)
             if failure is not None:
-                for i in self._rows_at_fault(left, scores):
+                for i in self._failed_rows(left, scores):
                     scores[i] = failed(rows[i], failure)
                 self.close()
                 self._start()
@@ -138,7 +138,7 @@ class Worker:
             return Failure("exited", f"its worker process ended, {self._describe_end()}")
         return None
 
-    def _rows_at_fault(self, sent: list[int], scores: dict[int, Score]) -> list[int]:
+    def _failed_rows(self, sent: list[int], scores: dict[int, Score]) -> list[int]:
         """Return which of the rows `sent` fail with the process: the one that it was scoring, or, where rows are scored
         together, all without a score."""
         if self._scores_together:

@@ -27,9 +27,8 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import remote
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.results import RewardRow, RowFailure, Score
+from rlhf_mc.rewards.results import RewardRow, RowFailure, Score, reward_metrics
 from rlhf_mc.rewards.returned import MOST_NAMES, Names
-from rlhf_mc.rewards.score_metrics import reward_metrics
 
 Answer = Callable[[str, dict[str, Any], Any], tuple[int, str | bytes | Iterator[bytes]]]
 
