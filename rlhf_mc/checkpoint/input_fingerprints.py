@@ -8,7 +8,6 @@ blocks; a change of single elements may not.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -53,11 +52,9 @@ class _File:
 def read_inputs(cfg: Config) -> Inputs:
     """Return the fingerprints of the run's inputs, which the ranks hash in turn. Raise UserError on every rank if a
     file cannot be read. Every rank must call it."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
-    mine = range(rank, len(files), world)
-    hashed = counted(mine, len(mine), "files", "hashing inputs")
+    numbers = range(dist.get_rank(), len(files), dist.get_world_size())
+    hashed = counted(numbers, len(numbers), "files", "hashing inputs")
     hashes = gather_results(lambda: {number: _hashed(files[number]) for number in hashed})
     by_number = {number: entry for entries in hashes for number, entry in entries.items()}
     inputs: Inputs = {}
@@ -195,21 +192,19 @@ def _middles(header: bytes, data: int) -> set[int]:
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 
 
-def warning_lines(changed: dict[str, list[str]]) -> list[str]:
-    """Return one line for each setting whose files have changed."""
-    return [f"{setting} has changed since the checkpoint: {'; '.join(files)}" for setting, files in changed.items()]
-
-
 def check_unchanged(before: Inputs | None, now: Inputs, allowed: bool, where: str) -> list[str]:
     """Return lines of warnings. Raise UserError if an input has changed and this is not allowed. before: fingerprints
     of the checkpoint; None: an earlier version did not record them."""
     if before is None:
         return [f"{where} does not record the run's inputs; they may have changed"]
-    changed = differences(before, now)
-    refused = list(itertools.chain(*(warning_lines({k: v}) for k, v in changed.items() if k not in MAY_CHANGE)))
+    lines = {
+        setting: f"{setting} has changed since the checkpoint: {'; '.join(files)}"
+        for setting, files in differences(before, now).items()
+    }
+    refused = [line for setting, line in lines.items() if setting not in MAY_CHANGE]
     if refused and not allowed:
         raise UserError(
             f"{where}: {' | '.join(refused)} (bytes, SHA-256); give the files that the run began with, or "
             "trainer.resume_changed_inputs=allow to resume with the new ones"
         )
-    return warning_lines(changed)
+    return list(lines.values())
