@@ -29,9 +29,9 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLLo
     k1 = kl = -d (unbiased, high variance), abs = |d|, k2 = mse = d^2 / 2 (biased, low variance), k3 = e^d - d - 1
     (unbiased, never negative), low_var_kl = min(k3, 10), as in verl: a token beyond the bound has no gradient. Source:
     J. Schulman, "Approximating KL Divergence", 2020. Differentiable in both arguments. The expected gradient of k1 is
-    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient that of d^2 / 2 with
-    d as it is, not clamped: its expectation is the gradient of the KL. docs/algorithms.md compares the estimators with
-    those of verl, TRL and OpenRLHF.
+    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient is d^2 / 2's, with
+    d as it is, not clamped: its expectation is the gradient of the KL. docs/algorithms.md compares them with the
+    estimators of verl, TRL and OpenRLHF.
     """
     d = ref_log_probs - log_probs
     value = _estimate(d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), kind.removesuffix("+"))
@@ -78,7 +78,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the coefficient is that of the config, which may differ in the resumed run."""
+        """Do nothing: the coefficient is the one in the config, which may differ in the resumed run."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set beta from a state_dict of either controller. Target and horizon stay those of the config."""
+        """Set beta from a state_dict of either controller. Target and horizon stay as in the config."""
         self.value = float(state["value"])
 
 

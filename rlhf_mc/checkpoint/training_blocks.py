@@ -73,7 +73,7 @@ class _Writers:
     """Assignment of blocks to the ranks that write them, computed alike on every rank."""
 
     def __init__(self, layouts: Sequence[Layout], optimizer_ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-        """Make the assignment. optimizer_ranks: by rank, the ranks that shard the optimizer state of each local parameter."""
+        """Assign the blocks. optimizer_ranks: by rank, the ranks that shard each local parameter's optimizer state."""
         self._holders: dict[tuple[str, Box], list[int]] = {}
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):

@@ -85,9 +85,9 @@ class Passes:
         self._cuda = cuda
         self._stage = mesh.coordinate(rank).pp
         self._itemsize = ITEMSIZES[megatron.dtype]
-        self._tp = mesh.group_of(rank, "tp")
-        self._ep = mesh.group_of(rank, "ep")
-        self._pp = mesh.group_of(rank, "pp")
+        self._tp = mesh.group_along(rank, "tp")
+        self._ep = mesh.group_along(rank, "ep")
+        self._pp = mesh.group_along(rank, "pp")
         self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
@@ -198,7 +198,7 @@ class Passes:
         shares = self._shape.shares_embeddings
         for buffer in buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
-            group = self._mesh.group_of(self._rank, *axes)
+            group = self._mesh.group_along(self._rank, *axes)
             calls = len(buffer.buckets)
             if not self._megatron.use_distributed_optimizer:
                 yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)
