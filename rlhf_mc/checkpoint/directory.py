@@ -34,7 +34,6 @@ QUARANTINED = ".quarantined"
 """Suffix of a quarantined directory's name, followed by a number."""
 OLD_QUARANTINED = ".aside"
 """The suffix that earlier versions wrote."""
-_BLOCK_BYTES = 1 << 20
 _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
 
@@ -144,13 +143,9 @@ def write_bytes(path: Path, data: bytes) -> FileDigest:
 
 def digest_file(path: Path) -> FileDigest:
     """Return the digest of a file. hashlib releases the interpreter lock meanwhile."""
-    digest = hashlib.sha256()
-    count = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            count += len(block)
-    return FileDigest(count, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileDigest(file.tell(), digest.hexdigest())
 
 
 def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str | None = None) -> None:

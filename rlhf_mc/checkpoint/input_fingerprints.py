@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from rlhf_mc import json_files
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
-from rlhf_mc.config.schema import Config, reward_models
+from rlhf_mc.config.paths import CUSTOM_FUNCTIONS, inputs_of
+from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import gather_results, on_rank_0
 
@@ -97,39 +98,31 @@ def _phrase(entry: dict[str, Any] | None) -> str:
 
 
 def _files(cfg: Config) -> Iterator[_File]:
-    model = cfg.model
-    for setting, given in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
-        for number, file in enumerate(given, start=1):
-            yield _File(setting, f"file {number}", Path(file))
-    if cfg.data.chat_template_path is not None:
-        yield _File("data.chat_template_path", "file", Path(cfg.data.chat_template_path))
-    yield from _model_files("model.path", model.path, with_weights=model.dist_checkpointing_path is None)
-    yield from _existing("model.tokenizer_path", Path(model.tokenizer_path or model.path), _TOKENIZER)
-    if model.dist_checkpointing_path is not None:
-        yield from _megatron_files("model.dist_checkpointing_path", Path(model.dist_checkpointing_path))
-    if cfg.critic.model_path is not None:
-        yield from _model_files("critic.model_path", cfg.critic.model_path, with_weights=True)
-    for role, scorer in reward_models(cfg).items():
-        assert scorer.model_path is not None
-        yield from _model_files(f"{role}.model_path", scorer.model_path, with_weights=True)
-        if scorer.tokenizer_path is not None:
-            yield from _existing(f"{role}.tokenizer_path", Path(scorer.tokenizer_path), _TOKENIZER)
-        if scorer.chat_template_path is not None:
-            yield _File(f"{role}.chat_template_path", "file", Path(scorer.chat_template_path))
-    for setting, path in (
-        ("custom_reward_function.path", cfg.custom_reward_function.path),
-        ("algorithm.custom_estimator.path", cfg.algorithm.custom_estimator.path),
-        ("actor.policy_loss.custom_loss.path", cfg.actor.policy_loss.custom_loss.path),
-    ):
-        if path is not None:
-            yield _File(setting, "file", Path(path))
+    numbers: Counter[str] = Counter()
+    for setting, given in inputs_of(cfg):
+        path = Path(given)
+        name = setting.rpartition(".")[2]
+        if setting in ("data.train_files", "data.val_files"):
+            numbers[setting] += 1
+            yield _File(setting, f"file {numbers[setting]}", path)
+        elif setting == "model.path":
+            yield from _model_files(setting, path, with_weights=cfg.model.dist_checkpointing_path is None)
+        elif name == "model_path":
+            yield from _model_files(setting, path, with_weights=True)
+        elif name == "dist_checkpointing_path":
+            yield from _megatron_files(setting, path)
+        elif name == "tokenizer_path":
+            yield from _existing(setting, path, _TOKENIZER)
+        elif setting != "trainer.resume_from_path":
+            yield _File(setting, "file", path)
+    if cfg.model.tokenizer_path is None:
+        yield from _existing("model.tokenizer_path", Path(cfg.model.path), _TOKENIZER)
 
 
 _TOKENIZER = tuple(name for name in ASSETS if name != "generation_config.json")
 
 
-def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_File]:
-    root = Path(directory)
+def _model_files(setting: str, root: Path, with_weights: bool) -> Iterator[_File]:
     yield from _existing(setting, root, ("config.json", "generation_config.json"))
     if with_weights:
         # Like HFReader: the files of the index, if there is one.

@@ -59,11 +59,11 @@ def rank_state(
     overlaps = overlaps_reduction(megatron, mesh.dp, cuda)
     patterns = None if freeze is None else tuple(freeze)
     settings = (megatron.dtype, megatron.use_distributed_optimizer, overlaps)
-    return _state_of(role, shape, mesh, place, patterns, cuda, *settings)
+    return _cached_state(role, shape, mesh, place, patterns, cuda, *settings)
 
 
 @functools.lru_cache(maxsize=4096)
-def _state_of(
+def _cached_state(
     role: str,
     shape: ModelShape,
     mesh: Mesh,

@@ -5,10 +5,9 @@ No Megatron here, so that the early checks of a run do not wait for its import.
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,6 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError, disk_errors
 
 T = TypeVar("T")
-_FIRST_BYTES = 1 << 15
-"""Bytes of all ranks' objects together that `gather_objects` exchanges before it knows their sizes."""
-_LEAST_FIRST_BYTES = 256
-"""Bytes of one rank's object among them."""
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -28,26 +23,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     rank. Every rank of the group must call it."""
     if not dist.is_initialized():
         return [value]
-    world = dist.get_world_size(group)
-    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    # all_gather_object gathers the sizes first. Here they come with the first bytes, which mostly are all.
-    size = max(_FIRST_BYTES // world, _LEAST_FIRST_BYTES)
-    head = torch.zeros(8 + size, dtype=torch.uint8)
-    head[:8] = torch.tensor([len(pickled)]).view(torch.uint8)
-    head[8 : 8 + len(pickled)] = pickled[:size]
-    heads = head.new_empty(world, len(head))  # on the CPU, whatever the device is
-    dist.all_gather_into_tensor(heads.view(-1), head, group)
-    sizes = heads[:, :8].contiguous().view(torch.int64)[:, 0].tolist()
-    missing = max(0, max(sizes) - size)
-    rests = head.new_empty(world, missing)
-    if missing > 0:
-        rest = torch.zeros(missing, dtype=torch.uint8)
-        rest[: max(len(pickled) - size, 0)] = pickled[size:]
-        dist.all_gather_into_tensor(rests.view(-1), rest, group)
-    return [
-        pickle.loads(b"".join((first[8 : 8 + n].numpy(), more[: max(n - size, 0)].numpy())))
-        for first, more, n in zip(heads, rests, sizes, strict=True)
-    ]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:

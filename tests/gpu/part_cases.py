@@ -193,7 +193,7 @@ FAULTS = {
         "gpu_parts.engines",
         "engine_layouts",
         _of_other_layers,
-        "parameters are not those of the layout",
+        "parameters differ from the layout",
     ),
     "other rotary frequencies": Fault(
         "models_bfloat16", "rlhf_mc.models.gpt_model", "_set_rope", _other_theta, "qwen2_actor: gradient error"
@@ -224,7 +224,7 @@ FAULTS = {
         "rlhf_mc.checkpoint.training_tensors:HostBuffers",
         "copies",
         _zeros,
-        "tensors are not those of the beginning of the save",
+        "tensors are not as at the beginning of the save",
     ),
     "an error that is not known": Fault(
         "out_of_memory", "rlhf_mc.platform", "is_out_of_memory", _nothing, "can't allocate memory"

@@ -1,4 +1,4 @@
-"""Sizes of the parts' inputs: small ones for a CPU, or those of real models for a GPU."""
+"""Sizes of the parts' inputs: small ones for a CPU, or sizes of real models for a GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TINY: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""Sizes that replace those of any of these models on a CPU. Their vocabularies are multiples of 64, so that none is
+"""Sizes that replace these models' own on a CPU. Their vocabularies are multiples of 64, so that none is
 padded: padding is in no checkpoint."""
 
 
@@ -73,7 +73,7 @@ class Sizes:
             "initializer_range": 0.03,
         }
     )
-    """Keys of config.json, beside those of tiny.py, of the models that are compared with transformers."""
+    """Keys of config.json, beside the keys of tiny.py, of the models that are compared with transformers."""
     families: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {
             "qwen2": {"num_kv_heads": 2},
@@ -116,7 +116,7 @@ class Sizes:
     speed_lens: tuple[int, ...] = (2048,) * 8
     """Tokens of each sequence in the measurement of speed; a quarter of them is the prompt."""
     least_share: float = 0.1
-    """Share of the rate of a matrix product below which the speed of training is a fault."""
+    """Share of the rate of a matrix product below which the speed of training is a failure."""
     most_share: float = 1.0
     """Share of the rate of a matrix product above which the work has not been done or waited for."""
     offloaded: dict[str, Any] = field(

@@ -51,7 +51,7 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
         }
         for name, action in {"score": _score, "train_step": _train_step}.items():
             counts = {count: _waits(_of_each_sequence(action, engine, batches[count])) for count in (FEW, MANY)}
-            totals = {count: sum(found.values()) for count, found in counts.items()}
+            totals = {count: sum(waits.values()) for count, waits in counts.items()}
             per_micro_batch = (totals[MANY] - totals[FEW]) / (MANY - FEW)
             fixed = totals[FEW] - FEW * per_micro_batch
             report.record(**{f"{name}_waits_per_micro_batch": per_micro_batch, f"{name}_waits_besides": fixed})
@@ -110,8 +110,8 @@ def _sites(action: Callable[[], None]) -> collections.Counter[str]:
             action()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    mine = [entry for entry in caught if "synchroniz" in str(entry.message)]
-    return collections.Counter(f"{Path(entry.filename).name}:{entry.lineno}" for entry in mine)
+    waits = [entry for entry in caught if "synchroniz" in str(entry.message)]
+    return collections.Counter(f"{Path(entry.filename).name}:{entry.lineno}" for entry in waits)
 
 
 def throughput(report: Report, sizes: Sizes) -> None:
@@ -121,7 +121,7 @@ def throughput(report: Report, sizes: Sizes) -> None:
     with mesh_groups(1, 1) as groups:
         engine = random_engine(sizes.half_billion, groups)
         prompts = [n // 4 for n in lens]
-        mine = len(lens) * groups.mesh.dp
+        num_sequences = len(lens) * groups.mesh.dp
         batch = token_batch(
             engine.shape.vocab_size, prompts * groups.mesh.dp, [n - n // 4 for n in lens] * groups.mesh.dp
         )
@@ -132,11 +132,11 @@ def throughput(report: Report, sizes: Sizes) -> None:
         responses = sum(n - n // 4 for n in lens)
         peak = measure.matmul_rate(sizes.matmul)
         sheet = measure.data_sheet_flops()
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for name, (action, passes) in actions.items():
             seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches, packing))
             flops = passes * forward_flops(engine.shape, lens, responses).total / seconds
-            found[name] = flops / (sheet or peak)
+            shares[name] = flops / (sheet or peak)
             report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})
             report.record(**{f"{name}_share_of_matmul": flops / peak})
             share = f"{name}: {flops / peak:.3g} of the rate of a matrix product"
@@ -147,10 +147,10 @@ def throughput(report: Report, sizes: Sizes) -> None:
             report.check(flops / peak >= sizes.least_share, f"{share}; at least {sizes.least_share:g} is expected")
             report.record(**{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet})
     layers = "Transformer Engine" if uses_transformer_engine() else "local layers"
-    report.record(layers=layers, sequences=mine, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
+    report.record(layers=layers, sequences=num_sequences, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
     of = "the data sheet's" if sheet else "a matrix product's"
     texts = [
         f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.2g} of {of} FLOP/s)"
-        for name, share in found.items()
+        for name, share in shares.items()
     ]
     report.summarize(f"{layers}: {', '.join(texts)}")
