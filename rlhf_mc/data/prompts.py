@@ -97,15 +97,12 @@ def _warn(where: str, counts: Counts, cfg: DataConfig) -> None:
     """Warn, on rank 0, of the rows of a file that are no prompts, or no whole ones."""
     if global_rank() != 0:
         return
-    limit = cfg.max_prompt_length
-    if counts.num_overlong:
-        logger.warning(
-            "%s: %d of %d prompts dropped: longer than %d tokens", where, counts.num_overlong, counts.num_rows, limit
-        )
-    if counts.num_truncated:
-        logger.warning(
-            "%s: %d of %d prompts truncated to %d tokens", where, counts.num_truncated, counts.num_rows, limit
-        )
+    for count, what in (
+        (counts.num_overlong, f"dropped: longer than {cfg.max_prompt_length} tokens"),
+        (counts.num_truncated, f"truncated to {cfg.max_prompt_length} tokens"),
+    ):
+        if count:
+            logger.warning("%s: %d of %d prompts %s", where, count, counts.num_rows, what)
     if counts.num_bad:
         more = "; ..." if counts.num_bad > len(counts.problems) else ""
         logger.warning(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Responses
+from rlhf_mc.topology.consensus import gather_vectors
 
 
 def exchange_responses(own: Responses, engines: Sequence[Sequence[int]], num_responses: int) -> Responses:
@@ -28,13 +29,13 @@ def exchange_responses(own: Responses, engines: Sequence[Sequence[int]], num_res
     rank = dist.get_rank()
     engine = next(e for e, ranks in enumerate(engines) if rank in ranks)
     message = _encode(own)
-    heads = _all_gather(torch.cat([torch.tensor([len(message)]), _digest(own)]))
+    heads = gather_vectors(torch.cat([torch.tensor([len(message)]), _digest(own)]))
     _check_same_tokens(engines, heads[:, 1:])
     sizes = [int(heads[ranks[0], 0]) for ranks in engines]
     part = max(-(-size // len(ranks)) for size, ranks in zip(sizes, engines, strict=True))
     padded = torch.zeros(len(engines[engine]), part, dtype=torch.int32)
     padded.view(-1)[: len(message)] = message
-    parts = _all_gather(padded[engines[engine].index(rank)])
+    parts = gather_vectors(padded[engines[engine].index(rank)])
     counts = [len(range(e, num_responses, len(engines))) for e in range(len(engines))]
     by_engine = [
         _decode(parts[list(ranks)].view(-1)[:size], count)
@@ -44,13 +45,6 @@ def exchange_responses(own: Responses, engines: Sequence[Sequence[int]], num_res
     firsts = np.cumsum([0, *counts])[:-1]
     turn, e = np.divmod(np.arange(num_responses), len(engines))
     return joined.select(firsts[e] + turn)
-
-
-def _all_gather(value: torch.Tensor) -> torch.Tensor:
-    """Return the vectors of all ranks, [ranks, len(value)]: on the CPU, where they are needed."""
-    out = value.new_empty(dist.get_world_size(), len(value))
-    dist.all_gather(list(out), value)
-    return out
 
 
 def _encode(responses: Responses) -> torch.Tensor:

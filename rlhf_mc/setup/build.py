@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
@@ -334,5 +334,5 @@ def _kl_controller(cfg: Config) -> KLController:
     control = cfg.algorithm.kl_ctrl
     if control.type == "adaptive":
         initial = cfg.actor.kl_loss_coef if adapts_kl_loss(cfg) else control.kl_coef
-        return AdaptiveKLController(initial, control.target_kl, control.horizon)
-    return FixedKLController(control.kl_coef)
+        return KLController(initial, control.target_kl, control.horizon)
+    return KLController(control.kl_coef)

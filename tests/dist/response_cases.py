@@ -39,11 +39,11 @@ def exchange(
     if dist.get_rank() == other_token_on:
         mine[-1].token_ids[-1] += 1
     sent: list[int] = []
-    original = dist.all_gather
+    original = dist.all_gather_into_tensor
 
     def all_gather(out: Any, value: torch.Tensor) -> None:
         sent.append(value.nbytes)
         original(out, value)
 
-    with replaced(dist, "all_gather", all_gather):
+    with replaced(dist, "all_gather_into_tensor", all_gather):
         return list(exchange_responses(to_responses(mine), engines, count)), sum(sent)
