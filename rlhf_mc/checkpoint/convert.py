@@ -171,7 +171,8 @@ def training_checkpoint_to_hf(
 
         manifest = directory.read_manifest(path)
         origin = {"run_id": manifest.run_id, "step": manifest.step}
-        rank, world = groups.rank, groups.mesh.world
+        rank = groups.rank
+        world = groups.mesh.world
         write_hf(read, shape, Path(output), rank, world, dist.group.WORLD, dtype_name, start, max_shard_bytes, origin)
         _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
 

@@ -1,4 +1,4 @@
-"""Whether a planned run fits, settings with which it does, and the check of a run that is about to start."""
+"""The comparison of a planned run with the memory there is, settings with which it fits, and the check at a start."""
 
 from __future__ import annotations
 
