@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import DataConfig
 
 
@@ -20,11 +21,6 @@ def indices_of_batch(cfg: DataConfig, file_sizes: Sequence[int], number: int, se
     if cfg.train_file_weights:
         return weighted_indices(file_sizes, cfg.train_file_weights, size, number, seed, cfg.shuffle)
     return prompt_indices(sum(file_sizes), size, number, seed, cfg.shuffle)
-
-
-def prompts_per_batch(cfg: DataConfig) -> int:
-    """Return the number of prompts that are generated for at once."""
-    return cfg.train_batch_size if cfg.gen_batch_size is None else cfg.gen_batch_size
 
 
 def check_weights(cfg: DataConfig, file_sizes: Sequence[int]) -> None:

@@ -6,8 +6,8 @@ import math
 
 from rlhf_mc.architectures.operations import ForwardFlops, forward_flops
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
-from rlhf_mc.data.order import prompts_per_batch
 from rlhf_mc.planner.collectives import Collective
 from rlhf_mc.planner.gpus import Machine, ProductRate
 from rlhf_mc.planner.lengths import Lengths, responses_per_prompt

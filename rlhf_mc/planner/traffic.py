@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.roles import overlaps_reduction
+from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch
 from rlhf_mc.config.schema import Config, layouts, reward_models
 from rlhf_mc.data.balance import Sequences, micro_batch_limits
-from rlhf_mc.data.order import prompts_per_batch
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES

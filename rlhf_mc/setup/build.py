@@ -21,12 +21,12 @@ from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, about
-from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
+from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
 from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
+from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
