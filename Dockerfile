@@ -4,7 +4,7 @@
 #   docker run --gpus all --ipc host --entrypoint python rlhf_mc -m rlhf_mc --check
 #   docker run --gpus all --ipc host -v /data:/data rlhf_mc /data/CONFIG.yaml
 #
-# What fits what, and what of this file was built where: docs/gpu.md, "Versions".
+# What fits what, and what of this file was built where: docs/internals/gpu_readings.md, "Versions".
 
 # Apex compiles with the minor version of CUDA alone that torch was built with. The compiler stays in the image: Triton,
 # FlashInfer and TileLang compile kernels while they run.

@@ -39,6 +39,7 @@ from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import host_transport
 from rlhf_mc.reshard.transport import PointToPoint
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LAYOUTS = {
@@ -228,7 +229,7 @@ def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, shar
     cfg = RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=8, max_num_batched_tokens=64)
     engine = VLLMEngine(directory, shape, cfg, groups, rank, max_model_len=64, dtype="bfloat16", seed=0)
     training = training_layouts(shape, mesh)
-    rollout = rollout_layouts(shape, groups)
+    rollout = rollout_layouts(shape, groups, vllm_layout)
     plan = make_plan(training, rollout, DTYPE.itemsize, BUCKET_MB << 20, share=share)
     part = plan.for_rank(rank)
     # As in training: equal on data-parallel replicas; norms are equal on all tensor-parallel ranks too.

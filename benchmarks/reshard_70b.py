@@ -19,6 +19,7 @@ from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LLAMA3_70B = {
@@ -66,7 +67,7 @@ def measure(shape: ModelShape, ranks: int, t: int, p: int, t_g: int) -> Row:
     begin = time.perf_counter()
     mesh = Mesh(ranks, t, p)
     training = training_layouts(shape, mesh)
-    rollout = rollout_layouts(shape, rollout_groups(mesh, t_g))
+    rollout = rollout_layouts(shape, rollout_groups(mesh, t_g), vllm_layout)
     plan = make_plan(training, rollout, BF16, BUCKET, NODE, share=True)
     plan.for_rank(ranks // 2)
     seconds = time.perf_counter() - begin

@@ -22,6 +22,7 @@ from typing import Any
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 _QWEN3 = {
@@ -154,7 +155,9 @@ def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[s
     begin_cpu = time.process_time()
     mesh = mesh_of(shape, ranks, t, p, ep)
     groups = rollout_groups(mesh, t_g)
-    plan = make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups), BF16, BUCKET, NODE, share=True)
+    plan = make_plan(
+        training_layouts(shape, mesh), rollout_layouts(shape, groups, vllm_layout), BF16, BUCKET, NODE, share=True
+    )
     part = plan.for_rank(ranks // 2)
     seconds = time.perf_counter() - begin
     cpu = time.process_time() - begin_cpu

@@ -28,9 +28,9 @@ from typing import Any
 from launch import plan_checks
 from launch.node_checks import Job, describe, problems, visible_gpus
 from rlhf_mc.command_line import config_from_argv
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.load import to_dict
-from rlhf_mc.config.paths import inputs_of
+from rlhf_mc.config.paths import input_paths
 from rlhf_mc.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def probe(arguments: list[str]) -> dict[str, Any]:
     except UserError as error:
         return {**found, "problems": [f"config: {error}"]}
     found["config"] = _digest(json.dumps(to_dict(cfg), sort_keys=True))
-    for key, path in inputs_of(cfg):
+    for key, path in input_paths(cfg):
         if Path(path).exists():
             found[f"{key} ({path})"] = _fingerprint(Path(path))
     with contextlib.suppress(RuntimeError):  # node_checks.gpus has a line for that
@@ -80,7 +80,7 @@ def _planned(job: Job, problems: list[str]) -> dict[str, Any]:
     try:
         lines += plan_checks.storage(job, plan)
     except OSError as error:
-        lines.append(f"trainer.default_local_dir {job.cfg.trainer.default_local_dir}: {reason_of(error)}")
+        lines.append(f"trainer.default_local_dir {job.cfg.trainer.default_local_dir}: {error_reason(error)}")
     return {"planner": kind, kind: [*problems * (kind == "problems"), *lines], "host memory needed": needed}
 
 
@@ -125,7 +125,7 @@ def _write(file: Path) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
     except OSError as error:
-        return f"it cannot be written to: {reason_of(error)}"
+        return f"it cannot be written to: {error_reason(error)}"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import rlhf_mc
 from rlhf_mc.config.errors import UserError
@@ -57,13 +57,7 @@ documentation: README.md (usage), docs/debugging.md (messages), docs/metrics.md,
 Option = Literal["--help", "--version", "--check", "--print-config"]
 VERL = "--verl"
 SCRIPTS = (".sh", ".bash", ".slurm")
-OPTIONS: dict[str, Option] = {
-    "-h": "--help",
-    "--help": "--help",
-    "--version": "--version",
-    "--check": "--check",
-    "--print-config": "--print-config",
-}
+OPTIONS: dict[str, Option] = {"-h": "--help", **{option: option for option in get_args(Option)}}
 
 
 @dataclass(frozen=True)

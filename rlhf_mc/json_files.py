@@ -21,7 +21,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raise ValueError if it is none, or its brackets are nested too deep."""
+    """Return the value of a JSON text. Raise ValueError if it is no JSON, or its brackets are nested too deep."""
     try:
         return json.loads(text)  # noqa: TID251
     except RecursionError:

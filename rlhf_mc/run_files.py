@@ -42,13 +42,13 @@ def text_lines(path: Path) -> list[str]:
 
 
 def json_objects(path: Path) -> list[Row]:
-    """Return the JSON objects of a file of JSON lines, without the lines that are none; none where there is no file."""
-    return json_objects_and_faults(path)[0]
+    """Return the JSON objects of a file of JSON lines, without other lines; an empty list where there is no file."""
+    return json_objects_and_bad_lines(path)[0]
 
 
-def json_objects_and_faults(path: Path) -> tuple[list[Row], list[int]]:
-    """Return the JSON objects of a file of JSON lines, and the numbers of the lines, from 1, that are none. A file that
-    is missing or a directory has no lines."""
+def json_objects_and_bad_lines(path: Path) -> tuple[list[Row], list[int]]:
+    """Return the JSON objects of a file of JSON lines, and the numbers, from 1, of all other lines. A file that is
+    missing or a directory has no lines."""
     try:
         rows = [_object(line) for line in text_lines(path)]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -27,9 +27,9 @@ from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.models.layout_check import check_training_layouts
 from rlhf_mc.planner.published import add_model_option, with_model
 from rlhf_mc.reshard.coverage import Coverage, rollout_coverage
-from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layouts
 from rlhf_mc.reshard.placement import rollout_layouts
+from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.runtime.exit_codes import exit_code
 
 
@@ -38,14 +38,18 @@ def check(cfg: Config, world: int) -> None:
     check_config(cfg, world)
     shapes = {role: shape for role, (_, shape) in model_shapes(cfg).items()}
     check_layouts(cfg, shapes)
-    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    engine = engine_factory(cfg.rollout)
+    engine.check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     results = check_training_layouts({role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world)
     for role, checked in results.items():
         report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
     start = time.perf_counter()
     tp = cfg.rollout.tensor_model_parallel_size
     groups = [range(first, first + tp) for first in range(0, world, tp)]
-    coverage = rollout_coverage(shapes["actor"], tp, rollout_layouts(shapes["actor"], groups))
+    coverage = rollout_coverage(shapes["actor"], tp, rollout_layouts(shapes["actor"], groups, engine.layout))
+    if cfg.rollout.name == "custom":
+        print("rollout: not compared with a model: the engine is the user's")
+        return
     try:
         from rlhf_mc.rollout.vllm_parameters import check_rollout_layouts
     except UserError as error:

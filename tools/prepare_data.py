@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from public_sets import SETS, MakeRow, PublicSet, Row, user_message
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.data.source import write_prompts
 from rlhf_mc.runtime.exit_codes import exit_code
 
@@ -59,7 +59,7 @@ def read_file(path: Path) -> Iterator[tuple[str, Any]]:
         else:
             raise UserError(f"{path}: the name of an input ends in .jsonl or .parquet")
     except OSError as error:
-        raise UserError(f"{path}: {reason_of(error)}") from error
+        raise UserError(f"{path}: {error_reason(error)}") from error
     except pa.ArrowException as error:
         raise UserError(f"{path}: not a readable parquet file ({' '.join(str(error).split())[:300]})") from error
 
@@ -213,7 +213,7 @@ def write_split(path: Path, rows: Sequence[Row]) -> None:
     try:
         write_prompts(path, [{name: row.get(name) for name in names} for row in rows])
     except OSError as error:
-        raise UserError(f"{path}: {reason_of(error)}") from error
+        raise UserError(f"{path}: {error_reason(error)}") from error
     except (pa.ArrowException, OverflowError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path}: cannot be written; each column needs values of one type ({reason})") from error

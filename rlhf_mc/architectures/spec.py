@@ -18,6 +18,10 @@ from rlhf_mc.config.errors import UserError
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this. Megatron's padding follows it, so that vocabulary shards agree."""
 
+LayerKind = Literal["dense", "moe"]
+"""Kinds of layers: attention and a feed-forward network, or attention and a mixture of experts. parameters.py has the
+parameters of each."""
+
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 """Activation functions, by transformers' names. models/gpt_model.py has the function of each."""
 
@@ -174,9 +178,9 @@ class ModelShape(Traits):
         return num_tokens + num_tokens**2 * q / weights
 
     @property
-    def is_dense(self) -> bool:
-        """The layers have one feed-forward network each."""
-        return self.num_experts == 0
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return ("moe" if self.has_experts else "dense",) * self.num_layers
 
     @property
     def has_experts(self) -> bool:
@@ -187,11 +191,6 @@ class ModelShape(Traits):
     def active_ffn_size(self) -> int:
         """The intermediate size that one token uses: that of a dense layer, or of the token's experts together."""
         return self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
-
-    @property
-    def has_lm_head(self) -> bool:
-        """The language-model head has a weight of its own, `lm_head.weight`."""
-        return not self.tie_embeddings and not self.value_head
 
     @property
     def shares_embeddings(self) -> bool:

@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError, first_line, reason_of
+from rlhf_mc.config.errors import UserError, error_reason, first_line
 
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
@@ -46,6 +46,6 @@ def read_metadata(path: Path) -> Any:
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
+        raise UserError(f"{path}: cannot be read ({error_reason(error)})") from error
     except Exception as error:  # a corrupt pickle raises any exception
         raise UserError(f"{path}: not the metadata of a checkpoint's tensors ({first_line(error)})") from error

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_mc import durable, json_files
-from rlhf_mc.config.errors import UserError, is_shortage, reason_of
+from rlhf_mc.config.errors import UserError, error_reason, is_shortage
 from rlhf_mc.runtime.work import working
 
 MANIFEST = "manifest.json"
@@ -310,7 +310,7 @@ def _check_file(path: Path, expected: FileDigest) -> None:
 def _unreadable(path: Path, error: OSError) -> UserError:
     """Return CorruptCheckpoint, or UserError if this process is out of descriptors or memory: the file may be
     intact."""
-    return (UserError if is_shortage(error) else CorruptCheckpoint)(f"{path}: cannot be read ({reason_of(error)})")
+    return (UserError if is_shortage(error) else CorruptCheckpoint)(f"{path}: cannot be read ({error_reason(error)})")
 
 
 def read_file(path: Path) -> bytes:

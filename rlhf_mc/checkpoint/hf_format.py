@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from rlhf_mc import json_files
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero, num_not_finite
-from rlhf_mc.config.errors import UserError, first_line, reason_of
+from rlhf_mc.config.errors import UserError, error_reason, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
@@ -254,7 +254,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json_files.read(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({reason_of(error)})") from error
+        raise UserError(f"{path}: cannot be read ({error_reason(error)})") from error
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from rlhf_mc import json_files
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
-from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.config.paths import CUSTOM_FUNCTIONS, inputs_of
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.paths import CUSTOM_FUNCTIONS, input_paths
 from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import gather_results, on_rank_0
@@ -99,7 +99,7 @@ def _phrase(entry: dict[str, Any] | None) -> str:
 
 def _files(cfg: Config) -> Iterator[_File]:
     numbers: Counter[str] = Counter()
-    for setting, given in inputs_of(cfg):
+    for setting, given in input_paths(cfg):
         path = Path(given)
         name = setting.rpartition(".")[2]
         if setting in ("data.train_files", "data.val_files"):
@@ -155,7 +155,7 @@ def _hashed(file: _File) -> dict[str, Any]:
         path = {"path": str(file.path)} if file.setting.startswith("data.") else {}
         return {"bytes": whole.num_bytes, "sha256": whole.sha256, **path}
     except (OSError, ValueError) as error:
-        reason = reason_of(error) if isinstance(error, OSError) else error
+        reason = error_reason(error) if isinstance(error, OSError) else error
         raise UserError(f"{file.setting}: {file.path} cannot be read ({reason})") from error
 
 

@@ -23,7 +23,7 @@ from rlhf_mc import durable, platform
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.directory import CorruptCheckpoint, FileDigest, digest_file, write_bytes
 from rlhf_mc.checkpoint.training_blocks import Block
-from rlhf_mc.config.errors import UserError, first_line, reason_of
+from rlhf_mc.config.errors import UserError, error_reason, first_line
 from rlhf_mc.models.megatron_patches import PlannedSave, megatron_calls, write_bucket
 from rlhf_mc.models.offload import HostArena
 from rlhf_mc.runtime.work import working
@@ -179,6 +179,6 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            return reason_of(cause)
+            return error_reason(cause)
         cause = cause.__cause__ or cause.__context__
     return first_line(error)

@@ -1,4 +1,4 @@
-"""Checks of the algorithm's settings and of the reward's, as those of checks.py. reward.mixture is checked where the
+"""Checks of the settings of algorithm and reward, in the form of checks.py. reward.mixture is checked where the
 rules are known, in rewards/mixture.py.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import fields
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import needs_of, prompts_per_batch, uses_critic
-from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, of_each_reward_model, reward_models, value_of
+from rlhf_mc.config.roles import estimator_needs, prompts_per_batch, uses_critic
+from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, expand_reward_models, get_setting, reward_models
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """A part of a host's name."""
@@ -28,7 +28,7 @@ def problems(cfg: Config) -> Iterator[str]:
 def _estimator(cfg: Config) -> Iterator[str]:
     custom = cfg.algorithm.custom_estimator
     name = cfg.algorithm.adv_estimator
-    needs = needs_of(cfg.algorithm)
+    needs = estimator_needs(cfg.algorithm)
     key = f"algorithm.adv_estimator is {name}"
     if (name == "custom") != (custom.path is not None):
         yield (f"{key} and algorithm.custom_estimator.path is {custom.path}; set both (custom, and a path) or neither")
@@ -163,10 +163,10 @@ def _reward_models(cfg: Config) -> Iterator[str]:
     if "reward_model" in cfg.reward_models:
         yield "reward_models: the name 'reward_model' is that of the part of reward_model.model_path; give another"
     needs = {"reward_model.tokenizer_path": "model_path", "reward_model.chat_template_path": "tokenizer_path"}
-    for key in of_each_reward_model(cfg, needs):
+    for key in expand_reward_models(cfg, needs):
         needed = f"{key.rpartition('.')[0]}.{needs[unnamed(key)]}"
-        if value_of(cfg, key) is not None and value_of(cfg, needed) is None:
-            yield f"{key} is {value_of(cfg, key)!r}; that needs {needed}, which is null"
+        if get_setting(cfg, key) is not None and get_setting(cfg, needed) is None:
+            yield f"{key} is {get_setting(cfg, key)!r}; that needs {needed}, which is null"
     buffer = cfg.reward.overlong_buffer.len
     longest = cfg.data.max_response_length
     if buffer > longest:

@@ -80,14 +80,14 @@ ESTIMATOR_NEEDS: dict[str, Needs] = {
 
 @dataclass
 class KLCtrlConfig:
-    """The coefficient of the KL in the reward (use_kl_in_reward); without it, and with type adaptive, that of the KL
-    loss (actor.use_kl_loss)."""
+    """The coefficient of the KL in the reward (use_kl_in_reward); without it, and with type adaptive, the coefficient
+    of the KL loss (actor.use_kl_loss)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """fixed: the coefficient is constant. adaptive: a controller keeps the KL near target_kl (Ziegler et al. 2019,
     arXiv 1909.08593)."""
     kl_coef: PositiveOrZero = 0.001
-    """The coefficient in the reward; with adaptive, its initial value. That of the KL loss is actor.kl_loss_coef."""
+    """The coefficient in the reward; with adaptive, its initial value. The KL loss has actor.kl_loss_coef."""
     target_kl: PositiveOrZero = 0.1
     """adaptive: target of the KL, which is the mean over tokens of each sequence, averaged over sequences."""
     horizon: Count = 10000
@@ -130,16 +130,16 @@ class PolicyLossConfig:
     """vanilla: PPO's clipped surrogate. gspo, geo_mean (GMPO): with one ratio per sequence, for actor.loss_agg_mode
     seq-mean-token-mean. sapo: a smooth gate in place of the clip, for seq-mean-token-mean too. cispo: clipped weights
     of the policy gradient. gpg: the policy gradient. clip_cov, kl_cov: a few tokens of high covariance between log-prob
-    and advantage are left out, or get a KL penalty. custom: that of custom_loss. All but sapo, gpg and kl_cov use
+    and advantage are left out, or get a KL penalty. custom: custom_loss. All but sapo, gpg and kl_cov use
     actor.clip_ratio_low and clip_ratio_high (docs/algorithms.md)."""
     clip_cov_ratio: FractionAbove0 = 0.0002
     """clip_cov: share of the tokens of a mini-batch that are left out."""
     clip_cov_lb: Number = 1.0
-    """clip_cov: tokens are drawn from those of a covariance above this one ..."""
+    """clip_cov: the tokens are drawn with a covariance above this one ..."""
     clip_cov_ub: Number = 5.0
     """... and below this one."""
     kl_cov_ratio: FractionAbove0 = 0.0002
-    """kl_cov: share of the tokens of a mini-batch, those of the highest covariance, that get a KL penalty."""
+    """kl_cov: share of the tokens of a mini-batch, of the highest covariance, that get a KL penalty."""
     ppo_kl_coef: PositiveOrZero = 0.1
     """kl_cov: coefficient of the penalty |log-prob - old log-prob|."""
     tau_pos: Positive = 1.0
@@ -152,8 +152,8 @@ class PolicyLossConfig:
 
 @dataclass
 class RolloutCorrectionConfig:
-    """The correction of the difference between vLLM's policy, which samples, and the trainer's. rho is the ratio of
-    their probabilities of a token, trainer / vLLM. It acts on the actor's loss."""
+    """The correction of the difference between the rollout engine's policy, which samples, and the trainer's. rho is
+    the ratio of their probabilities of a token, trainer / engine. It acts on the actor's loss."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weigh each token's policy loss by rho of the token, or by the product of rho over its sequence; null: no
@@ -172,8 +172,8 @@ class RolloutCorrectionConfig:
     rollout_token_veto_threshold: InnerFraction | None = None
     """Leave out each sequence with a token of rho below this; null: none."""
     bypass_mode: bool = False
-    """Use vLLM's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in the first
-    step after a start, which checks them (trainer.max_rollout_logprob_diff)."""
+    """Use the rollout engine's log-probs as the old log-probs, and skip the pass that computes the trainer's, except in
+    the first step after a start, which checks them (trainer.max_rollout_logprob_diff)."""
 
 
 @dataclass
@@ -199,7 +199,7 @@ class AlgorithmConfig:
     adv_estimator: AdvEstimator = "gae"
     """Advantage estimator (docs/algorithms.md). gae has a critic, the others have none. grpo, grpo_passk, rloo,
     reinforce_plus_plus_baseline, opo and gpg compare the rollout.n responses of a prompt. remax compares each with one
-    more response, generated at temperature 0. custom: that of custom_estimator."""
+    more response, generated at temperature 0. custom: custom_estimator."""
     custom_estimator: CustomEstimatorConfig = field(default_factory=CustomEstimatorConfig)
     """A user-defined advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
@@ -218,4 +218,4 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: training on groups whose responses differ alone."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    """Correction of the difference between vLLM's policy and the trainer's."""
+    """Correction of the difference between the rollout engine's policy and the trainer's."""

@@ -1,5 +1,5 @@
 """Checks of a config. Of several settings together a check is a generator of problems, each one line with the key, its
-value and the values that are allowed. algorithm_checks.py has those of algorithm and reward, paths.py those of paths.
+value and the values that are allowed. algorithm_checks.py has the checks of algorithm and reward, paths.py of paths.
 Types, unknown keys and required keys are checked in load.py. Checks that need the model or the data (heads divisible
 by TP, columns of a file) are made where these are read.
 """
@@ -23,10 +23,10 @@ from rlhf_mc.config.schema import (
     Config,
     CriticConfig,
     MegatronConfig,
+    expand_reward_models,
+    get_setting,
     layouts,
-    of_each_reward_model,
     reward_models,
-    value_of,
 )
 
 
@@ -156,6 +156,15 @@ def _storage(cfg: Config) -> Iterator[str]:
         )
 
 
+def _engine(cfg: Config) -> Iterator[str]:
+    path = cfg.rollout.custom_engine.path
+    if (cfg.rollout.name == "custom") != (path is not None):
+        yield (
+            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is {path}; set both (custom, and a"
+            " path) or neither"
+        )
+
+
 def _batches(cfg: Config, world_size: int) -> Iterator[str]:
     batch = cfg.data.train_batch_size
     trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", cfg.actor)]
@@ -184,17 +193,17 @@ def _micro_batches(cfg: Config) -> Iterator[str]:
         if cfg.actor.ppo_micro_batch_size_per_gpu is None:
             yield "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null"
         return
-    passes = list(of_each_reward_model(cfg, PASSES.values()))
+    passes = list(expand_reward_models(cfg, PASSES.values()))
     for size in (f"{name}_micro_batch_size_per_gpu" for name in passes):
-        if value_of(cfg, size) is not None:
-            yield f"{size} is {value_of(cfg, size)}; that needs actor.use_dynamic_bsz: false"
+        if get_setting(cfg, size) is not None:
+            yield f"{size} is {get_setting(cfg, size)}; that needs actor.use_dynamic_bsz: false"
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
     absent = [f"{role}." for role in absent_roles(cfg)]
     # A reward model with a tokenizer of its own truncates what it reads.
     absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
     for key in (f"{name}_max_token_len_per_gpu" for name in passes):
-        budget = value_of(cfg, key)
+        budget = get_setting(cfg, key)
         if budget < prompt + response and not key.startswith(tuple(absent)):
             yield (
                 f"{key} is {budget}; it must be at least the longest sequence,"

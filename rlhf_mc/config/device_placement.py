@@ -8,11 +8,11 @@ from rlhf_mc.config.reward_schema import unnamed
 
 UNCHANGED = None
 """Row of a phase that needs nothing on the device: the placement stays."""
-ROLES = ("actor", "critic", "ref", "vllm", "reward_model")
+ROLES = ("actor", "critic", "ref", "rollout", "reward_model")
 
 # fmt: off
 TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
-    #                   actor                     critic                    reference  vLLM                reward model
+    #                   actor                     critic                    reference  rollout engine      reward model
     "update_weights":  ("params",                 "",                       "",        "weights",            ""),
     "gen":             ("",                       "",                       "",        "weights kv_cache",   ""),
     "testing":         ("",                       "",                       "",        "weights kv_cache",   ""),
@@ -31,15 +31,15 @@ TABLE: dict[str, tuple[str, str, str, str, str] | None] = {
 }
 # fmt: on
 """The parts that each phase needs on the device. All others are offloaded if the settings allow it: params, grads and
-optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of vLLM by
-rollout.free_cache_engine. Each of reward_models has a phase of its own, like reward_model. Weights that vLLM shares
-with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and vLLM's sleep
-skips them."""
+optimizer by {actor,critic,ref,reward_model}.megatron.{param,grad,optimizer}_offload, both parts of the rollout engine
+by rollout.free_cache_engine. Each of reward_models has a phase of its own, like reward_model. Weights that the engine
+shares with the actor (reshard.share_weights) stay on the device: the actor's params then cannot be offloaded, and the
+engine's sleep skips them."""
 
 Row = Mapping[str, frozenset[str]]
 
 
-def row_of(phase: str) -> Row | None:
+def parts_on_device(phase: str) -> Row | None:
     """Return the parts that the phase needs on the device, by role; None for UNCHANGED. The phase of a reward model is
     named after its role, and needs that model."""
     row = TABLE[unnamed(phase)]

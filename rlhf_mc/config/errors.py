@@ -32,7 +32,7 @@ class JoinError(Exception):
         self.prints = prints
 
 
-def reason_of(error: OSError) -> str:
+def error_reason(error: OSError) -> str:
     """Return the system's message for the error and, if a limit was reached, which limit and how to raise it."""
     match error.errno:
         case errno.EMFILE:
@@ -57,7 +57,7 @@ def disk_errors(subject: str = "") -> Iterator[None]:
     except OSError as error:
         prefix = f"{subject}: " if subject else ""
         file = f" ({error.filename})" if error.filename else ""
-        raise UserError(f"{prefix}{reason_of(error)}{file}") from error
+        raise UserError(f"{prefix}{error_reason(error)}{file}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -71,7 +71,7 @@ def is_shortage(error: OSError) -> bool:
 
 
 @contextlib.contextmanager
-def about(key: str) -> Iterator[None]:
+def error_prefix(key: str) -> Iterator[None]:
     """Prefix the message of a UserError that is raised inside with the setting's key, unless it begins with it."""
     try:
         yield

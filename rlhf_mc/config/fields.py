@@ -10,6 +10,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union
 
 from rlhf_mc.config.errors import UserError
@@ -27,17 +28,24 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def leaf_hints(cls: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted key: type}."""
-    out: dict[str, Any] = {}
+def leaf_hints() -> dict[str, Any]:
+    """Return {dotted key: type} of all settings."""
+    return {key: hint for key, hint, _ in _leaves(Config, None)}
+
+
+def _leaves(cls: type, section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, type, value) of each setting in a section. section: None stands for any instance of the class;
+    the values are None then, and a named section has the name _ANY_NAME."""
     for name, hint in field_types(cls).items():
+        key = f"{prefix}{name}"
+        value = None if section is None else getattr(section, name)
         if dataclasses.is_dataclass(hint):
-            out |= leaf_hints(typing.cast(type, hint), f"{prefix}{name}.")
+            yield from _leaves(typing.cast(type, hint), value, f"{key}.")
         elif (named := named_section(hint)) is not None:
-            out |= leaf_hints(named, f"{prefix}{name}.{_ANY_NAME}.")
+            for inner, one in {_ANY_NAME: None}.items() if value is None else value.items():
+                yield from _leaves(named, one, f"{key}.{inner}.")
         else:
-            out[f"{prefix}{name}"] = hint
-    return out
+            yield key, hint, value
 
 
 def named_section(hint: Any) -> type | None:
@@ -47,37 +55,23 @@ def named_section(hint: Any) -> type | None:
     return typing.cast(type, args[1]) if is_mapping else None
 
 
-def check_values(section: Any, prefix: str = "") -> None:
-    """Raise UserError for a number of the section that is not in its range, or a reference (${...}) in a text."""
-    cls: type = type(section)
-    for name, hint in field_types(cls).items():
-        key = f"{prefix}{name}"
-        value = getattr(section, name)
-        if dataclasses.is_dataclass(value):
-            check_values(value, f"{key}.")
-        elif named_section(hint) is not None:
-            for inner, named in value.items():
-                check_values(named, f"{key}.{inner}.")
-        else:
-            check_value(key, value, hint)
-
-
-def check_value(key: str, value: Any, hint: Any) -> None:
-    """Raise UserError as check_values does, for one setting."""
-    bounds = range_of(hint)
-    for item in value if isinstance(value, (list, tuple)) else [value]:
-        if bounds is not None and item is not None and (complaint := bounds.complaint(item)):
-            raise UserError(f"{key} {'is' if item is value else 'has'} {item}; it must be {complaint}")
-        if isinstance(item, str) and "${" in item:
-            raise UserError(f"{key} is {item!r}; references (${{...}}) are not replaced: write the value")
+def check_values(cfg: Config) -> None:
+    """Raise UserError for a number that is not in its range, or a reference (${...}) in a text."""
+    for key, hint, value in _leaves(Config, cfg):
+        bounds = number_range(hint)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if bounds is not None and item is not None and (bound := bounds.violated_bound(item)):
+                raise UserError(f"{key} {'is' if item is value else 'has'} {item}; it must be {bound}")
+            if isinstance(item, str) and "${" in item:
+                raise UserError(f"{key} is {item!r}; references (${{...}}) are not replaced: write the value")
 
 
 @functools.cache
-def range_of(hint: Any) -> Range | None:
+def number_range(hint: Any) -> Range | None:
     """Return the range of a number, or of the numbers of a list; None for other types."""
     if isinstance(hint, Range):
         return hint
-    return next(filter(None, map(range_of, typing.get_args(hint))), None)
+    return next(filter(None, map(number_range, typing.get_args(hint))), None)
 
 
 def convert(value: Any, hint: Any) -> Any:

@@ -63,7 +63,7 @@ class HealthResponsesConfig:
     """Share of prompts whose responses all score the same above equal_groups_max, with an estimator that compares
     them."""
     rollout_mismatch: Response = "warn"
-    """The log-probs of vLLM and trainer differ by more than trainer.max_rollout_logprob_diff."""
+    """The log-probs of rollout engine and trainer differ by more than trainer.max_rollout_logprob_diff."""
     throughput_falling: MildResponse = "warn"
     """perf/throughput below throughput_min times its median over the window before."""
     replicas_unbalanced: MildResponse = "warn"

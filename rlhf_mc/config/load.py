@@ -65,7 +65,7 @@ def read_settings(source: str | Path, overrides: Sequence[str] = ()) -> dict[str
     return {key: setting.value for key, setting in _read(source, overrides).items()}
 
 
-def sections_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted key as the mapping of sections that a file contains."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
@@ -75,6 +75,15 @@ def sections_of(settings: Mapping[str, Any]) -> dict[str, Any]:
             section = section.setdefault(parent, {})
         section[name] = value
     return tree
+
+
+def flatten_settings(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of nested sections with its dotted key. An empty section is a leaf."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -111,7 +120,7 @@ def _read(source: str | Path | Mapping[str, Any] | None, overrides: Sequence[str
     if isinstance(source, str | Path):
         settings = reading.file(Path(source), ())
     else:
-        settings = reading.tree(source or {}, "command line" if source is None else "config")
+        settings = reading.flatten(source or {}, "command line" if source is None else "config")
     for override in overrides:
         _merge(settings, reading.override(override))
     if reading.unknown:
@@ -126,11 +135,11 @@ class _Reading:
         self.unknown: list[tuple[str, str]] = []
         """(file or override, key)."""
         self._files: dict[Path, dict[str, _Setting]] = {}
-        """Settings of the files that were read so far, with those of their bases: files may share a base."""
+        """Settings of the files that were read so far, with the settings of their bases: files may share a base."""
 
     def file(self, path: Path, parents: tuple[Path, ...]) -> dict[str, _Setting]:
-        """Return the settings of a file merged into those of its bases. parents: the chain of files that inherit from
-        it."""
+        """Return the settings of a file merged into the settings of its bases. parents: the chain of files that
+        inherit from it."""
         by = f" (base of {parents[-1]})" if parents else ""
         real = _resolved(path)
         if real in map(_resolved, parents):
@@ -149,10 +158,6 @@ class _Reading:
             _merge(settings, self._sections(tree, str(path)))
             self._files[real] = settings
         return dict(self._files[real])
-
-    def tree(self, tree: Mapping[str, Any], origin: str) -> dict[str, _Setting]:
-        """Return the settings of a mapping of sections."""
-        return self._flatten(tree, Config, "", origin)
 
     def override(self, override: str) -> dict[str, _Setting]:
         """Return the setting of an override `section.key=value`."""
@@ -173,19 +178,19 @@ class _Reading:
         actor_rollout_ref, as verl has them."""
         wrapped = tree.get(VERL_WRAPPER)
         if not isinstance(wrapped, dict):
-            return self._flatten(tree, Config, "", origin)
-        settings = self._flatten({name: tree[name] for name in tree if name != VERL_WRAPPER}, Config, "", origin)
+            return self.flatten(tree, origin)
+        settings = self.flatten({name: tree[name] for name in tree if name != VERL_WRAPPER}, origin)
         known = {name: value for name, value in wrapped.items() if name in WRAPPED_SECTIONS}
-        for key, setting in self._flatten(known, Config, "", origin, f"{VERL_WRAPPER}.").items():
+        for key, setting in self.flatten(known, origin, wrapper=f"{VERL_WRAPPER}.").items():
             if key in settings:
                 raise UserError(f"{origin}: {key} is given twice, with and without {VERL_WRAPPER}")
             settings[key] = setting
         others = {name: value for name, value in wrapped.items() if name not in known}
-        self.unknown += [(origin, leaf) for leaf in _leaves(VERL_WRAPPER, others)] if others else []
+        self.unknown += [(origin, leaf) for leaf, _ in flatten_settings(others, f"{VERL_WRAPPER}.")]
         return settings
 
-    def _flatten(
-        self, tree: Mapping[Any, Any], cls: type, prefix: str, origin: str, wrapper: str = ""
+    def flatten(
+        self, tree: Mapping[Any, Any], origin: str, cls: type = Config, prefix: str = "", wrapper: str = ""
     ) -> dict[str, _Setting]:
         """Return a tree of sections as {dotted key: setting}. Record the keys that schema.py does not have, after
         `wrapper`."""
@@ -195,14 +200,14 @@ class _Reading:
             key = f"{prefix}{name}"
             hint = hints.get(name)
             if hint is None:
-                self.unknown += [(origin, leaf) for leaf in _leaves(f"{wrapper}{key}", value)]
+                self.unknown += [(origin, leaf) for leaf, _ in flatten_settings({f"{wrapper}{key}": value})]
             elif (named := named_section(hint)) is not None:
                 for inner, section in self._names(key, value, origin):
-                    settings.update(self._flatten(section, named, f"{key}.{inner}.", origin, wrapper))
+                    settings |= self.flatten(section, origin, named, f"{key}.{inner}.", wrapper)
             elif not dataclasses.is_dataclass(hint):
                 settings[key] = _Setting(value, origin)
             elif isinstance(value, dict) or value is None:  # None: an empty section
-                settings.update(self._flatten(value or {}, typing.cast(type, hint), f"{key}.", origin, wrapper))
+                settings |= self.flatten(value or {}, origin, typing.cast(type, hint), f"{key}.", wrapper)
             else:
                 raise UserError(f"{origin}: {key}: expected a section of settings, found {show(value)}")
         return settings
@@ -245,13 +250,6 @@ def _read_tree(path: Path, by: str) -> dict[Any, Any]:
     return tree
 
 
-def _leaves(key: str, value: Any) -> list[str]:
-    """Return the dotted keys of the leaves below an unknown key, or the key itself if it is a leaf."""
-    if not isinstance(value, dict) or not value:
-        return [key]
-    return [leaf for name, inside in value.items() for leaf in _leaves(f"{key}.{name}", inside)]
-
-
 def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
     """Replace settings by newer ones. Free-form mappings are merged."""
     for key, setting in newer.items():
@@ -262,8 +260,7 @@ def _merge(settings: dict[str, _Setting], newer: dict[str, _Setting]) -> None:
 
 
 def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: Any, path: str) -> Any:
-    """Return an instance of a section. Settings that are left out are those of `default`; None: the class's
-    defaults."""
+    """Return an instance of a section. Settings that are left out are taken from `default`; None: from the class."""
     hints = field_types(cls)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):

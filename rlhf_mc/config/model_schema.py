@@ -74,7 +74,7 @@ class MegatronConfig:
     instead of after it. null: on GPUs with more than one data-parallel rank. Only for models that are trained."""
     param_offload: bool = False
     """Offload the weights to host memory in phases that do not use them (table in config/device_placement.py). Not for
-    an actor whose weights vLLM shares (reshard.share_weights). On a CPU nothing is saved."""
+    an actor whose weights the rollout engine shares (reshard.share_weights). On a CPU nothing is saved."""
     grad_offload: bool = False
     """Free the gradient buffers outside the update of the model. Only for models that are trained."""
     optimizer_offload: bool = False
@@ -85,6 +85,6 @@ class MegatronConfig:
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     """Multiply matrices in fp8 by a recipe of Transformer Engine, with one scale per tensor (compute capability 8.9),
     per block of 128 (9.0), or per 32 values (10.0). Weights stay in bfloat16. A micro-batch is padded to a multiple of
-    16, 128 or 32 tokens per tensor-parallel rank. Log-probs differ more from vLLM's
+    16, 128 or 32 tokens per tensor-parallel rank. Log-probs differ more from the engine's
     (trainer.max_rollout_logprob_diff). Delayed scaling is not offered: its scales depend on earlier steps, and
     checkpoints do not hold them. On a CPU it is ignored. null: no fp8."""

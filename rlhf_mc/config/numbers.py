@@ -17,7 +17,7 @@ class Range:
     open: bool = False
     also: int | None = None
 
-    def complaint(self, value: float) -> str | None:
+    def violated_bound(self, value: float) -> str | None:
         """Return in words the bound that the value violates, or None if it is in the range."""
         if value == self.also:
             return None

@@ -10,9 +10,9 @@ import socket
 import stat
 from collections.abc import Iterator, Sequence
 
-from rlhf_mc.config.errors import NodeError, UserError, reason_of
+from rlhf_mc.config.errors import NodeError, UserError, error_reason
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.schema import Config, of_each_reward_model, value_of
+from rlhf_mc.config.schema import Config, expand_reward_models, get_setting
 
 INPUT_DIRECTORIES = (
     "model.path",
@@ -23,7 +23,11 @@ INPUT_DIRECTORIES = (
     "reward_model.tokenizer_path",
     "trainer.resume_from_path",
 )
-CUSTOM_FUNCTIONS = ("algorithm.custom_estimator.path", "actor.policy_loss.custom_loss.path")
+CUSTOM_FUNCTIONS = (
+    "algorithm.custom_estimator.path",
+    "actor.policy_loss.custom_loss.path",
+    "rollout.custom_engine.path",
+)
 INPUT_FILES = (
     "data.train_files",
     "data.val_files",
@@ -33,6 +37,7 @@ INPUT_FILES = (
     *CUSTOM_FUNCTIONS,
 )
 OUTPUT = "trainer.default_local_dir"
+_REQUIRED = ("data.train_files", "model.path", OUTPUT)
 OTHER_OUTPUTS = ("data.cache_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 """Directories that are created when something is written to them."""
 _REPLACED = ("hf", "export")
@@ -45,12 +50,12 @@ def check_written(cfg: Config) -> None:
     accessed."""
     for key, path in _paths(cfg, (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT, *OTHER_OUTPUTS)):
         if not path.strip():
-            raise UserError(f"{key} is empty; give a path" + (", or leave it out" if _may_be_absent(key) else ""))
+            raise UserError(f"{key} is empty; give a path" + ("" if key in _REQUIRED else ", or leave it out"))
         if path != path.strip() or not path.isprintable():
             raise UserError(f"{key} is {path!r}; a path has no space at its ends, and no control characters")
-        if found := _REFERENCE.search(path):
+        if match := _REFERENCE.search(path):
             raise UserError(
-                f"{key} is {path!r}; {found[0]} is not replaced: write the path out, or give it on the command line, "
+                f"{key} is {path!r}; {match[0]} is not replaced: write the path out, or give it on the command line, "
                 f'where the shell replaces it: {key}="$NAME/..."'
             )
         if path.startswith("~"):
@@ -60,12 +65,12 @@ def check_written(cfg: Config) -> None:
 
 def check_present(cfg: Config) -> None:
     """Raise NodeError if an input does not exist, or the output directory cannot be created or written to."""
-    for key, path in inputs_of(cfg):
+    for key, path in input_paths(cfg):
         _check_input(key, path)
     _check_output(cfg.trainer.default_local_dir)
 
 
-def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
+def input_paths(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield each file and directory that the run reads if it starts now, with its key. A run that has its own
     checkpoints does not read trainer.resume_from_path."""
     resumes = _has_checkpoints(cfg.trainer.default_local_dir)
@@ -76,15 +81,11 @@ def inputs_of(cfg: Config) -> Iterator[tuple[str, str]]:
 
 def _paths(cfg: Config, keys: Sequence[str] = (*INPUT_FILES, *INPUT_DIRECTORIES, OUTPUT)) -> Iterator[tuple[str, str]]:
     """Yield each path that is not null, with its key."""
-    for key in of_each_reward_model(cfg, keys):
-        value = value_of(cfg, key)
+    for key in expand_reward_models(cfg, keys):
+        value = get_setting(cfg, key)
         paths = value if isinstance(value, list) else [] if value is None else [value]
         for path in paths:
             yield key, path
-
-
-def _may_be_absent(key: str) -> bool:
-    return key not in ("data.train_files", "model.path", OUTPUT)
 
 
 def _check_input(key: str, path: str) -> None:
@@ -95,7 +96,7 @@ def _check_input(key: str, path: str) -> None:
     except FileNotFoundError as error:
         raise NodeError(f"{key} {path}: no such {'file' if wants_file else 'directory'}{_here()}") from error
     except OSError as error:
-        raise NodeError(f"{key} {path}: {reason_of(error)}{_here()}") from error
+        raise NodeError(f"{key} {path}: {error_reason(error)}{_here()}") from error
     if wants_file and not stat.S_ISREG(mode):
         raise NodeError(f"{key} {path}: not a file" + (", but a directory" if stat.S_ISDIR(mode) else ""))
     if not wants_file and not stat.S_ISDIR(mode):

@@ -23,15 +23,15 @@ def recorded(cfg: Config) -> dict[str, Any]:
 def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
     """Return resolved settings with HIDDEN for each keyword argument with the name of a secret, in any case, and with
     every other text masked (masking.py)."""
-    found: dict[str, Any] = _masked(settings)
+    masked_settings: dict[str, Any] = _masked(settings)
     for setting in mapping_keys():
         *sections, name = setting.split(".")
-        section: Any = found
+        section: Any = masked_settings
         for part in sections:
             section = section.get(part) if isinstance(section, dict) else None
         if name.endswith("kwargs") and isinstance(section, dict) and name in section:
             section[name] = _masked(section[name], hides=True)
-    return found
+    return masked_settings
 
 
 def command_without_secrets(command: Sequence[str]) -> list[str]:

@@ -30,14 +30,14 @@ class RewardModelConfig:
     """A frozen reward model. Its score of a response is the output of its value head at the last token."""
 
     model_path: str | None = None
-    """Hugging Face checkpoint of a sequence classifier with one label. Its scores replace those of the reward functions
-    in training, unless reward.mixture weighs both; validation uses the reward functions. null: no reward model."""
+    """Hugging Face checkpoint of a sequence classifier with one label. It replaces the reward functions in training,
+    unless reward.mixture weighs both; validation uses the reward functions. null: no reward model."""
     tokenizer_path: str | None = None
-    """Directory of the model's own tokenizer, often that of model_path. The prompt's messages and the text of the
-    response are then rendered by its chat template, and the score is that of the last token. null: the model reads the
-    actor's tokens and has the actor's vocabulary."""
+    """Directory of the model's own tokenizer, often model_path. The prompt's messages and the text of the response are
+    then rendered by its chat template, and the score is the value at the last token. null: the model reads the actor's
+    tokens and has the actor's vocabulary."""
     chat_template_path: str | None = None
-    """File with a chat template (Jinja), used in place of that of tokenizer_path; null: that of tokenizer_path."""
+    """File with a chat template (Jinja), used in place of the tokenizer's; null: the tokenizer's."""
     forward_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch. With tokenizer_path, longer sequences lose their first tokens."""
     forward_micro_batch_size_per_gpu: Sequences | None = None
@@ -51,8 +51,8 @@ NAMED = "reward_models"
 
 
 def unnamed(key: str) -> str:
-    """Return the key, or the section, of a named reward model's setting as that of reward_model, which has the same
-    settings; other keys as they are."""
+    """Return the key, or the section, of a named reward model's setting with reward_model in place of the name; other
+    keys as they are."""
     section, _, rest = key.partition(".")
     return f"reward_model.{rest.partition('.')[2]}".rstrip(".") if section == NAMED else key
 

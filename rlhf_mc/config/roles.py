@@ -17,7 +17,7 @@ PASSES = {
 actor.use_dynamic_bsz; ..._micro_batch_size_per_gpu, sequences, without it."""
 
 
-def needs_of(algorithm: AlgorithmConfig) -> Needs:
+def estimator_needs(algorithm: AlgorithmConfig) -> Needs:
     """Return the needs of the run's advantage estimator."""
     custom = algorithm.custom_estimator
     if algorithm.adv_estimator == "custom":
@@ -27,7 +27,7 @@ def needs_of(algorithm: AlgorithmConfig) -> Needs:
 
 def uses_critic(cfg: Config) -> bool:
     """Return whether the run has a critic."""
-    return needs_of(cfg.algorithm).critic
+    return estimator_needs(cfg.algorithm).critic
 
 
 def uses_reference(cfg: Config) -> bool:

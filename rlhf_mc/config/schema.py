@@ -90,7 +90,7 @@ class ActorConfig:
     """Coefficient of the KL term of use_kl_loss."""
     kl_loss_type: KLLossType = "k3"
     """KL estimator of use_kl_loss (docs/algorithms.md). low_var_kl is k3 clipped at 10; verl's k3 is clipped too. kl is
-    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, that of the KL itself."""
+    k1, mse is k2. With "+" the value is the estimator's and the gradient k2's, which is the KL's own."""
     freeze: list[str] = field(default_factory=list)
     """Tensors that are not trained: names in the Hugging Face checkpoint, or patterns such as "model.embed_tokens.*"
     or "model.layers.0.*"."""
@@ -167,28 +167,43 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """The in-process vLLM engine. Training samples are drawn from the full distribution (no top-k, no top-p), so that
-    the log-probs of vLLM and of the trainer are of the same distribution."""
+class CustomEngineConfig:
+    """A user-defined rollout engine, for rollout.name: custom."""
 
+    path: str | None = None
+    """Python file that defines the engine; null: none."""
+    name: str = "Engine"
+    """Name of a class without arguments that has the methods of rlhf_mc.rollout.base.EngineFactory (docs/extending.md).
+    The other settings of rollout are those of vLLM; an engine may ignore them."""
+
+
+@dataclass
+class RolloutConfig:
+    """The in-process rollout engine. Training samples are drawn from the full distribution (no top-k, no top-p), so
+    that the log-probs of the engine and of the trainer are of the same distribution."""
+
+    name: Literal["vllm", "custom"] = "vllm"
+    """The engine. custom: the one of custom_engine."""
+    custom_engine: CustomEngineConfig = field(default_factory=CustomEngineConfig)
+    """The engine of rollout.name custom."""
     tensor_model_parallel_size: Ranks = 1
-    """Ranks that share one vLLM engine."""
+    """Ranks that share one engine."""
     n: Annotated[int, Range(1, 10_000)] = 1
     """Responses per training prompt."""
     temperature: Annotated[float, Range(0.01, 1e3)] = 1.0  # vLLM raises lower values to 0.01
     """Sampling temperature, also of the trainer's log-probs. At least 0.01: vLLM raises lower values to 0.01."""
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.5
-    """GPU only: fraction of the device memory for vLLM's weights and KV cache."""
+    """GPU only: fraction of the device memory for the engine's weights and KV cache."""
     cpu_kvcache_space_gb: Annotated[int, Range(1, 65_536)] = 1
     """CPU only: GiB of KV cache per rank."""
     enforce_eager: bool = False
     """GPU only: run without CUDA graphs. The CPU build always does."""
     free_cache_engine: bool = False
-    """GPU only: vLLM frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
+    """GPU only: the engine frees the memory of its weights and KV cache while it does not generate (sleep mode)."""
     quantization: Literal["fp8"] | None = None
-    """fp8: vLLM stores the weights of linear layers in fp8, with one scale per output channel, and quantizes their
-    inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights too. Not
-    with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
+    """fp8: the engine stores the weights of linear layers in fp8, with one scale per output channel, and quantizes
+    their inputs token by token (compute capability 8.9). A weight update needs the memory of the unquantized weights
+    too. Not with reshard.share_weights, nor for mixture-of-experts models. null: as the actor's weights."""
     max_num_seqs: Annotated[int, Range(1, 65_536)] = 256
     """Maximum number of sequences that one engine decodes at a time."""
     max_num_batched_tokens: Annotated[int, Range(1, 16_777_216)] = 8192
@@ -212,7 +227,7 @@ class TrainerConfig:
     total_epochs: Count = 30
     """Epochs over the training prompts. The run ends after the step that draws the last batch of them."""
     total_training_steps: Count | None = None
-    """PPO steps; null: those of total_epochs."""
+    """PPO steps; null: the steps of total_epochs."""
     val_before_train: bool = True
     """Validate before the first step."""
     test_freq: CountOrMinus1 = -1
@@ -280,12 +295,12 @@ class TrainerConfig:
     """An update whose loss or gradient is not finite is skipped. The run aborts after this number of consecutive
     skipped updates of one model."""
     max_rollout_logprob_diff: Positive | None = None
-    """Bound of |trainer's log-prob - vLLM's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may be
-    at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume is
-    an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
+    """Bound of |trainer's log-prob - engine's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may
+    be at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume
+    is an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
     logits are. null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
     planner: Literal["warn", "refuse", "off"] = "refuse"
-    """Plan the memory of each rank at the start. warn: print the verdict, a warning if the run does not fit. refuse: an
+    """Plan the memory of each rank at the start. warn: print the result, a warning if the run does not fit. refuse: an
     error if it does not fit, before anything is loaded. off: no plan. `python -m rlhf_mc.planner` prints the whole
     plan."""
     dist_timeout_seconds: Seconds = 600
@@ -306,11 +321,11 @@ class TrainerConfig:
 
 @dataclass
 class ReshardConfig:
-    """The weight update from Megatron-Core's parameters to vLLM's, before each rollout."""
+    """The weight update from Megatron-Core's parameters to the rollout engine's, before each rollout."""
 
     share_weights: bool = True
-    """Share the storage of vLLM and Megatron-Core (zero-copy) for each vLLM parameter whose layout on the rank is the
-    same in both."""
+    """Share the storage of rollout engine and Megatron-Core (zero-copy) for each of the engine's parameters whose
+    layout on the rank is the same in both."""
     bucket_megabytes: Annotated[int, Range(1, 65_536)] = 256
     """Maximum MiB that a rank sends, and receives, at a time. An update needs two such buckets of extra memory."""
     verify: Literal["off", "first", "always"] = "first"
@@ -363,8 +378,8 @@ class Config:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """A reward model, in place of reward functions or beside them."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """Further reward models by name, each with the settings of reward_model. The name is that of its part of the score
-    in reward.mixture."""
+    """Further reward models by name, each with the settings of reward_model. The name is also the name
+    of its part of the score in reward.mixture."""
     health: HealthConfig = field(default_factory=HealthConfig)
     """Rules that watch the metrics, and the response to each."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -372,7 +387,7 @@ class Config:
 
 
 FROZEN_ROLES = ("ref", "reward_model")
-"""Sections of models that are never trained. So are those of reward_models."""
+"""Sections of models that are never trained. So are the sections of reward_models."""
 RoleConfig = ActorConfig | CriticConfig | RefConfig | RewardModelConfig
 
 
@@ -389,19 +404,18 @@ def layouts(cfg: Config) -> dict[str, MegatronConfig]:
 
 def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:
     """Return the sections of the reward models that the run has, by role."""
-    sections = roles(cfg).items()
-    return {role: found for role, found in sections if isinstance(found, RewardModelConfig) and found.model_path}
+    return {role: one for role, one in roles(cfg).items() if isinstance(one, RewardModelConfig) and one.model_path}
 
 
-def of_each_reward_model(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys, and in place of a setting of reward_model that of each section of a reward model."""
+def expand_reward_models(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
+    """Yield the keys. In place of a setting of reward_model, yield the setting of each section of a reward model."""
     scorers = [role for role in roles(cfg) if unnamed(role) == "reward_model"]
     for key in keys:
         section, _, name = key.partition(".")
         yield from [f"{role}.{name}" for role in scorers] if section == "reward_model" else [key]
 
 
-def value_of(cfg: Config, key: str) -> Any:
+def get_setting(cfg: Config, key: str) -> Any:
     """Return the value of section.key."""
     value: Any = cfg
     for name in key.split("."):
@@ -409,6 +423,6 @@ def value_of(cfg: Config, key: str) -> Any:
     return value
 
 
-def part_of(role: str) -> str:
+def score_part(role: str) -> str:
     """Return the name of a reward model's part of the score."""
     return role.rpartition(".")[2]

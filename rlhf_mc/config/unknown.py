@@ -42,8 +42,8 @@ def _replacement(key: str, known: Sequence[str]) -> str:
             if name == key
             else f"write it without {key[: -len(name)]!r}: {name}"
         )
-    if (found := _EARLIER.get(name) or rename_hint(plain_key(name))) is not None:
-        return found
+    if (hint := _EARLIER.get(name) or rename_hint(plain_key(name))) is not None:
+        return hint
     near = nearest_key(name, known)
     return (
         f"the nearest known key is {near!r}"
@@ -76,7 +76,7 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
         last = {inside.rsplit(".", 1)[-1]: key for inside, key in rest.items()}
         # Whole names are compared, as a section may be missing; a long common section does not make two keys similar.
         close = _closest("_".join(parts[1:]), list(flat))
-        if close and (_are_near(parts[-1], flat[close].rsplit(".", 1)[-1]) or len(parts) == 2):
+        if close and (_closest(parts[-1], [flat[close].rsplit(".", 1)[-1]]) or len(parts) == 2):
             return flat[close]
         if close := _closest(parts[-1], list(last)):
             return last[close]
@@ -86,7 +86,3 @@ def _nearest(parts: Sequence[str], known: Sequence[str]) -> str | None:
 
 def _closest(word: str, words: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word[:100], words, n=1, cutoff=_NEAR)), None)
-
-
-def _are_near(word: str, other: str) -> bool:
-    return bool(_closest(word, [other]))

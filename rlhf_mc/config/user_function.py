@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,10 @@ def load_attribute(section: str, path: str, name: str) -> Any:
         spec.loader.exec_module(module)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
-    found = getattr(module, name, None)
-    if found is None:
+    attribute = getattr(module, name, None)
+    if attribute is None:
         raise UserError(f"{where}: has no function {name!r} ({section}.name)")
-    return found
+    return attribute
 
 
 def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
@@ -67,8 +68,6 @@ def load_function(section: str, path: str, name: str) -> Callable[[Any], Any]:
 
 def describe_error(error: BaseException) -> str:
     """Return an exception as one line, with the file and line where it was raised."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    line = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame is not None else ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    line = f" ({os.path.basename(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"{type(error).__name__}: {one_line(str(error), MOST_ERROR_CHARACTERS)}{line}"

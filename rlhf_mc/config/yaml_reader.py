@@ -112,10 +112,10 @@ def line_too_deep(text: str, opening: str, closing: str, deepest: int) -> int | 
     """Return the first line with more than `deepest` brackets open, or None. Those in quotes and comments count too:
     parsers take seconds for more than any text has."""
     depth = 0
-    for found in re.finditer(f"({opening})|{closing}", text, re.MULTILINE):
-        depth = depth + 1 if found[1] else max(0, depth - 1)
+    for bracket in re.finditer(f"({opening})|{closing}", text, re.MULTILINE):
+        depth = depth + 1 if bracket[1] else max(0, depth - 1)
         if depth > deepest:
-            return text.count("\n", 0, found.start()) + 1
+            return text.count("\n", 0, bracket.start()) + 1
     return None
 
 

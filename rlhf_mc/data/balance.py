@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from rlhf_mc.config.roles import PASSES
-from rlhf_mc.config.schema import Config, reward_models, value_of
+from rlhf_mc.config.schema import Config, get_setting, reward_models
 
 Cost = Callable[[int], float]
 """Cost of a sequence as a function of its number of tokens, > 0, in any unit. Attention makes it grow faster than the
@@ -36,9 +36,9 @@ def micro_batch_limits(cfg: Config) -> dict[str, Limit]:
     of sequences, by default the actor's. Phases of models that the run does not have never ask for theirs."""
     limits: dict[str, Limit] = {}
     for phase, settings in {**PASSES, **{role: f"{role}.forward" for role in reward_models(cfg)}}.items():
-        limits[phase] = value_of(cfg, f"{settings}_max_token_len_per_gpu")
+        limits[phase] = get_setting(cfg, f"{settings}_max_token_len_per_gpu")
         if not cfg.actor.use_dynamic_bsz:
-            size = value_of(cfg, f"{settings}_micro_batch_size_per_gpu") or cfg.actor.ppo_micro_batch_size_per_gpu
+            size = get_setting(cfg, f"{settings}_micro_batch_size_per_gpu") or cfg.actor.ppo_micro_batch_size_per_gpu
             assert size is not None, "config/checks.py ensures it"
             limits[phase] = Sequences(size)
     return limits

@@ -52,7 +52,7 @@ class Generation:
     token_ids: list[int]
     """Sampled tokens, the end-of-sequence token included where one was sampled."""
     log_probs: list[float]
-    """vLLM's log-prob of each sampled token at the sampling temperature."""
+    """The engine's log-prob of each sampled token at the sampling temperature."""
     finished: bool
     """True: ended with an end token; False: truncated at max_response_length."""
 
@@ -67,7 +67,7 @@ class Responses(Sequence[Generation]):
     tokens: np.ndarray
     """[R] int32: their tokens, end to end."""
     log_probs: np.ndarray
-    """[R] float32: vLLM's log-prob of each token at the sampling temperature."""
+    """[R] float32: the engine's log-prob of each token at the sampling temperature."""
     finished: np.ndarray
     """[S] bool: as Generation has it."""
 
@@ -122,7 +122,7 @@ class RaggedBatch:
     response_lens: torch.Tensor
     """[S] int64, each at least 1."""
     rollout_log_probs: torch.Tensor
-    """[R] float32: vLLM's log-probs."""
+    """[R] float32: the engine's log-probs."""
     finished: torch.Tensor
     """[S] bool: the response ended with an end token."""
     scores: torch.Tensor | None = None

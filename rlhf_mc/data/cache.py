@@ -20,9 +20,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc import durable, json_files
-from rlhf_mc.config.errors import reason_of
+from rlhf_mc.config.errors import error_reason
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 FORMAT = 2
 """Raised when the same inputs give other tokens, or the file's layout changes."""
@@ -112,7 +112,7 @@ def read(directory: str, key: str) -> Tokens | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        say(f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})")
+        print_line(f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})")
         return None
     with np.load(io.BytesIO(arrays), allow_pickle=False) as entry:
         plain = json_files.parse(entry["about"].tobytes())
@@ -133,7 +133,9 @@ def write(directory: str, key: str, tokens: Tokens) -> None:
         durable.write(staging, _checksum(key, buffer.getbuffer()) + buffer.getbuffer())
         os.replace(staging, path)
     except OSError as error:
-        say(f"warning: data.cache_dir: {path} cannot be written, the next start tokenises again ({reason_of(error)})")
+        print_line(
+            f"warning: data.cache_dir: {path} cannot be written, the next start tokenises again ({error_reason(error)})"
+        )
         with contextlib.suppress(OSError):
             staging.unlink()
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.config.errors import NodeError, UserError, about
+from rlhf_mc.config.errors import NodeError, UserError, error_prefix
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data import cache
 from rlhf_mc.data.cache import Counts, Tokens
@@ -119,7 +119,7 @@ def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> tuple[Rows, 
     another file. Every rank must call it."""
 
     def read() -> tuple[Rows, str]:
-        with about(f"{where}:"):
+        with error_prefix(f"{where}:"):
             return open_rows(file, cfg, by_rule), digest(file)
 
     rows, content = on_every_rank(read)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import NodeError, UserError, reason_of
+from rlhf_mc.config.errors import NodeError, UserError, error_reason
 from rlhf_mc.config.schema import Config, DataConfig, reward_models
 
 REFERENCE = "reward_model"
@@ -214,7 +214,7 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        raise NodeError(f"cannot be read ({reason_of(error)})") from error
+        raise NodeError(f"cannot be read ({error_reason(error)})") from error
 
 
 # ---------------------------------------------------------------- either format
@@ -271,4 +271,4 @@ def digest(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise NodeError(f"cannot be read ({reason_of(error)})") from error
+        raise NodeError(f"cannot be read ({error_reason(error)})") from error

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import NodeError, UserError, reason_of
+from rlhf_mc.config.errors import NodeError, UserError, error_reason
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files of which a directory with a tokenizer has one."""
@@ -62,7 +62,7 @@ def _read_template(path: str, key: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise NodeError(f"{key} {path}: cannot be read ({reason_of(error)})") from error
+        raise NodeError(f"{key} {path}: cannot be read ({error_reason(error)})") from error
     except UnicodeDecodeError as error:
         raise NodeError(f"{key} {path}: not a text in UTF-8 ({error})") from error
     if not text.strip():

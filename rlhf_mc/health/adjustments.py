@@ -46,8 +46,8 @@ class Adjustments:
         self._made: list[Adjustment] = []
 
     def load(self) -> None:
-        """Read the file; without one there are none. Raise UserError on every rank if a line is none. Every rank must
-        call it, after the directory is that of this run."""
+        """Read the file; without one there are none. Raise UserError on every rank if a line is no adjustment. Every
+        rank must call it, after the directory belongs to this run."""
         self._made = on_rank_0(self._read, SUBJECT)
 
     def add(self, adjustment: Adjustment) -> None:
@@ -61,34 +61,34 @@ class Adjustments:
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the factor of the learning rates in a step."""
-        factors = [made.value for made in self._of("learning_rate_factor") if made.after_step < step]
+        factors = [made.value for made in self._all("learning_rate_factor") if made.after_step < step]
         return math.prod(factors)
 
     def kl_coef(self, step: int) -> float | None:
         """Return the coefficient that the KL term has in a step in place of the configured one; None: no other."""
-        return next((made.value for made in reversed(self._of("kl_coef")) if made.after_step < step), None)
+        return next((made.value for made in reversed(self._all("kl_coef")) if made.after_step < step), None)
 
     def max_token_len(self, phase: str, step: int, update: int) -> int | None:
         """Return the token budget of an update's micro-batches in place of the configured one; None: no other."""
         made = [
-            a for a in self._of("max_token_len") if a.phase == phase and (a.after_step + 1, a.update) <= (step, update)
+            a for a in self._all("max_token_len") if a.phase == phase and (a.after_step + 1, a.update) <= (step, update)
         ]
         return min((int(a.value) for a in made), default=None)
 
     def in_effect(self, after_step: int) -> list[str]:
-        """Return a line for each setting that is not that of the config in the step after this one."""
+        """Return a line for each setting that differs from the config in the step after this one."""
         step = after_step + 1
         lines = []
         if (factor := self.learning_rate_factor(step)) != 1.0:
             lines.append(f"learning rates are those of the config times {factor:g}")
         if (coef := self.kl_coef(step)) is not None:
             lines.append(f"the KL coefficient is {coef:g}")
-        for phase in sorted({made.phase for made in self._of("max_token_len")}):
+        for phase in sorted({made.phase for made in self._all("max_token_len")}):
             if (tokens := self.max_token_len(phase, step, 0)) is not None:
                 lines.append(f"{phase} has micro-batches of at most {tokens} tokens")
         return [f"{line} ({self._path.name}; without the file they are the config's)" for line in lines]
 
-    def _of(self, setting: str) -> list[Adjustment]:
+    def _all(self, setting: str) -> list[Adjustment]:
         return [made for made in self._made if made.setting == setting]
 
     def _read(self) -> list[Adjustment]:
@@ -103,7 +103,7 @@ class Adjustments:
 
 
 def _parsed(path: Path, number: int, line: str) -> Adjustment:
-    """Return the adjustment of a line. The file is replaced atomically, so that a line that is none was edited."""
+    """Return the adjustment of a line. The file is replaced atomically: a line that is no adjustment was edited."""
     try:
         row: Mapping[str, object] = json_files.parse(line)
         made = Adjustment(**row)  # type: ignore[arg-type]

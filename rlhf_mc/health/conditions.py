@@ -47,7 +47,7 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunTraits:
     """Properties of a run that the rules depend on, beside its metrics."""
 
     updates_per_step: int = 1
@@ -55,7 +55,7 @@ class Facts:
     compares_groups: bool = False
     """The advantage estimator compares the responses to one prompt."""
     logprob_bound: float | None = None
-    """Bound of the mean log-prob difference between vLLM and trainer; None: they are not compared."""
+    """Bound of the mean log-prob difference between rollout engine and trainer; None: they are not compared."""
 
 
 class Past:
@@ -93,7 +93,7 @@ class Observed:
     metrics: Mapping[str, float]
     past: Past
     cfg: HealthConfig
-    facts: Facts
+    traits: RunTraits
 
     def get(self, key: str) -> float | None:
         """Return a metric, or None where it is missing or not finite."""
@@ -151,10 +151,6 @@ def not_finite(seen: Observed) -> Violation | None:
     return None
 
 
-def kl_explosion(seen: Observed) -> Violation | None:
-    return seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL)
-
-
 def policy_collapsed(seen: Observed) -> Violation | None:
     violation = seen.below("entropy_collapse", ENTROPY)
     started = seen.past.first
@@ -167,18 +163,6 @@ def policy_collapsed(seen: Observed) -> Violation | None:
     if not kls:  # a run that begins with a trained policy has no entropy either: what counts is what it has lost
         return violation if score <= (started[SCORE] + min(seen.past.lowest_score, score)) / 2 else None
     return violation if max(kls) > _FAR else None
-
-
-def ppo_kl_low(seen: Observed) -> Violation | None:
-    return seen.below("ppo_kl_min", PPO_KL) if seen.facts.updates_per_step > 1 else None
-
-
-def grad_norm_growing(seen: Observed) -> Violation | None:
-    return seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS)
-
-
-def entropy_falling(seen: Observed) -> Violation | None:
-    return seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY)
 
 
 def _is_saturated(seen: Observed) -> bool:
@@ -223,13 +207,13 @@ def reward_saturated(seen: Observed) -> Violation | None:
 
 
 def equal_groups(seen: Observed) -> Violation | None:
-    if not seen.facts.compares_groups:
+    if not seen.traits.compares_groups:
         return None
     return seen.above("equal_groups_max", "train/dropped_groups_ratio", "train/equal_groups_ratio")
 
 
 def rollout_mismatch(seen: Observed) -> Violation | None:
-    bound = seen.facts.logprob_bound
+    bound = seen.traits.logprob_bound
     if bound is None:
         return None
     for name, limit in (("mean", bound), ("p99", TAIL * bound)):
@@ -237,7 +221,3 @@ def rollout_mismatch(seen: Observed) -> Violation | None:
         if value is not None and value > limit:
             return Violation(key, value, f"above {limit:.3g}", "trainer.max_rollout_logprob_diff")
     return None
-
-
-def throughput_falling(seen: Observed) -> Violation | None:
-    return seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT)

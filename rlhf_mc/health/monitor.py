@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.health.conditions import Facts, Observed, Past, Violation
+from rlhf_mc.health.conditions import Observed, Past, RunTraits, Violation
 from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.run_files import read_rows
 
@@ -39,13 +39,13 @@ class Event:
 
     step: int
     rule: HealthRule
-    finding: Violation
+    violation: Violation
     event: str
     """begins, ends, acts or ROLLED_BACK."""
     action: str
     """note, warn, stop, ..."""
     count: int
-    """Consecutive steps so far; for `ends` those of the time that ends."""
+    """Consecutive steps so far; for `ends` the steps of the time that ends."""
     text: str
     """The console line."""
     rolled_back_to: int | None = None
@@ -53,16 +53,16 @@ class Event:
 
     def row(self, run_id: str) -> dict[str, Any]:
         """Return the event as an object of health.jsonl."""
-        value = self.finding.value
+        value = self.violation.value
         back = {} if self.rolled_back_to is None else {_BACK_TO: self.rolled_back_to}
         return {
             "step": self.step,
             "run_id": run_id,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "rule": self.rule.name,
-            "metric": self.finding.metric,
+            "metric": self.violation.metric,
             "value": value if math.isfinite(value) else None,
-            "bound": self.finding.bound + (f" ({self.finding.setting})" if self.finding.setting else ""),
+            "bound": self.violation.bound + (f" ({self.violation.setting})" if self.violation.setting else ""),
             "count": self.count,
             "action": self.action,
             "event": self.event,
@@ -93,17 +93,21 @@ class Monitor:
     from the rows of metrics.jsonl."""
 
     def __init__(
-        self, cfg: HealthConfig, facts: Facts, say: Callable[[str], object], write: Callable[[Event], object]
+        self,
+        cfg: HealthConfig,
+        traits: RunTraits,
+        print_line: Callable[[str], object],
+        write: Callable[[Event], object],
     ) -> None:
-        """say: prints a console line. write: writes an event to health.jsonl."""
+        """print_line: prints a line on the console. write: writes an event to health.jsonl."""
         self._cfg = cfg
-        self._facts = facts
-        self._say = say
+        self._traits = traits
+        self._print_line = print_line
         self._write = write
         self._past = Past(max(cfg.window, cfg.reward_window))
         self._rules = [rule for rule in RULES if getattr(cfg.responses, rule.name) != "off"]
         self._counts = {rule.name: _Count() for rule in self._rules}
-        self._findings: dict[str, Violation] = {}
+        self._violations: dict[str, Violation] = {}
         self._acting: set[str] = set()
         """Rules whose action is in health.jsonl since they began to count."""
         self._is_replaying = False
@@ -118,26 +122,26 @@ class Monitor:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> StepHealth:
         """Check all rules on the metrics of a step. Print and write what begins and ends."""
-        seen = Observed(metrics, self._past, self._cfg, self._facts)
+        seen = Observed(metrics, self._past, self._cfg, self._traits)
         acting = []
         num_active = 0
         is_healthy = True
         for rule in self._rules:
-            finding = rule.check(seen)
+            violation = rule.check(seen)
             count = self._counts[rule.name]
-            if finding is None:
+            if violation is None:
                 self._end(rule, count, step)
                 continue
             is_healthy = is_healthy and not rule.harms_policy
             count.consecutive += 1
-            self._findings[rule.name] = finding
+            self._violations[rule.name] = violation
             if count.consecutive < rule.steps_needed(self._cfg):
                 continue
             num_active += 1
-            self._count(rule, count, step, finding)
+            self._count(rule, count, step, violation)
             if (action := self._action(rule)) not in ("note", "warn"):
-                text = _line(step, rule, finding, count.consecutive)
-                acting.append(Event(step, rule, finding, "acts", action, count.consecutive, text))
+                text = _line(step, rule, violation, count.consecutive)
+                acting.append(Event(step, rule, violation, "acts", action, count.consecutive, text))
                 if rule.name not in self._acting:
                     self._emit(acting[-1])
         self._acting = set() if self._is_replaying else {event.rule.name for event in acting}
@@ -155,16 +159,16 @@ class Monitor:
     def _action(self, rule: HealthRule) -> str:
         return str(getattr(self._cfg.responses, rule.name))
 
-    def _count(self, rule: HealthRule, count: _Count, step: int, finding: Violation) -> None:
+    def _count(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
         """Count a step of a rule that has held for long enough. Print its line in the first such step of the run, and a
         short one after 10, 100, 1000, ... of them."""
         count.total += 1
         count.first = count.first or step
         count.last = step
         begins = count.consecutive == rule.steps_needed(self._cfg)
-        text = _line(step, rule, finding, count.consecutive)
+        text = _line(step, rule, violation, count.consecutive)
         if begins:
-            self._emit(Event(step, rule, finding, "begins", self._action(rule), count.consecutive, text))
+            self._emit(Event(step, rule, violation, "begins", self._action(rule), count.consecutive, text))
         if self._action(rule) == "note":
             return
         if count.total == 1:
@@ -172,13 +176,13 @@ class Monitor:
             self._print(f"  {rule.meaning}; {rule.setting}")
         elif math.log10(count.total).is_integer():
             since = f"in {count.total} steps since {count.first}"
-            self._print(f"health: step {step}: {rule.name} {since}: {finding.metric} is {finding.value:.3g}")
+            self._print(f"health: step {step}: {rule.name} {since}: {violation.metric} is {violation.value:.3g}")
 
     def _end(self, rule: HealthRule, count: _Count, step: int) -> None:
         if count.consecutive >= rule.steps_needed(self._cfg):
             text = f"health: step {step}: {rule.name} ends after {count.consecutive} steps"
-            finding = self._findings[rule.name]
-            self._emit(Event(step, rule, finding, "ends", self._action(rule), count.consecutive, text))
+            violation = self._violations[rule.name]
+            self._emit(Event(step, rule, violation, "ends", self._action(rule), count.consecutive, text))
         count.consecutive = 0
 
     def _emit(self, event: Event) -> None:
@@ -187,7 +191,7 @@ class Monitor:
 
     def _print(self, text: str) -> None:
         if not self._is_replaying:
-            self._say(text)
+            self._print_line(text)
 
 
 def keep_events_up_to(path: Path, step: int) -> None:
@@ -206,7 +210,7 @@ def keep_events_up_to(path: Path, step: int) -> None:
     durable.replace(path, "".join(reversed(kept)).encode())
 
 
-def _line(step: int, rule: HealthRule, finding: Violation, consecutive: int = 1) -> str:
+def _line(step: int, rule: HealthRule, violation: Violation, consecutive: int = 1) -> str:
     """Return what is wrong, in one line. consecutive: steps in which the rule has held."""
     lasting = f", for {consecutive} steps" if consecutive > 1 else ""
-    return f"health: step {step}: {rule.name}: {finding.metric} is {finding.value:.3g}, {finding.bound}{lasting}"
+    return f"health: step {step}: {rule.name}: {violation.metric} is {violation.value:.3g}, {violation.bound}{lasting}"

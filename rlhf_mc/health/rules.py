@@ -1,5 +1,6 @@
 """The health rules as data: what each reads, its condition, what that means, and which setting to turn. The conditions
-are in health/conditions.py, bounds and responses in config/health_schema.py, counting and printing in health.py.
+with more than one expression are in health/conditions.py, bounds and responses in config/health_schema.py, counting and
+printing in health/monitor.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.health import conditions as conditions
+from rlhf_mc.health import conditions
 from rlhf_mc.health.conditions import (
     ENTROPY,
     GRAD_NORMS,
@@ -61,7 +62,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "kl_explosion",
         (PPO_KL, *REF_KL),
-        conditions.kl_explosion,
+        lambda seen: seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL),
         "an update has thrown the policy off",
         "lower actor.optim.lr; go back to a checkpoint before",
         "It seldom returns by itself. actor.optim.lr_warmup_steps and a larger algorithm.kl_ctrl.kl_coef help.",
@@ -88,7 +89,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "ppo_kl_low",
         (PPO_KL,),
-        conditions.ppo_kl_low,
+        lambda seen: seen.below("ppo_kl_min", PPO_KL) if seen.traits.updates_per_step > 1 else None,
         "the updates hardly move the policy",
         "raise actor.optim.lr or actor.ppo_epochs",
         "Only if the reward rises slowly: many good runs are below. In the first update of a step the KL is 0 by "
@@ -106,7 +107,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "grad_norm_growing",
         GRAD_NORMS,
-        conditions.grad_norm_growing,
+        lambda seen: seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS),
         "gradients grow: training becomes unstable",
         "lower actor.optim.lr or critic.optim.lr",
         "Compare actor/ppo_kl and the longest responses.",
@@ -123,7 +124,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "entropy_falling",
         (ENTROPY,),
-        conditions.entropy_falling,
+        lambda seen: seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY),
         "the policy soon explores nothing",
         "raise actor.entropy_coeff or actor.clip_ratio_high",
         "A lower actor.optim.lr slows it down.",
@@ -207,7 +208,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "throughput_falling",
         (THROUGHPUT,),
-        conditions.throughput_falling,
+        lambda seen: seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT),
         "steps take longer than they did",
         "compare the timing_s/* of this step and earlier ones",
         "Another program, a throttled GPU, slow storage, or one slow rank.",

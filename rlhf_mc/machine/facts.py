@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -197,19 +196,9 @@ def apex() -> Library:
     return imported("apex", "import torch, apex, amp_C, fused_weight_gradient_mlp_cuda")[0]
 
 
-def file_limits() -> tuple[int, int]:
-    """Return how many files a process may have open: the soft and the hard limit."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def locked_memory_limit() -> int:
-    """Return how many bytes a process may lock in memory; -1 for any number."""
-    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-
-
-def shared_memory() -> tuple[int, int]:
-    """Return the size of /dev/shm and what is free of it, in bytes."""
-    usage = shutil.disk_usage("/dev/shm")
+def file_system(path: str) -> tuple[int, int]:
+    """Return the size of the file system of a path, and what is free of it, in bytes."""
+    usage = shutil.disk_usage(path)
     return usage.total, usage.free
 
 
@@ -291,26 +280,13 @@ def available_memory() -> int:
 
 
 def memory_margins(root: Path = CGROUPS) -> Iterator[int]:
-    """Yield for each control group of this process that limits memory what is left of it."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
-    if group is None:
-        return
-    for parents in range(len(Path(group).parts) + 1):
-        path = root.joinpath(*Path(group).parts[:parents])
-        try:
-            limit = (path / "memory.max").read_text().strip()
-            used = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
-        except OSError:  # the root, or a group outside of this namespace
-            continue
-        if limit != "max":
-            yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
-
-
-def disk() -> tuple[int, int]:
-    """Return the size of the file system of the current directory and what is free of it, in bytes."""
-    usage = shutil.disk_usage(".")
-    return usage.total, usage.free
+    """Yield for each control group of this process (version 2) that limits memory what is left of it."""
+    for file in _limit_files(Path("/proc/self/cgroup").read_text(), root):
+        with suppress(OSError):  # the root has none
+            limit = file.read_text().strip()
+            if file.name == "memory.max" and limit != "max":
+                used = dict(line.split() for line in file.with_name("memory.stat").read_text().splitlines())
+                yield max(0, int(limit) - int(used["anon"]) - int(used["shmem"]))
 
 
 def compilers() -> dict[str, str | None]:

@@ -26,7 +26,7 @@ from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.phase_work import PhaseWork
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.run_files import PROFILE
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.rank_status import WRITE_PROFILE
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import ProcessGroups, barrier
@@ -44,7 +44,7 @@ def warn_of_unreached(cfg: Config, done: int, last: int) -> None:
     unreached = [step for step in unreached if not (root / f"step_{step}" / PHASES_FILE).exists()]
     if unreached:
         does = f"runs steps {done + 1} to {last}" if last > done else "runs no step"
-        say(f"warning: profile.steps has {', '.join(map(str, unreached))}; this start {does}", rank_0_only=True)
+        print_line(f"warning: profile.steps has {', '.join(map(str, unreached))}; this start {does}", rank_0_only=True)
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -
         if groups.rank == 0:
             view(str(path / PHASES_FILE), lambda: _write_json(root / path / PHASES_FILE, step, ranks))
             if "console" in cfg.trainer.logger:
-                say("\n".join(phase_table.as_text(step, ranks)), sys.stdout)
+                print_line("\n".join(phase_table.as_text(step, ranks)), sys.stdout)
 
 
 @contextlib.contextmanager

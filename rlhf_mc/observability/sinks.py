@@ -19,14 +19,14 @@ from typing import Any, Protocol, TextIO
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_mc import durable
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.recorded import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.observability.progress import Progress
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
 from rlhf_mc.run_files import METRICS_FILE, keep_up_to, read_rows
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 TENSORBOARD_DIR = "tensorboard"
 
@@ -122,9 +122,9 @@ def view(what: str, write: Callable[[], object]) -> bool:
         count(file_seconds=time.perf_counter() - start)
         return True
     except Exception as error:
-        text = reason_of(error) if isinstance(error, OSError) else str(error)
+        text = error_reason(error) if isinstance(error, OSError) else str(error)
         reason = next(iter(text.splitlines()), type(error).__name__)
-        say(f"warning: {what} cannot be written ({reason}); the run continues without")
+        print_line(f"warning: {what} cannot be written ({reason}); the run continues without")
         return False
 
 
@@ -225,4 +225,4 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"trainer.default_local_dir: cannot write {path}: {reason_of(error)}") from error
+        raise UserError(f"trainer.default_local_dir: cannot write {path}: {error_reason(error)}") from error

@@ -1,8 +1,7 @@
 """Host memory of a node: what offloads, asynchronous saves, the batch, an export and the processes themselves take.
 
-Weight updates take none on GPUs, where NCCL carries them. vLLM copies no weights to the host when it sleeps. Prompts
-are not counted: they are known only when the data is read.
-"""
+Weight updates take none on GPUs, where NCCL carries them. The rollout engine copies no weights to the host when it
+sleeps. Prompts are not counted: they are known only when the data is read."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config
 
 
@@ -34,4 +34,4 @@ def expected_lengths(cfg: Config, prompt: float | None, response: float | None) 
 
 def responses_per_prompt(cfg: Config) -> int:
     """Return the responses to a prompt, the greedy one of remax included."""
-    return cfg.rollout.n + needs_of(cfg.algorithm).greedy_baseline
+    return cfg.rollout.n + estimator_needs(cfg.algorithm).greedy_baseline

@@ -1,7 +1,7 @@
 """Device memory of each rank in each phase of a step, from the settings and the shapes of the models.
 
 What is resident follows from config/device_placement.py and the offload settings, as the offload schedule moves it.
-vLLM takes the share of the device that rollout.gpu_memory_utilization gives it.
+The rollout engine takes the share of the device that rollout.gpu_memory_utilization gives it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.device_placement import row_of
+from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.balance import Limit, Sequences, micro_batch_limits
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks
+from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
 RESERVED = 3 << 30
@@ -61,10 +62,10 @@ def sum_by_name(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The memory of vLLM on one rank, in bytes."""
+    """The memory of the rollout engine on one rank, in bytes."""
 
     budget: float
-    """The share of the device that vLLM takes in all."""
+    """The share of the device that the engine takes in all."""
     weights: int
     """Its weights, without those that alias the actor's."""
     staged: int
@@ -110,7 +111,9 @@ def plan_memory(
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
     are a rank's share of the memory of its node."""
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in shapes}
-    tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+    rollout_tp = cfg.rollout.tensor_model_parallel_size
+    layout = engine_factory(cfg.rollout).layout
+    tp_rank = rollout_tp_ranks(shapes["actor"], meshes["actor"], rollout_tp, layout, gpus_per_node)
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank in _one_of_each_stage(list(meshes.values())) if one_of_each_stage else range(world):
         alike.setdefault((*(model_coordinate(mesh, rank) for mesh in meshes.values()), tp_rank[rank]), []).append(rank)
@@ -183,14 +186,14 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
     passes = [phase for phase in work if phase != "update_weights"]
     # Every run may save, if only when it is preempted. load_checkpoint needs what save_checkpoint does.
     for name in ("update_weights", "gen", *passes, "save_checkpoint", "export"):
-        row = row_of(name)
+        row = parts_on_device(name)
         assert row is not None
         parts: dict[str, float] = {}
         for role, model in models.items():
             parts |= model.resident(row.get(role, frozenset()))
-        if not cfg.rollout.free_cache_engine or "kv_cache" in row["vllm"]:
+        if not cfg.rollout.free_cache_engine or "kv_cache" in row["rollout"]:
             parts["vLLM"] = rollout.budget
-        elif "weights" in row["vllm"]:
+        elif "weights" in row["rollout"]:
             parts["vLLM weights"] = float(rollout.weights)
         yield Phase(
             name, {key: size for key, size in {**parts, **work.get(name, {}), "reserved": reserved}.items() if size}
@@ -232,7 +235,8 @@ def _rollout(
     itemsize = ITEMSIZES[dtype]
     tp = settings.tensor_model_parallel_size
     place = model_coordinate(mesh, rank)
-    own = own_rollout_weights(shape, mesh, place, tp_rank, tp, dtype, cfg.reshard.share_weights, cuda)
+    layout = engine_factory(settings).layout
+    own = own_rollout_weights(shape, mesh, place, tp_rank, tp, layout, dtype, cfg.reshard.share_weights, cuda)
     weights = sum(own.values()) * itemsize
     staged = 0
     if settings.quantization is not None:

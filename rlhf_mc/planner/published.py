@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.roles import uses_critic
-from rlhf_mc.config.schema import reward_models, value_of
+from rlhf_mc.config.schema import get_setting, reward_models
 
 MODELS = Path(__file__).parent / "models"
 PUBLISHED = tuple(sorted(path.parent.name for path in MODELS.glob("*/config.json")))
@@ -32,7 +32,7 @@ def with_model(source: str, overrides: Sequence[str], model: str | None) -> list
     cfg = load_config(source, overrides)
     critic = ["critic.model_path"] if uses_critic(cfg) and cfg.critic.model_path is not None else []
     keys = ["model.path", *critic, *(f"{role}.model_path" for role in reward_models(cfg))]
-    paths = {key: Path(value_of(cfg, key)) for key in keys}
+    paths = {key: Path(get_setting(cfg, key)) for key in keys}
     replaced = [key for key in keys if model is not None and paths[key] == paths["model.path"]]
     for key in keys:
         if key not in replaced and not (path := paths[key] / _CONFIG).exists():

@@ -17,7 +17,7 @@ from rlhf_mc.planner.model_state import ITEMSIZES, ModelState, frozen_state, tra
 from rlhf_mc.reshard.aliasing import find_aliases
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.layout import Layout, vllm_layout
+from rlhf_mc.reshard.layout import Layout, RankLayout
 from rlhf_mc.reshard.placement import training_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
@@ -39,9 +39,11 @@ def planned_layouts(shape: ModelShape, mesh: Mesh, cuda: bool) -> list[Layout]:
 
 
 @functools.lru_cache(maxsize=64)
-def rollout_tp_ranks(shape: ModelShape, mesh: Mesh, rollout_tp: int, gpus_per_node: int) -> Mapping[int, int]:
+def rollout_tp_ranks(
+    shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout, gpus_per_node: int
+) -> Mapping[int, int]:
     """Return the place of each rank in its rollout engine."""
-    groups = choose_rollout_groups(shape, mesh, rollout_tp, gpus_per_node)
+    groups = choose_rollout_groups(shape, mesh, rollout_tp, layout, gpus_per_node)
     return {rank: place for group in groups for place, rank in enumerate(group)}
 
 
@@ -84,10 +86,19 @@ def _cached_state(
 
 @functools.lru_cache(maxsize=4096)
 def own_rollout_weights(
-    shape: ModelShape, mesh: Mesh, place: Coordinate, tp_rank: int, tp: int, dtype: str, shares: bool, cuda: bool
+    shape: ModelShape,
+    mesh: Mesh,
+    place: Coordinate,
+    tp_rank: int,
+    tp: int,
+    layout: RankLayout,
+    dtype: str,
+    shares: bool,
+    cuda: bool,
 ) -> Mapping[str, int]:
-    """Return the elements of vLLM's parameters by name, without those that alias the actor's, on the ranks of a place
-    in the training mesh and of this tensor-parallel rank of an engine. shares: reshard.share_weights."""
-    target = vllm_layout(shape, tp_rank, tp)
+    """Return the elements of the rollout engine's parameters by name, without those that alias the actor's, on the
+    ranks of a place in the training mesh and of this tensor-parallel rank of an engine. layout: the engine's; shares:
+    reshard.share_weights."""
+    target = layout(shape, tp_rank, tp)
     aliased = find_aliases(layout_at(shape, mesh, place, cuda), target, ITEMSIZES[dtype]) if shares else {}
     return {name: math.prod(size) for name, size in target.stacked_shapes.items() if name not in aliased}

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.config.load import sections_of
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.load import nest_settings
 from rlhf_mc.config.schema import Config
 from rlhf_mc.config.yaml_reader import yaml_document
 from rlhf_mc.planner.host_memory import NodeMemory
@@ -128,7 +128,7 @@ def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traf
             {
                 "ranks": list(ranks.ranks),
                 "phases": {phase.name: dict(phase.parts) for phase in ranks.phases},
-                "vllm": {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
+                "rollout": {**vars(ranks.rollout), "kv_cache": ranks.rollout.kv_cache},
             }
             for ranks in plan
         ],
@@ -214,9 +214,9 @@ def write_config(path: str, command: str, settings: Mapping[str, Any], choice: C
     """Write the user's settings with the chosen ones as a new config file. command: the one that was run. Raise
     UserError if it cannot be written."""
     head = f"# Written by: {command}\n# Settings of the planner's search replace those of its config.\n"
-    text = f"{head}\n{yaml_document(sections_of({**settings, **choice.settings}))}"
+    text = f"{head}\n{yaml_document(nest_settings({**settings, **choice.settings}))}"
     try:
         with Path(path).open("x") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"--write: {path} cannot be written ({reason_of(error)})") from error
+        raise UserError(f"--write: {path} cannot be written ({error_reason(error)})") from error

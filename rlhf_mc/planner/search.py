@@ -1,6 +1,6 @@
 """Search for the settings with the shortest step that fit: layouts of training and rollout, token budgets,
-recomputation, offload, the share of vLLM. All other settings are the user's. Megatron sections other than the actor's
-inherit what they leave out.
+recomputation, offload, the rollout engine's share. All other settings are the user's. Megatron sections other than the
+actor's inherit what they leave out.
 
 Candidates are visited by a bound of their step time that takes an unlimited KV cache and no offload, so that the search
 ends once no candidate can be better.
@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import load_config, sections_of
+from rlhf_mc.config.load import load_config, nest_settings
 from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
 from rlhf_mc.planner.gpus import Machine
@@ -28,9 +28,10 @@ from rlhf_mc.planner.rank_layouts import planned_layouts
 from rlhf_mc.planner.start import Capacity, MemoryFit, check_fit, plan_run, planned_shapes
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
-from rlhf_mc.reshard.layout import check_vllm, logical_shapes
+from rlhf_mc.reshard.layout import logical_shapes
 from rlhf_mc.reshard.model_checks import check_layouts
-from rlhf_mc.runtime.console import say
+from rlhf_mc.rollout.engines import engine_factory
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.mesh import training_mesh
 
 MARGIN = 0.05
@@ -42,7 +43,7 @@ SECONDS = 45.0
 """Time after which a search begins nothing new and returns the best so far."""
 MOST_RANKS = 4096
 """Ranks beyond which a search leaves out the weight update, whose plan for all of them takes minutes."""
-_SAID_EVERY = 5.0
+_PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _MOST_CHUNKS = 8
 _LARGEST_BUDGET = 1 << 16
@@ -103,11 +104,15 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     run = _Search(settings, machine, capacity, lengths)
     choices = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
     if run.time.is_up:
-        say(f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all")
+        print_line(
+            f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all"
+        )
     if run.time.is_up and not choices:
         raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
     if machine.world > MOST_RANKS:
-        say(f"of more than {MOST_RANKS} GPUs the times leave out the weight update; plan the choice without --search")
+        print_line(
+            f"of more than {MOST_RANKS} GPUs the times leave out the weight update; plan the choice without --search"
+        )
     if not choices:
         host = "" if capacity.host_bytes is None else " and the host memory of their nodes"
         raise UserError(
@@ -122,16 +127,16 @@ class _Time:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._said = self._start
+        self._printed = self._start
         self.is_up = False
         """The search has left something out."""
 
     def is_over(self, share: float, done: str) -> bool:
-        """Return whether this share of the time is over. done: what the search has done, which it says at times."""
+        """Return whether this share of the time is over. done: what the search has done, which is printed at times."""
         now = time.monotonic()
-        if now - self._said >= _SAID_EVERY:
-            self._said = now
-            say(f"search: {done} ({now - self._start:.0f} s)")
+        if now - self._printed >= _PRINT_SECONDS:
+            self._printed = now
+            print_line(f"search: {done} ({now - self._start:.0f} s)")
         is_over = now - self._start > share * SECONDS
         self.is_up |= is_over
         return is_over
@@ -166,11 +171,9 @@ class _Search:
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
                 break
             choice = self._fitting(candidate)
-            if choice is None:
-                continue
-            key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
-            both = [choice, *([best[key]] if key in best else [])]
-            best[key] = _ranked(both)[0]
+            if choice is not None:
+                key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
+                best[key] = _ranked([choice, best.get(key, choice)])[0]
         complete: list[Choice] = []
         for choice in _ranked(list(best.values())):
             if len(complete) == top or (
@@ -180,15 +183,14 @@ class _Search:
             complete += filter(None, [self._complete(choice)])
         return _ranked(complete)
 
-    # ---------------------------------------------------------------- candidates
-
     def _candidates(self, beyond_node: bool) -> Iterator[_Candidate]:
         """Yield all candidates whose layout the models, and the config's other settings, allow."""
         error = None
+        engine = engine_factory(self._base.rollout)
         rollouts: dict[int, float] = {}
         for rollout_tp in self._group_sizes(beyond_node):
             try:
-                check_vllm(self._shapes["actor"], rollout_tp)
+                engine.check_layout(self._shapes["actor"], rollout_tp)
             except UserError:
                 continue
             cfg = self._config({_ROLLOUT_TP: rollout_tp})
@@ -297,8 +299,6 @@ class _Search:
             levels.insert(0, {**levels[0], "rollout.free_cache_engine": False})
         return levels
 
-    # ---------------------------------------------------------------- memory
-
     def _smallest(self, layout: Settings) -> dict[str, ModelState] | None:
         """Return the states of the models in a layout; None where it does not fit with all that saves memory."""
         dp = self._machine.world // layout[_TP] // layout[_PP]
@@ -311,7 +311,7 @@ class _Search:
         chosen = {**layout, **self._budgets(budget, budget), **self._levels()[-1]}
         cfg = self._config({**chosen, _GRANULARITY: "full"})
         plan = self._plan(cfg)
-        return None if self._room_of_vllm(plan) is None else largest_states(plan)
+        return None if self._room_of_engine(plan) is None else largest_states(plan)
 
     def _fitting(self, candidate: _Candidate) -> Choice | None:
         """Return the quickest choice of offload for a candidate; None: none fits."""
@@ -328,7 +328,7 @@ class _Search:
                     _ROLLOUT_TP: candidate.rollout_tp,
                     **settings,
                 }
-                choice = self._with_vllm(chosen, level, key)
+                choice = self._with_engine(chosen, level, key)
                 if choice is not None:
                     fitting.append(choice)
                     break
@@ -339,19 +339,20 @@ class _Search:
                 break
         return _ranked(fitting)[0] if fitting else None
 
-    def _with_vllm(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
-        """Return the choice with the smallest share of vLLM that holds all of an engine's sequences, or else the
-        largest that fits; None: it does not fit. key: of training, which is recorded where training does not fit."""
+    def _with_engine(self, chosen: Settings, level: int, key: tuple[object, ...]) -> Choice | None:
+        """Return the choice with the smallest share of the rollout engine that holds all of an engine's sequences, or
+        else the largest that fits; None: it does not fit. key: of training, which is recorded where training does not
+        fit."""
         bucket = self._base.reshard.bucket_megabytes
         for megabytes in (bucket, *(size for size in _BUCKETS if size < bucket)):
             trial = {**chosen, _BUCKET: megabytes}
             cfg = self._config(trial)
             plan = self._plan(cfg)
-            room = self._room_of_vllm(plan)
+            room = self._room_of_engine(plan)
             if room is not None:
                 return self._with_share({**trial, _SHARE: self._share(cfg, plan, room)}, level)
             limit = self._device_bytes * (1 - MARGIN)
-            full = {phase.name for ranks in plan for phase in ranks.phases if _without_vllm(phase.parts) > limit}
+            full = {phase.name for ranks in plan for phase in ranks.phases if _without_engine(phase.parts) > limit}
             if full != {"update_weights"}:
                 self._too_large.add(key)
                 return None
@@ -371,13 +372,16 @@ class _Search:
         fit = check_fit(cfg, self._shapes, plan, self._capacity)
         return None if fit.problem is not None or fit.spare < MARGIN * self._device_bytes else fit
 
-    def _room_of_vllm(self, plan: Sequence[RankMemory]) -> float | None:
-        """Return the share of the device that vLLM may take; None: even without its KV cache a phase does not fit."""
+    def _room_of_engine(self, plan: Sequence[RankMemory]) -> float | None:
+        """Return the share of the device that the rollout engine may take; None: even without its KV cache a phase does
+        not fit."""
         limit = self._device_bytes * (1 - MARGIN)
         phases = [phase for ranks in plan for phase in ranks.phases]
-        if any(_without_vllm(phase.parts) > limit for phase in phases):
+        if any(_without_engine(phase.parts) > limit for phase in phases):
             return None
-        return min(limit - _without_vllm(phase.parts) for phase in phases if "vLLM" in phase.parts) / self._device_bytes
+        return (
+            min(limit - _without_engine(phase.parts) for phase in phases if "vLLM" in phase.parts) / self._device_bytes
+        )
 
     def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
         """Return rollout.gpu_memory_utilization. room: the most it may be."""
@@ -416,10 +420,10 @@ class _Search:
         return plan_memory(cfg, self._shapes, world, self._device_bytes, one_of_each_stage=one_of_each_stage)
 
     def _config(self, chosen: Settings) -> Config:
-        return load_config(sections_of({**self._settings, **chosen}))
+        return load_config(nest_settings({**self._settings, **chosen}))
 
 
-def _without_vllm(parts: Mapping[str, float]) -> float:
+def _without_engine(parts: Mapping[str, float]) -> float:
     return sum(size for name, size in parts.items() if name != "vLLM")
 
 

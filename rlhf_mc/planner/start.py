@@ -14,8 +14,8 @@ from rlhf_mc.config.roles import uses_critic
 from rlhf_mc.config.schema import Config
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.memory import Phase, RankMemory, plan_memory, sum_by_name
-from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layouts
+from rlhf_mc.rollout.engines import engine_factory
 
 GB = 10**9
 KV_CACHE = "kv_cache"
@@ -42,7 +42,7 @@ class MemoryFit:
     problem: str | None
     """A sentence on the memory that is too small; None: the run fits."""
     phase: str
-    """The fullest phase; KV_CACHE where vLLM has too little memory in its share."""
+    """The fullest phase; KV_CACHE where the engine has too little memory in its share."""
     spare: float
     """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
 
@@ -57,7 +57,7 @@ def plan_run(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacity) 
     not allow a run on this number of ranks."""
     check_config(cfg, capacity.num_ranks)
     check_layouts(cfg, shapes)
-    check_vllm(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
+    engine_factory(cfg.rollout).check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
     return plan_memory(cfg, shapes, capacity.num_ranks, capacity.device_bytes, capacity.cuda, capacity.ranks_per_node)
 
 
@@ -169,9 +169,9 @@ def fitting_settings(cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequen
     """Return settings that make the run fit: one change that is enough alone, else changes of which each is needed;
     None: no changes of the list are enough. cuda: on GPUs. fits: whether the config fits with these overrides."""
     roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
-    of_vllm = list(_vllm_changes(cfg, phase) if cuda else _vllm_changes_on_cpu(cfg, phase))
+    of_engine = list(_engine_changes(cfg, phase) if cuda else _engine_changes_on_cpu(cfg, phase))
     of_updates = list(_update_changes(cfg, roles)) if phase in ("update_actor", "update_critic") else []
-    known = (list(_offload_changes(cfg, roles)) if cuda else []) + of_updates + of_vllm
+    known = (list(_offload_changes(cfg, roles)) if cuda else []) + of_updates + of_engine
     if phase == HOST_MEMORY:
         known = list(_host_changes(cfg, roles))
     for settings in known:
@@ -199,7 +199,7 @@ def _offload_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
         yield ["rollout.free_cache_engine=true"]
     for part in ("grad", "optimizer", "param"):
         if part == "param" and cfg.reshard.share_weights:
-            continue  # the actor's weights are then vLLM's too
+            continue  # the actor's weights are then the engine's too
         if unset := _unset(cfg, roles, f"{part}_offload", True):
             yield unset
 
@@ -225,7 +225,7 @@ def _update_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
         yield unset
 
 
-def _vllm_changes(cfg: Config, phase: str) -> Iterator[list[str]]:
+def _engine_changes(cfg: Config, phase: str) -> Iterator[list[str]]:
     share = cfg.rollout.gpu_memory_utilization
     for tenth in range(9, 1, -1):
         if tenth / 10 < share and phase != KV_CACHE:
@@ -235,7 +235,7 @@ def _vllm_changes(cfg: Config, phase: str) -> Iterator[list[str]]:
             yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
 
 
-def _vllm_changes_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
+def _engine_changes_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
     size = cfg.rollout.cpu_kvcache_space_gb
     for factor in (2, 4, 8):
         other = size * factor if phase == KV_CACHE else size // factor

@@ -14,7 +14,7 @@ from typing import Literal
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.config.device_placement import row_of
+from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
@@ -290,7 +290,7 @@ def onload_bytes(cfg: Config, states: Mapping[str, ModelState], phases: Sequence
     """Return the bytes that offload settings bring to the device in a step of these phases, in their order, after the
     weight update. Gradients are freed without a copy; copies to the host overlap with the computation
     (models/offload.py): neither is counted."""
-    rows = [row for row in map(row_of, ("update_weights", *phases)) if row is not None]
+    rows = [row for row in map(parts_on_device, ("update_weights", *phases)) if row is not None]
     total = 0
     for role, state in states.items():
         settings = layouts(cfg)[role]

@@ -23,6 +23,7 @@ from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import Plan, make_plan
+from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.topology.mesh import training_mesh
 
 UPDATE_WEIGHTS = "update_weights"
@@ -144,10 +145,12 @@ def _pass_collectives(
 def _rollout_collectives(
     cfg: Config, shape: ModelShape, world: int, gpus_per_node: int, lengths: Lengths
 ) -> Iterator[list[Collective]]:
-    """Yield by rank the collectives of vLLM's engines, which are tensor parallel, and of the exchange of responses:
-    sums after the embedding and each layer's attention and MLP, and for each sampled token its float32 logits."""
+    """Yield by rank the collectives of the rollout engines, which are tensor parallel, and of the exchange of
+    responses: sums after the embedding and each layer's attention and MLP, and for each sampled token its float32
+    logits."""
     mesh = training_mesh(cfg.actor.megatron, world)
-    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+    tp = cfg.rollout.tensor_model_parallel_size
+    groups = choose_rollout_groups(shape, mesh, tp, engine_factory(cfg.rollout).layout, gpus_per_node)
     group_of_rank = {rank: tuple(sorted(group)) for group in groups for rank in group}
     prompts = prompts_per_batch(cfg.data)
     responses = prompts * responses_per_prompt(cfg)
@@ -193,10 +196,11 @@ def weight_update_plan(cfg: Config, shape: ModelShape, rank_layouts: Sequence[La
     """Return the plan of the weight update, as a run makes it. shape, rank_layouts: the actor's shape and
     the layouts of all ranks."""
     mesh = training_mesh(cfg.actor.megatron, len(rank_layouts))
-    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, gpus_per_node)
+    layout = engine_factory(cfg.rollout).layout
+    groups = choose_rollout_groups(shape, mesh, cfg.rollout.tensor_model_parallel_size, layout, gpus_per_node)
     return make_plan(
         rank_layouts,
-        rollout_layouts(shape, groups),
+        rollout_layouts(shape, groups, layout),
         ITEMSIZES[cfg.actor.megatron.dtype],
         cfg.reshard.bucket_megabytes << 20,
         gpus_per_node,

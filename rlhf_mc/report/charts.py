@@ -4,13 +4,12 @@ so that the page stays small. No torch here.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.report.run_reader import RunRecord, number
 from rlhf_mc.run_files import NONFINITE_FILE, Row
 
@@ -35,7 +34,7 @@ SHARED = ("update_weights", "offload")
 """Phases of a step that a phase after it may have too; their times are one sum."""
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("critic/score/mean",)),
-    ("accuracy", "Validation accuracy", ("val-core/*",)),
+    ("accuracy", "Validation accuracy", ("val-core/*/acc/mean@*",)),
     ("kl-ref", "KL to the reference", ("actor/reward_kl_penalty", "actor/kl_loss")),
     ("kl-old", "KL to the old policy", ("actor/ppo_kl",)),
     ("entropy", "Entropy", ("actor/entropy",)),
@@ -47,24 +46,16 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("throughput", "Throughput", ("perf/throughput",)),
     ("mfu", "Model FLOPs utilisation", ("perf/mfu/*",)),
 )
-"""Identifier, title and keys of the charts that are shown at first; * stands for the rest of a key. A chart without any
-logged key is left out."""
+"""Identifier, title and keys of the charts that are shown at first; * stands for any text. A chart without any logged
+key is left out."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The most that each run draws, so that the page of many runs stays small."""
-
-    points: int = MAX_POINTS
-    """Of a curve."""
-    bars: int = MAX_BARS
-
-
-def axis_limits(runs: Sequence[Sequence[Row]]) -> Limits:
-    """Return the limits for runs with these rows of metrics.jsonl."""
+def axis_limits(runs: Sequence[Sequence[Row]]) -> tuple[int, int]:
+    """Return the most points of a curve, and the most bars, that each run draws, so that the page of many runs stays
+    small. runs: the rows of metrics.jsonl of each."""
     num_curves = sum(len({key for row in rows for key in row}) for rows in runs)
     points = max(FEW_POINTS, min(MAX_POINTS, MAX_NUMBERS // max(num_curves, 1)))
-    return Limits(points, max(FEW_POINTS, min(MAX_BARS, MAX_TOTAL_BARS // max(len(runs), 1))))
+    return points, max(FEW_POINTS, min(MAX_BARS, MAX_TOTAL_BARS // max(len(runs), 1)))
 
 
 def curves(rows: Sequence[Row], most: int = MAX_POINTS) -> dict[str, Any]:
@@ -97,20 +88,10 @@ def charts(keys: Sequence[str]) -> list[dict[str, Any]]:
     """Return the charts of CHARTS that have any of the logged keys: id, title and those keys."""
     charts = []
     for name, title, patterns in CHARTS:
-        shown: list[str] = []
-        for pattern in patterns:
-            if pattern == "val-core/*":
-                shown += validation_accuracies(dict.fromkeys(keys, 0.0)) and [
-                    key for key in keys if key.startswith("val-core/") and "/acc/mean@" in key
-                ]
-            else:
-                shown += [
-                    key for key in keys if key == pattern or (pattern[-1] == "*" and key.startswith(pattern[:-1]))
-                ]
+        shown = [key for pattern in patterns for key in fnmatch.filter(keys, pattern)]
         if name == "reward":
-            sources = [key for key in keys if key.startswith("critic/score/") and key.count("/") > 2]
-            means = [key for key in sources if key.endswith("/mean")]
-            shown += means if len(means) > 1 else []
+            by_source = fnmatch.filter(keys, "critic/score/*/mean")
+            shown += by_source if len(by_source) > 1 else []
         if shown:
             charts.append({"id": name, "title": title, "keys": shown})
     return charts
@@ -124,7 +105,7 @@ def phase_times(rows: Sequence[Row], most: int = MAX_BARS) -> dict[str, Any]:
     names = [key.removeprefix(TIMING) for row in timed for key in row if key.startswith(TIMING)]
     phases = [name for name in dict.fromkeys(names) if name not in (_WHOLE, *OVERLAPPING)]
     bars = bar_groups(timed, most)
-    seconds = {name: [_mean(group, TIMING + name) for group in bars] for name in phases}
+    seconds = {name: [sum(_seconds(row, name) for row in group) / len(group) for group in bars] for name in phases}
     usual = _usual_shared(timed)
     other = [sum(_other(row, phases, usual) for row in group) / len(group) for group in bars]
     series = {name: [short(value) for value in values] for name, values in seconds.items() if any(values)}
@@ -155,6 +136,7 @@ def _has_after(row: Row) -> bool:
 
 
 def _seconds(row: Row, name: str) -> float:
+    """Return the seconds of a phase, 0 where a row lacks it."""
     return number(row.get(TIMING + name)) or 0.0
 
 
@@ -188,26 +170,27 @@ def _is_histogram(value: Any) -> bool:
 
 
 def marks(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, faults (a start that
-    ended by an error or has no recorded end) and adjustments."""
+    """Return the marks of a run on the step axis, as {"step", "kind", "text"}, ascending: resumes, failures (a start
+    that ended by an error or has no recorded end) and adjustments."""
     marks = []
     for earlier, start in zip(run.starts, run.starts[1:], strict=False):
         after = start.get("after_step")
         step = after if isinstance(after, int) else 0
         end = earlier.get("end")
+        kind = "failure"
         if not isinstance(end, dict):
             text = f"the start before has no recorded end (killed?); resumed after step {step}"
         elif end.get("how") == "failed":
             text = f"the start before failed after step {end.get('step')}: {end.get('text')}; resumed after step {step}"
         else:
+            kind = "resume"
             text = f"resumed after step {step}; the start before: {end.get('text')}"
-        is_fault = not isinstance(end, dict) or end.get("how") == "failed"
-        marks.append({"step": step, "kind": "fault" if is_fault else "resume", "text": text})
+        marks.append({"step": step, "kind": kind, "text": text})
     if run.state in ("failed", "died"):
-        marks.append({"step": run.last_step, "kind": "fault", "text": run.state_text})
+        marks.append({"step": run.last_step, "kind": "failure", "text": run.state_text})
     for step in run.nonfinite_steps:
         marks.append(
-            {"step": step, "kind": "fault", "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}"}
+            {"step": step, "kind": "failure", "text": f"loss or gradient not finite: {NONFINITE_FILE.format(step)}"}
         )
     for row in run.adjustments:
         if isinstance(row.get("after_step"), int):
@@ -228,8 +211,3 @@ def short(value: float | None) -> float | int | None:
         return None
     rounded = float(f"{value:.5g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
-
-
-def _mean(rows: Sequence[Row], key: str) -> float:
-    """Return the mean of a key, 0 where a row lacks it."""
-    return sum(number(row.get(key)) or 0.0 for row in rows) / len(rows)

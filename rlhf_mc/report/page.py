@@ -5,7 +5,7 @@ page draws the curves itself (assets/), so that any metric can be chosen. No tor
 from __future__ import annotations
 
 import json
-import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc import durable
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability import catalog
 from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times, short
 from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, RunRecord, Sample, number, read_run
@@ -46,13 +47,11 @@ def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
 def write_report(runs: Sequence[RunRecord], output: Path) -> None:
     """Write the report of runs. Raise UserError if the file cannot be written."""
     page = render_page(runs)
-    unfinished = output.with_name(f"{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
-        os.replace(unfinished, output)
+        durable.replace(output, page.encode(errors="backslashreplace"))
     except OSError as error:
-        raise UserError(f"cannot write the report {output}: {reason_of(error)}") from error
+        raise UserError(f"cannot write the report {output}: {error_reason(error)}") from error
 
 
 def render_page(runs: Sequence[RunRecord]) -> str:
@@ -68,7 +67,7 @@ def render_page(runs: Sequence[RunRecord]) -> str:
     return environment.get_template("report.html").render(
         title=" · ".join(names),
         made=time.strftime("%Y-%m-%d %H:%M %Z"),
-        runs=[_about(run, name, i) for i, (run, name) in enumerate(zip(runs, names, strict=True))],
+        runs=[_header(run, name, i) for i, (run, name) in enumerate(zip(runs, names, strict=True))],
         events=_events(runs, names),
         max_events=MAX_EVENTS,
         differing=_differing(runs),
@@ -80,14 +79,14 @@ def render_page(runs: Sequence[RunRecord]) -> str:
 
 def page_data(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return what the page's script draws."""
-    limits = axis_limits([run.rows for run in runs])
+    points, bars = axis_limits([run.rows for run in runs])
     samples = max(FEW_SAMPLES, min(MAX_SAMPLES, MAX_TOTAL_SAMPLES // max(len(runs), 1)))
     drawn: list[dict[str, Any]] = [
         {
             "name": name,
-            "curves": curves(run.rows, limits.points),
-            "phases": phase_times(run.rows, limits.bars),
-            "lengths": length_histograms(run.histograms, limits.bars),
+            "curves": curves(run.rows, points),
+            "phases": phase_times(run.rows, bars),
+            "lengths": length_histograms(run.histograms, bars),
             "marks": marks(run),
             "health": [
                 {"step": row["step"]} | {key: str(row.get(key)) for key in ("rule", "metric", "event", "text")}
@@ -118,44 +117,31 @@ def _meaning(key: str) -> dict[str, str]:
 
 def _plain(text: str) -> str:
     """Return Markdown text without its marks and links."""
-    out = text.replace("`", "").replace("**", "")
-    while "](" in out:
-        before, _, after = out.partition("](")
-        out = before.rpartition("[")[0] + before.rpartition("[")[2] + after.partition(")")[2]
-    return out
+    return re.sub(r"\[([^\[\]]*)\]\([^)]*\)", r"\1", text.replace("`", "").replace("**", ""))
 
 
-def _about(run: RunRecord, name: str, index: int) -> dict[str, Any]:
+def _header(run: RunRecord, name: str, index: int) -> dict[str, Any]:
     """Return the header of a run: its state and rows of a list."""
     first, last = (run.starts[0], run.starts[-1]) if run.starts else ({}, {})
     git = last.get("git", {})
     commit = str(git.get("commit", ""))[:12] + (" with changes" if git.get("has_changes") else "")
     end = last.get("end", {})
-    hosts = last.get("hosts", {})
-    versions = last.get("versions", {})
-    command = last.get("command", [])
     total = _value(run.config, "trainer.total_training_steps")
-    facts = {
+    properties = {
         "run id": run.run_id,
         "directory": str(run.root.resolve()),
         "steps": f"{run.last_step}" + (f" of at most {total}" if total else ""),
         "starts": f"{len(run.starts)}" if run.starts else "",
         "first start": _time(first.get("time")),
         "end": _time(end.get("time")) if end else "",
-        "hosts": ", ".join(f"{host} ({count} ranks)" for host, count in hosts.items()),
+        "hosts": ", ".join(f"{host} ({count} ranks)" for host, count in last.get("hosts", {}).items()),
         "git commit": commit,
-        "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
-        "command": " ".join(map(str, command)),
+        "versions": ", ".join(f"{package} {version}" for package, version in last.get("versions", {}).items()),
+        "command": " ".join(map(str, last.get("command", []))),
     }
-    rows = [(term, text) for term, text in facts.items() if text]
-    return {
-        "name": name,
-        "index": index,
-        "state": run.state,
-        "text": run.state_text,
-        "facts": rows,
-        "faults": run.faults,
-    }
+    rows = [(term, text) for term, text in properties.items() if text]
+    state = {"state": run.state, "text": run.state_text, "problems": run.problems}
+    return {"name": name, "index": index, "properties": rows, **state}
 
 
 def _time(text: Any) -> str:
@@ -163,7 +149,7 @@ def _time(text: Any) -> str:
 
 
 def _events(runs: Sequence[RunRecord], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the health events of all runs, those of one run as they came; of each run the last MAX_EVENTS."""
+    """Return the health events of all runs, run by run and as they came; of each run the last MAX_EVENTS."""
     return [
         {**{key: row.get(key, "") for key in ("rule", "metric", "count", "action", "event", "text")}, "run": name}
         | {"step": row["step"], "value": short(number(row.get("value")))}

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.observability.progress import validation_accuracies
 from rlhf_mc.run_files import Row
 
@@ -50,40 +50,35 @@ def plot_run(rows: Sequence[Row], output: Path, title: str = "") -> None:
         figure.savefig(output, format="png")
     except OSError as error:
         output.unlink(missing_ok=True)  # the incomplete file
-        raise UserError(f"cannot write the plot {output}: {reason_of(error)}") from error
+        raise UserError(f"cannot write the plot {output}: {error_reason(error)}") from error
 
 
 def _panel(axes: Axes, rows: Sequence[Row], title: str, ylabel: str, labels: dict[str, str]) -> None:
     """Draw a panel with a curve for each key of `labels` that was logged; steps without the key are left out."""
-    _decorate(axes, title, ylabel)
-    num_curves = 0
+    colors = iter(COLORS)
     for key, label in labels.items():
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
-            _curve(axes, points, COLORS[num_curves], label)
-            num_curves += 1
-    _finish(axes, num_curves)
+            _curve(axes, points, next(colors), label)
+    _finish(axes, title, ylabel)
 
 
 def _accuracy_panel(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw the validation accuracy by data source. The few points are marked."""
-    _decorate(axes, "Validation accuracy", "share answered correctly")
     by_row = [(row["step"], validation_accuracies(row)) for row in rows]
     sources = sorted({source for _, accuracies in by_row for source in accuracies})
-    num_curves = 0
     for source in sources:
         points = [(step, accuracies[source]) for step, accuracies in by_row if accuracies.get(source) is not None]
         if points:
             steps, values = zip(*points, strict=True)
-            color = COLORS[num_curves % len(COLORS)]
+            color = COLORS[len(axes.lines) % len(COLORS)]
             axes.plot(steps, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=source)
             last = (steps[-1], values[-1])
             side: Literal["left", "right"] = "right" if steps[-1] > 0 else "left"  # inside the panel
             axes.annotate(f"{values[-1]:.0%}", last, (0, -14), textcoords="offset points", ha=side, color=color)
-            num_curves += 1
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    _finish(axes, num_curves, legend="lower right")
+    _finish(axes, "Validation accuracy", "share answered correctly", legend="lower right")
 
 
 def _curve(axes: Axes, points: list[tuple[int, float]], color: str, label: str) -> None:
@@ -103,8 +98,8 @@ def _running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(near) / len(near) for near in neighbours]
 
 
-def _decorate(axes: Axes, title: str, ylabel: str) -> None:
-    """Add title, labels and grid."""
+def _finish(axes: Axes, title: str, ylabel: str, legend: str = "best") -> None:
+    """Add title, labels, grid, and the legend, or a note that no curve was logged."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
@@ -112,11 +107,7 @@ def _decorate(axes: Axes, title: str, ylabel: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-
-
-def _finish(axes: Axes, num_curves: int, legend: str = "best") -> None:
-    """Add the legend, or a note that no curve was logged."""
-    if num_curves == 0:
+    if not axes.lines:
         axes.text(
             0.5, 0.5, "not logged in this run", transform=axes.transAxes, ha="center", va="center", color="#9ca3af"
         )

@@ -15,25 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_mc import json_files
-from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.run_files import (
-    ADJUSTMENTS_FILE,
-    GENERATIONS,
-    HEALTH_FILE,
-    HISTOGRAMS_FILE,
-    LOCK_FILE,
-    METRICS_FILE,
-    NONFINITE_FILE,
-    PROFILE,
-    RUN_FILE,
-    STALE_SECONDS,
-    STARTS_FILE,
-    SUCCESS_FILE,
-    TRAIN_GENERATIONS,
-    Row,
-    json_objects_and_faults,
-)
+from rlhf_mc import json_files, run_files
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.run_files import Row, json_objects_and_bad_lines
 from rlhf_mc.runtime.namespaces import namespace_id
 
 State = Literal["finished", "running", "stopped", "failed", "died"]
@@ -81,7 +65,7 @@ class RunRecord:
     """Kept generations of some training steps."""
     phases: Mapping[int, Row]
     """Of each profiled step its times by phase and rank."""
-    faults: Sequence[str] = field(default_factory=list)
+    problems: Sequence[str] = field(default_factory=list)
     """Sentences about what could not be read."""
 
     @property
@@ -92,31 +76,31 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last logged step; 0 if there is none."""
+        """The last logged step; 0 before the first one."""
         return self.rows[-1]["step"] if self.rows else 0
 
 
 def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
-    """Read the directory of a run. Raise UserError if it is none, or cannot be read. sample_steps: steps of a kind
-    whose generations are read."""
+    """Read the directory of a run. Raise UserError if the directory is no run's, or cannot be read. sample_steps: steps
+    of a kind whose generations are read."""
     try:
         names = sorted(path.name for path in root.iterdir())
     except OSError as error:
-        raise UserError(f"{root} cannot be read as the directory of a run: {reason_of(error)}") from error
+        raise UserError(f"{root} cannot be read as the directory of a run: {error_reason(error)}") from error
     if not names:
         raise UserError(f"{root} is empty: no run has written there")
-    if not {METRICS_FILE, STARTS_FILE, RUN_FILE} & set(names):
+    expected = (run_files.METRICS_FILE, run_files.STARTS_FILE, run_files.RUN_FILE)
+    if not set(expected) & set(names):
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise UserError(
-            f"{root} is no directory of a run: it has none of {METRICS_FILE}, {STARTS_FILE} and {RUN_FILE}, but {shown}"
-        )
-    faults: list[str] = []
-    rows = _by_step(_rows(root / METRICS_FILE, faults, with_step=True))
+        listed = "{}, {} and {}".format(*expected)
+        raise UserError(f"{root} is no directory of a run: it has none of {listed}, but {shown}")
+    problems: list[str] = []
+    rows = _by_step(_rows(root / run_files.METRICS_FILE, problems, with_step=True))
     if not rows:
-        faults.append(f"{METRICS_FILE} has no rows yet: no step is logged")
-    starts = _valid_starts(_rows(root / STARTS_FILE, faults), faults)
+        problems.append(f"{run_files.METRICS_FILE} has no rows yet: no step is logged")
+    starts = _valid_starts(_rows(root / run_files.STARTS_FILE, problems), problems)
     if not starts:
-        faults.append(f"{STARTS_FILE} has no start: settings, versions, hosts and resumes are not known")
+        problems.append(f"{run_files.STARTS_FILE} has no start: settings, versions, hosts and resumes are not known")
     run_id = next((str(row["run_id"]) for row in (*rows, *starts) if row.get("run_id")), "")
     state, text = run_state(root, starts, rows[-1]["step"] if rows else 0)
     return RunRecord(
@@ -126,14 +110,14 @@ def read_run(root: Path, sample_steps: int = MAX_SAMPLE_STEPS) -> RunRecord:
         run_id=run_id,
         rows=rows,
         starts=starts,
-        health=_rows(root / HEALTH_FILE, faults, with_step=True),
-        histograms=_by_step(_rows(root / HISTOGRAMS_FILE, faults, with_step=True)),
-        adjustments=_rows(root / ADJUSTMENTS_FILE, faults),
-        nonfinite_steps=sorted(_number_in(path.name) for path in root.glob(NONFINITE_FILE.format("*"))),
-        validation=_samples(root / GENERATIONS, "step_*.txt", sample_steps, faults),
-        training=_samples(root / TRAIN_GENERATIONS, "*.jsonl", sample_steps, faults),
-        phases=_phases(root / PROFILE, faults),
-        faults=faults,
+        health=_rows(root / run_files.HEALTH_FILE, problems, with_step=True),
+        histograms=_by_step(_rows(root / run_files.HISTOGRAMS_FILE, problems, with_step=True)),
+        adjustments=_rows(root / run_files.ADJUSTMENTS_FILE, problems),
+        nonfinite_steps=sorted(_number_in(path.name) for path in root.glob(run_files.NONFINITE_FILE.format("*"))),
+        validation=_samples(root / run_files.GENERATIONS, "step_*.txt", sample_steps, problems),
+        training=_samples(root / run_files.TRAIN_GENERATIONS, "*.jsonl", sample_steps, problems),
+        phases=_phases(root / run_files.PROFILE, problems),
+        problems=problems,
     )
 
 
@@ -145,7 +129,7 @@ def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State,
     last = starts[-1] if starts else {}
     end = last.get("end", {})
     how = end.get("how") if isinstance(end.get("how"), str) else None
-    owner = live_owner(root / LOCK_FILE)
+    owner = live_owner(root / run_files.LOCK_FILE)
     if owner is not None and (how in (None, "rolled back") or last.get("process") != owner.get("pid")):
         return "running", f"running; the last logged step is {last_step}"
     if how == "rolled back":
@@ -153,7 +137,7 @@ def run_state(root: Path, starts: Sequence[Row], last_step: int) -> tuple[State,
     if how is not None:
         state: State = "finished" if how == "finished" else "failed" if how == "failed" else "stopped"
         return state, f"{state} after step {end.get('step')}: {end.get('text')}"
-    if (root / SUCCESS_FILE).exists():
+    if (root / run_files.SUCCESS_FILE).exists():
         return "finished", f"finished after step {last_step}"
     return "died", f"killed, or of an earlier version: no end is recorded; the last logged step is {last_step}"
 
@@ -168,11 +152,10 @@ def live_owner(path: Path) -> Row | None:
         return None
     if not isinstance(owner, dict):
         return None
-    mine = (socket.gethostname(), namespace_id("pid"))
-    if (owner.get("host"), owner.get("pid_namespace")) == mine:
+    if (owner.get("host"), owner.get("pid_namespace")) == (socket.gethostname(), namespace_id("pid")):
         is_alive = os.path.exists(f"/proc/{owner.get('pid')}")
     else:
-        is_alive = time.time() - touched <= STALE_SECONDS
+        is_alive = time.time() - touched <= run_files.STALE_SECONDS
     return owner if is_alive else None
 
 
@@ -187,20 +170,20 @@ def number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _rows(path: Path, faults: list[str], with_step: bool = False, name: str = "") -> list[Row]:
-    """Return the objects of a file of JSON lines, and add a sentence to `faults` for lines that are none. name: of the
+def _rows(path: Path, problems: list[str], with_step: bool = False, name: str = "") -> list[Row]:
+    """Return the objects of a file of JSON lines, and add a sentence to `problems` for other lines. name: of the
     file in the sentence."""
     name = name or path.name
     try:
-        rows, bad = json_objects_and_faults(path)
+        rows, bad = json_objects_and_bad_lines(path)
     except OSError as error:
-        faults.append(f"{name} cannot be read: {reason_of(error)}")
+        problems.append(f"{name} cannot be read: {error_reason(error)}")
         return []
     complete = [row for row in rows if _is_step(row.get("step"))] if with_step else rows
     if bad or len(complete) < len(rows):
         lines = f": line {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}" if bad else ""
         num = len(bad) + len(rows) - len(complete)
-        faults.append(f"{name}: {num} of {len(rows) + len(bad)} lines cannot be read and are left out{lines}")
+        problems.append(f"{name}: {num} of {len(rows) + len(bad)} lines cannot be read and are left out{lines}")
     return complete
 
 
@@ -208,9 +191,9 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_STEP
 
 
-def _valid_starts(starts: Sequence[Row], faults: list[str]) -> list[Row]:
-    """Return the starts without the parts that are of another type than _START_TYPES, and without pairs of changed
-    settings that are none. Add a sentence to `faults` for each kind."""
+def _valid_starts(starts: Sequence[Row], problems: list[str]) -> list[Row]:
+    """Return the starts without the parts that are of another type than _START_TYPES, and without changed settings
+    that are no pairs. Add a sentence to `problems` for each kind."""
     valid: list[Row] = []
     odd: dict[str, int] = {}
     for start in starts:
@@ -223,7 +206,7 @@ def _valid_starts(starts: Sequence[Row], faults: list[str]) -> list[Row]:
         if len(pairs) < len(changed):
             odd["changed, where a value is no pair"] = len(valid) + 1
         valid.append({**row, "changed": pairs})
-    faults += [f"{STARTS_FILE}: start {start} has {what}; it is left out" for what, start in odd.items()]
+    problems += [f"{run_files.STARTS_FILE}: start {start} has {what}; it is left out" for what, start in odd.items()]
     return valid
 
 
@@ -232,32 +215,32 @@ def _by_step(rows: Sequence[Row]) -> list[Row]:
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
-def _samples(folder: Path, pattern: str, most: int, faults: list[str]) -> dict[int, list[Sample]]:
+def _samples(folder: Path, pattern: str, most: int, problems: list[str]) -> dict[int, list[Sample]]:
     """Return the samples of at most `most` steps, by the number in the name of their file."""
-    found = {}
+    samples_by_step = {}
     paths = sorted(folder.glob(pattern), key=lambda path: _number_in(path.name))
-    for path in spread(paths, most):
+    for path in evenly_spaced(paths, most):
         name = f"{folder.name}/{path.name}"
-        samples = _of_text(path, name, faults) if path.suffix == ".txt" else _of_json(path, name, faults)
+        samples = _text_samples(path, name, problems) if path.suffix == ".txt" else _json_samples(path, name, problems)
         if samples:
-            found[_number_in(path.name)] = samples
-    return found
+            samples_by_step[_number_in(path.name)] = samples
+    return samples_by_step
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` of the items, evenly spread from the first to the last; of one it is the last."""
+def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most `most` of the items, evenly spaced from the first to the last; of one it is the last."""
     if len(items) <= most:
         return list(items)
     distance = (len(items) - 1) / max(most - 1, 1)
     return [items[round(i * distance)] for i in range(most)] if most > 1 else list(items[-1:])
 
 
-def _of_text(path: Path, name: str, faults: list[str]) -> list[Sample]:
+def _text_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     """Return the samples of a file that evaluate.write_generations has written, in one pass over its text."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace") + "\n"
     except OSError as error:
-        faults.append(f"{name} cannot be read: {reason_of(error)}")
+        problems.append(f"{name} cannot be read: {error_reason(error)}")
         return []
     samples: list[Sample] = []
     at = 0
@@ -267,22 +250,22 @@ def _of_text(path: Path, name: str, faults: list[str]) -> list[Sample]:
             start = at + len(mark)
             at = text.find(after, start)
             if at < 0:
-                faults.append(f"{name} is cut after {len(samples)} generations")
+                problems.append(f"{name} is cut after {len(samples)} generations")
                 return samples
             parts.append(text[start:at])
         samples.append(Sample(parts[0], parts[1], parts[2], _float(parts[3])))
     return samples
 
 
-def _of_json(path: Path, name: str, faults: list[str]) -> list[Sample]:
+def _json_samples(path: Path, name: str, problems: list[str]) -> list[Sample]:
     """Return the samples of a file that samples.write_samples has written."""
     return [
         Sample(str(row.get("input", "")), str(row.get("output", "")), str(row.get("gts", "")), number(row.get("score")))
-        for row in _rows(path, faults, name=name)
+        for row in _rows(path, problems, name=name)
     ]
 
 
-def _phases(folder: Path, faults: list[str]) -> dict[int, Row]:
+def _phases(folder: Path, problems: list[str]) -> dict[int, Row]:
     """Return the content of profile/step_<n>/phases.json by step."""
     phases = {}
     for path in folder.glob("step_*/phases.json"):
@@ -293,7 +276,7 @@ def _phases(folder: Path, faults: list[str]) -> dict[int, Row]:
                 raise ValueError("no lists of times")
             phases[_number_in(path.parent.name)] = content
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            faults.append(f"profile/{path.parent.name}/{path.name} cannot be read: {error}")
+            problems.append(f"profile/{path.parent.name}/{path.name} cannot be read: {error}")
     return dict(sorted(phases.items()))
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
@@ -44,18 +44,18 @@ def training_coverage(shape: ModelShape, mesh: Mesh, layouts: Sequence[Layout]) 
 
 
 def rollout_coverage(shape: ModelShape, tp_size: int, layouts: Sequence[Layout]) -> Coverage:
-    """Return the coverage of a model by each rank's vLLM layout, in engines of tp_size ranks. Raise UserError as
-    training_coverage does."""
+    """Return the coverage of a model by each rank's layout of the rollout engine, in engines of tp_size ranks. Raise
+    UserError as training_coverage does."""
     engines = len(layouts) // tp_size
 
     def copies(param: Param, dims: Sequence[str]) -> int:
-        if param.vllm is None:
+        if param.stage == "last_if_not_first":
             return 0
         if "kv" in dims:
             return engines * max(1, tp_size // shape.num_kv_heads)
         return engines if SPLIT_DIMS.intersection(dims) else engines * tp_size
 
-    return _coverage("vLLM", shape, layouts, copies)
+    return _coverage("the rollout engine", shape, layouts, copies)
 
 
 def _coverage(
@@ -69,8 +69,11 @@ def _coverage(
     # Replicas share one layout.
     shared = Counter(map(id, layouts))
     held: dict[str, Counter[Box]] = {}
-    for layout in {id(layout): layout for layout in layouts}.values():
-        if problem := _misplaced(shape, layout):
+    distinct = list({id(layout): layout for layout in layouts}.values())
+    vocabulary = {name for param in model_params(shape) for name, dims in param.hf.items() if "vocab" in dims}
+    padded = {shard.local for layout in distinct for shard in layout.shards if shard.tensor in vocabulary}
+    for layout in distinct:
+        if problem := _misplaced(layout, padded):
             raise UserError(f"{engine}'s layout of rank {layouts.index(layout)}: {problem}")
         for shard in layout.shards:
             held.setdefault(shard.tensor, Counter())[shard.box] += shared[id(layout)]
@@ -115,18 +118,12 @@ def _uncovered(size: Sequence[int], held: Mapping[Box, int], count: int) -> str 
     return f"{missing} of {math.prod(size)} elements are on no rank" if missing else None
 
 
-def _misplaced(shape: ModelShape, layout: Layout) -> str | None:
+def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
     """Return what is wrong with the places of the shards in a rank's tensors: each element must belong to one shard,
-    but for padding of the vocabulary."""
+    but for padding, in the tensors `padded`."""
     shards: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         shards.setdefault(shard.local, []).append(shard)
-    padded = tuple(
-        str(name)
-        for param in model_params(shape)
-        for name in (param.mcore, param.vllm)
-        if any("vocab" in dims for dims in param.hf.values())
-    )
     for name, size in layout.shapes.items():
         boxes = [_place(shard, len(size)) for shard in shards.get(name, [])]
         if any(end > limit for box in boxes for (_, end), limit in zip(box, size, strict=True)):
@@ -134,7 +131,7 @@ def _misplaced(shape: ModelShape, layout: Layout) -> str | None:
         if any(_volume(_common(*pair)) for pair in itertools.combinations(boxes, 2)):
             return f"blocks of {name} overlap"
         free = math.prod(size) - sum(map(_volume, boxes))
-        if free and not name.endswith(padded):
+        if free and name not in padded:
             return f"{free} of {math.prod(size)} elements of {name} have no source"
     return None
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.reshard.layout import Box, Layout, mcore_layout, vllm_layout
+from rlhf_mc.reshard.layout import Box, Layout, RankLayout, mcore_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LARGEST_BLOCK = 64
@@ -22,8 +22,10 @@ _Held = tuple[int, ...]
 """[rollout TP rank] the number of elements of its rollout shard that a rank's training shard has."""
 
 
-def choose_rollout_groups(shape: ModelShape, mesh: Mesh, rollout_tp: int, ranks_per_node: int = 8) -> list[list[int]]:
-    """Return the ranks of each rollout engine, in the order of their rollout TP ranks.
+def choose_rollout_groups(
+    shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout, ranks_per_node: int = 8
+) -> list[list[int]]:
+    """Return the ranks of each rollout engine, in the order of their rollout TP ranks. layout: the engine's.
 
     The bytes that a rank receives depend only on its rollout TP rank. So in each block of consecutive ranks, rollout TP
     ranks are assigned such that the ranks hold as much as possible of their rollout shards. The block size with the
@@ -32,7 +34,7 @@ def choose_rollout_groups(shape: ModelShape, mesh: Mesh, rollout_tp: int, ranks_
     usual = rollout_groups(mesh, rollout_tp)
     if mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0:
         return usual
-    held = _held_by_rank(shape, mesh, rollout_tp)
+    held = _held_by_rank(shape, mesh, rollout_tp, layout)
 
     def worth(groups: list[list[int]]) -> tuple[int, int]:
         kept = sum(held[rank][tp_rank] for group in groups for tp_rank, rank in enumerate(group))
@@ -62,11 +64,11 @@ def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
     return [n for n in sorted(sizes) if n <= LARGEST_BLOCK and n % rollout_tp == 0 and mesh.world % n == 0]
 
 
-def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> list[_Held]:
+def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout) -> list[_Held]:
     """Return `_Held` of each rank. All layers are equal, and all experts are: one layer, with the experts of one
     expert-parallel rank, represents them."""
     one = replace(shape, num_layers=1)
-    rollout = [vllm_layout(one, tp_rank, rollout_tp) for tp_rank in range(rollout_tp)]
+    rollout = [layout(one, tp_rank, rollout_tp) for tp_rank in range(rollout_tp)]
 
     @functools.cache
     def of(tp: int, pp: int) -> _Held:

@@ -1,5 +1,5 @@
-"""Layouts: the shards of each logical tensor in the local tensors of one process, for Hugging Face files, Megatron-Core
-and vLLM.
+"""Layouts: the shards of each logical tensor in the local tensors of one process, for Hugging Face files and
+Megatron-Core, and the parts that the layout of a rollout engine is built of (rollout/vllm_layout.py).
 
 Arithmetic on shapes only. placement.py builds the layouts of all ranks; plan.py plans the moves between two layouts.
 """
@@ -10,10 +10,9 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, StagePlacement, model_params
-from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
+from rlhf_mc.architectures.spec import LayerKind, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
@@ -117,18 +116,22 @@ class Layout:
 
 EMPTY = Layout({}, ())
 
+RankLayout = Callable[[ModelShape, int, int], Layout]
+"""The layout of a rank of a rollout engine: of (shape, tensor-parallel rank, tensor-parallel size)."""
+
 
 def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of the Hugging Face checkpoint (no lm_head.weight when tied)."""
     sizes = shape.dims()
     shapes: dict[str, tuple[int, ...]] = {}
-    occurrences = _occurrences(model_params(shape), range(shape.num_layers))
+    params = model_params(shape)
+    occurrences = _occurrences(shape, params, range(shape.num_layers))
     # All parameters of one expert precede those of the next, as in the models' own order.
-    for (layer, stage), group in itertools.groupby(occurrences, lambda found: (found[1], found[0].stage)):
-        params = [param for param, _ in group]
+    for (layer, stage), group in itertools.groupby(occurrences, lambda pair: (pair[1], params[pair[0]].stage)):
+        indices = [index for index, _ in group]
         for expert in range(shape.num_experts if stage == "expert" else 1):
-            for param in params:
-                for name, dims in param.hf.items():
+            for index in indices:
+                for name, dims in params[index].hf.items():
                     shapes[name.format(i=layer, e=expert)] = tuple(sizes[d] for d in dims)
     return shapes
 
@@ -140,7 +143,9 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
     held = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[Shard] = []
-    for param, layer in _occurrences(model_params(shape), range(shape.num_layers)):
+    params = model_params(shape)
+    for index, layer in _occurrences(shape, params, range(shape.num_layers)):
+        param = params[index]
         for pattern, dims in param.hf.items():
             name = pattern.format(i=layer, e=STACK)
             size = tuple(sizes[d] for d in dims)
@@ -205,73 +210,45 @@ def mcore_layout(
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
     held = []
     for param in (p for p in model_params(shape) if p.stage in stages):
-        if _is_qkv(param):
+        if is_qkv(param):
             ranges = _qkv_ranges(param, shape, tp_rank, tp_size)
         elif param.stage == "expert":
-            ranges = _even_ranges(param, shape, etp_rank, etp_size)
+            ranges = even_ranges(param, shape, etp_rank, etp_size)
         else:
-            ranges = _even_ranges(param, shape, tp_rank, tp_size, vocab)
+            ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
         local = (param.mcore_te or param.mcore) if transformer_engine else param.mcore
-        held.append(_local_param(param, shape, local, ranges, experts))
-    return _of_layers(held, layers)
+        held.append(local_param(param, shape, local, ranges, experts))
+    return layout_of_layers(shape, held, layers)
 
 
-@functools.cache
-def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
-    """Return the layout of a vLLM rank. The rows of all its query heads come first, then those of k, then those of v.
-    KV heads are replicated if there are fewer than ranks. Every expert is split over all ranks."""
-    check_vllm(shape, tp_size)
-    kv_shards = min(tp_size, shape.num_kv_heads)
-    vocab = padded_vocab_size(shape.vocab_size, 1)
-    held = []
-    for param in model_params(shape):
-        if param.vllm is None:
-            continue
-        ranges = _even_ranges(param, shape, tp_rank, tp_size, vocab)
-        if _is_qkv(param):
-            kv = _even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.num_kv_heads * shape.head_dim)
-            ranges = [(name, kv) if "kv" in param.hf[name] else (name, rows) for name, rows in ranges]
-        held.append(_local_param(param, shape, param.vllm, ranges, range(shape.num_experts)))
-    return _of_layers(held, range(shape.num_layers))
-
-
-_Obstacle = tuple[str, str]
+Obstacle = tuple[str, str]
 """(the size that is not divisible, the logical tensor that cannot be split)."""
-_LAYER = "model.layers.0."
+FIRST_LAYER = "model.layers.0."
 
 
 def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1, etp_size: int | None = None) -> None:
     """Raise UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
     etp_size (by default tp_size) ranks."""
-    dense = [("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")]
-    inside = [("moe_intermediate_size", shape.expert_ffn_hidden_size, _LAYER + "mlp.experts.0.gate_proj.weight")]
-    number = [("num_experts", shape.num_experts, _LAYER + "mlp.experts.0.gate_proj.weight")]
+    dense = [("intermediate_size", shape.ffn_hidden_size, FIRST_LAYER + "mlp.gate_proj.weight")]
+    inside = [("moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
+    number = [("num_experts", shape.num_experts, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
     ffn = ([] if etp_size else inside) if shape.has_experts else dense
 
-    def split(parts: int) -> _Obstacle | None:
-        return _indivisible([_heads(shape), *ffn], parts) or _kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
+    def split(parts: int) -> Obstacle | None:
+        return indivisible([heads_size(shape), *ffn], parts) or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
-    _check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, split)
+    check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, split)
     if not shape.has_experts:
         if ep_size > 1:
             raise UserError(f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no experts")
         return
     if etp_size:
-        _check_split(
-            "expert_tensor_parallel_size", "Megatron", shape, etp_size, functools.partial(_indivisible, inside)
-        )
-    _check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(_indivisible, number))
+        check_split("expert_tensor_parallel_size", "Megatron", shape, etp_size, functools.partial(indivisible, inside))
+    check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(indivisible, number))
 
 
-def check_vllm(shape: ModelShape, tp_size: int) -> None:
-    """Raise UserError if vLLM cannot split this model over tp_size ranks."""
-    if shape.value_head:
-        raise UserError("a model with a value head cannot be generated from; use the actor's model")
-    _check_split("tensor_model_parallel_size", "vLLM", shape, tp_size, functools.partial(_vllm_obstacle, shape))
-
-
-def _check_split(
-    key: str, engine: str, shape: ModelShape, size: int, obstacle: Callable[[int], _Obstacle | None]
+def check_split(
+    key: str, engine: str, shape: ModelShape, size: int, obstacle: Callable[[int], Obstacle | None]
 ) -> None:
     """Raise UserError, which lists the sizes that work, if there is an obstacle to this size."""
     if problem := obstacle(size):
@@ -282,83 +259,71 @@ def _check_split(
         raise UserError(f"{key} {size} ({engine}): {what} ({tensor}); sizes that work: {works}")
 
 
-def _kv_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
+def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
+    """Return the obstacle where neither the number of KV heads nor that of ranks is a multiple of the other."""
     kv = shape.num_kv_heads
     if kv % tp_size and tp_size % kv:
         return (
             f"num_key_value_heads is {kv}, and neither is a multiple of the other",
-            _LAYER + "self_attn.k_proj.weight",
+            FIRST_LAYER + "self_attn.k_proj.weight",
         )
     return None
 
 
-def _uneven_rows(shape: ModelShape, tp_size: int) -> _Obstacle | None:
+def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     what = "the number of rows of q, k and v together"
-    return _indivisible([(what, rows, _LAYER + "self_attn.q_proj.weight")], tp_size)
+    return indivisible([(what, rows, FIRST_LAYER + "self_attn.q_proj.weight")], tp_size)
 
 
-def _vllm_obstacle(shape: ModelShape, tp_size: int) -> _Obstacle | None:
-    if problem := _kv_obstacle(shape, tp_size):
-        return problem
-    if shape.has_experts and tp_size > shape.num_experts:
-        return f"num_experts is {shape.num_experts}, fewer than ranks", _LAYER + "mlp.gate.weight"
-    ffn = ("intermediate_size", shape.ffn_hidden_size, _LAYER + "mlp.gate_proj.weight")
-    if shape.has_experts:
-        ffn = ("moe_intermediate_size", shape.expert_ffn_hidden_size, _LAYER + "mlp.experts.0.gate_proj.weight")
-    vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")
-    return _indivisible([_heads(shape), ffn, vocab], tp_size)
+def heads_size(shape: ModelShape) -> tuple[str, int, str]:
+    """Return the size that the number of ranks must divide in any engine, as `indivisible` takes it."""
+    return "num_attention_heads", shape.num_heads, FIRST_LAYER + "self_attn.q_proj.weight"
 
 
-def _heads(shape: ModelShape) -> tuple[str, int, str]:
-    return "num_attention_heads", shape.num_heads, _LAYER + "self_attn.q_proj.weight"
-
-
-def _indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> _Obstacle | None:
+def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:
     """Return an obstacle for the first of (name, size, a tensor) whose size is no multiple of `parts`."""
     broken = ((what, size, tensor) for what, size, tensor in sizes if size % parts)
     return next(((f"{what} is {size}, which {parts} does not divide", tensor) for what, size, tensor in broken), None)
 
 
-def _is_qkv(param: Param) -> bool:
+def is_qkv(param: Param) -> bool:
+    """Return whether the parameter concatenates queries, keys and values."""
     return any("kv" in dims for dims in param.hf.values())
 
 
-class _HasStage(Protocol):
-    @property
-    def stage(self) -> StagePlacement: ...
-
-
-_P = TypeVar("_P", bound=_HasStage)
-
-
-def _occurrences(params: Sequence[_P], layers: range) -> Iterator[tuple[_P, int]]:
-    """Yield (parameter, global number of its layer) in the model's order; parameters outside the layers have the number
-    of the first layer."""
-    yield from ((p, layers.start) for p in params if p.stage == "first")
+def _occurrences(shape: ModelShape, params: Sequence[Param], layers: range) -> Iterator[tuple[int, int]]:
+    """Yield (index of a parameter, global number of its layer) in the model's order; parameters outside the layers have
+    the number of the first layer."""
+    by_place: dict[tuple[StagePlacement, LayerKind | None], list[int]] = {}
+    for index, param in enumerate(params):
+        by_place.setdefault((param.stage, param.kind), []).append(index)
+    kinds = shape.layer_kinds
+    places: list[tuple[StagePlacement, LayerKind | None, int]] = [("first", None, layers.start)]
     for layer in layers:
-        yield from ((p, layer) for p in params if p.stage == "layer")
-        yield from ((p, layer) for p in params if p.stage == "expert")
-    yield from ((p, layers.start) for p in params if p.stage.startswith("last"))
+        places += [("layer", kinds[layer], layer), ("expert", kinds[layer], layer)]
+    places += [("last", None, layers.start), ("last_if_not_first", None, layers.start)]
+    for stage, kind, layer in places:
+        yield from ((index, layer) for index in by_place.get((stage, kind), ()))
 
 
-_Range = tuple[str, tuple[int, int]]
+Range = tuple[str, tuple[int, int]]
 """(a Hugging Face tensor of a parameter, the range of its split dimension that a rank holds)."""
 
 
-def _even_ranges(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[_Range]:
+def even_ranges(param: Param, shape: ModelShape, index: int, count: int, padded_vocab: int = 0) -> list[Range]:
     """Return the index-th of `count` equal ranges of each tensor of a parameter; (0, 0) for a tensor that is not
     split."""
     sizes = shape.dims() | {"vocab": padded_vocab}
     split = {name: next((d for d in dims if d in SPLIT_DIMS), None) for name, dims in param.hf.items()}
-    return [(name, _even_range(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
+    return [(name, even_range(index, count, sizes[dim]) if dim else (0, 0)) for name, dim in split.items()]
 
 
-def _qkv_ranges(param: Param, shape: ModelShape, index: int, count: int) -> list[_Range]:
+def _qkv_ranges(param: Param, shape: ModelShape, index: int, count: int) -> list[Range]:
     """Return the ranges of q, k and v in the index-th of `count` equal ranges of their interleaved rows."""
     sizes = {dim: size // shape.num_kv_heads for dim, size in shape.dims().items() if dim in ("q", "kv")}
     rows = [(name, group, sizes[dims[0]]) for group in range(shape.num_kv_heads) for name, dims in param.hf.items()]
-    start, end = _even_range(index, count, sum(size for _, _, size in rows))
+    start, end = even_range(index, count, sum(size for _, _, size in rows))
     ranges = []
     at = 0
     for name, group, size in rows:
@@ -371,35 +336,36 @@ def _qkv_ranges(param: Param, shape: ModelShape, index: int, count: int) -> list
     return ranges
 
 
-def _even_range(index: int, count: int, size: int) -> tuple[int, int]:
+def even_range(index: int, count: int, size: int) -> tuple[int, int]:
     """Return the index-th of `count` equal ranges of [0, size)."""
     return size * index // count, size * (index + 1) // count
 
 
 @dataclass(frozen=True)
-class _LocalParam:
+class LocalParam:
     """One parameter in one process. `{i}` in its names is the layer."""
 
-    stage: StagePlacement
+    param: Param
     local: str
     size: tuple[int, ...]
     """Its local shape."""
     shards: tuple[Shard, ...]
 
 
-def _of_layers(params: Sequence[_LocalParam], layers: range) -> Layout:
-    """Return the layout of a process that holds these parameters in each of these layers; its names number the layers
-    from 0."""
+def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: range) -> Layout:
+    """Return the layout of a process that holds these parameters, in each of these layers those of the layer's kind.
+    The process numbers the layers from 0."""
     shapes = {}
     shards = []
-    for param, layer in _occurrences(params, layers):
+    for index, layer in _occurrences(shape, [param.param for param in params], layers):
+        param = params[index]
         local = param.local.format(i=layer - layers.start)
         shapes[local] = param.size
         shards += [Shard(p.tensor.format(i=layer), p.box, local, p.offset) for p in param.shards]
     return Layout(shapes, tuple(shards))
 
 
-def _local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[_Range], experts: range) -> _LocalParam:
+def local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[Range], experts: range) -> LocalParam:
     """Return the parameter that concatenates `ranges` along the split dimension; for experts, their stack."""
     sizes = shape.dims()
     stacks = param.stage == "expert"
@@ -424,4 +390,4 @@ def _local_param(param: Param, shape: ModelShape, local: str, ranges: Sequence[_
     if axis is not None:
         local_shape[axis] = filled
     size = (len(experts), *local_shape) if stacks else tuple(local_shape)
-    return _LocalParam(param.stage, local.replace("{e}", STACK), size, tuple(shards))
+    return LocalParam(param, local.replace("{e}", STACK), size, tuple(shards))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.reshard.layout import Layout, mcore_layout, vllm_layout
+from rlhf_mc.reshard.layout import Layout, RankLayout, mcore_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
 
 
@@ -52,7 +52,7 @@ def _concatenated(chunks: Sequence[Layout]) -> Layout:
     return Layout(shapes, tuple(shards))
 
 
-def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]]) -> list[Layout]:
-    """Return each rank's layout of the vLLM engines over these groups, each in the order of its TP ranks."""
-    by_rank = {rank: vllm_layout(shape, tp_rank, len(group)) for group in groups for tp_rank, rank in enumerate(group)}
+def rollout_layouts(shape: ModelShape, groups: Sequence[Sequence[int]], layout: RankLayout) -> list[Layout]:
+    """Return each rank's layout of the rollout engines over these groups, each in the order of its TP ranks."""
+    by_rank = {rank: layout(shape, tp_rank, len(group)) for group in groups for tp_rank, rank in enumerate(group)}
     return [by_rank[rank] for rank in range(len(by_rank))]

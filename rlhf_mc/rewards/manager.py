@@ -14,7 +14,7 @@ from rlhf_mc.rewards.results import DEFAULT, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
 
 Scores = list[Score]
@@ -95,7 +95,9 @@ class RewardManager:
             if unscored == 1:
                 first = f"{row.name}: {problem}"
         if unscored:
-            say(f"warning: {unscored} prompts score reward.default_score {self._reward.default_score:g}; {first}")
+            print_line(
+                f"warning: {unscored} prompts score reward.default_score {self._reward.default_score:g}; {first}"
+            )
 
     @property
     def needs_prompts(self) -> bool:
@@ -159,5 +161,7 @@ class RewardManager:
         self._failures += 1
         if self._failures <= _MAX_REPORTED or self._failures % 100 == 0:
             default = self._reward.default_score
-            say(f"warning: {message}; it scores {default:g} ({self._failures} such responses so far on this rank)")
+            print_line(
+                f"warning: {message}; it scores {default:g} ({self._failures} such responses so far on this rank)"
+            )
         return Score(self._reward.default_score, {DEFAULT: self._reward.default_score}, failure=failure.kind)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mc.rewards import answer_forms as forms
 from rlhf_mc.rewards.equivalence import Comparison, Undecided
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 MAX_ANSWER_CHARS = 1000
 """A longer answer is compared character for character; it is not parsed."""
@@ -142,7 +142,7 @@ def _report_undecided(answer: str, truth: str, why: str) -> None:
     global _undecided
     _undecided += 1
     if _undecided <= _MAX_REPORTED or _undecided % 100 == 0:
-        say(
+        print_line(
             f"warning: reward rule for MATH: answer {answer[:80]!r} scores 0: whether it is {truth[:80]!r} was"
             f" not decided: {why} ({_undecided} such answers so far in this process)"
         )

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from rlhf_mc.config.masking import one_line
 from rlhf_mc.rewards.results import RowFailure, Score
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 MAX_FLOAT32 = 3.4028234663852886e38
 """Scores become float32 tensors."""
@@ -44,7 +44,7 @@ class Names:
             return score
         if not self._is_full:
             self._is_full = True
-            say(
+            print_line(
                 f"warning: the reward functions have returned more than {MOST_NAMES} different names of numbers; the"
                 f" others, such as {new[room]!r}, are dropped from the metrics",
                 rank_0_only=True,

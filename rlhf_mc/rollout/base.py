@@ -1,15 +1,20 @@
-"""The interface between the loop and a rollout engine. The implementation over vLLM is in vllm_engine.py."""
+"""The interfaces of a rollout engine: that of the loop, and that of the setup. engines.py lists the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import torch
+from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.schema import Config, RolloutConfig
+from rlhf_mc.reshard.layout import Layout
 
-from rlhf_mc.data.batch import Responses
+if TYPE_CHECKING:  # the dry run imports this file, and works without torch
+    import numpy as np
+    import torch
+
+    from rlhf_mc.data.batch import Responses
 
 WEIGHTS = "weights"
 """The weights, as a part of an engine's device memory. sleep releases it, wake_up allocates it again."""
@@ -70,3 +75,35 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free the engine and its process groups; those of the trainer stay."""
+
+
+class EngineFactory(Protocol):
+    """A rollout engine before it is built. The dry run asks for its layout too, so the module of a built-in engine
+    imports neither torch nor the engine's library."""
+
+    title: str
+    """The engine's name in messages."""
+
+    def layout(self, shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
+        """Return the layout of this tensor-parallel rank of an engine, from which the weight update is planned."""
+
+    def check_layout(self, shape: ModelShape, tp_size: int) -> None:
+        """Raise UserError, with the sizes that work, if an engine of tp_size ranks cannot shard the model."""
+
+    def check_installation(self) -> None:
+        """Import the engine's library. Raise UserError if it is missing, or cannot work on this machine."""
+
+    def check_model(self, shape: ModelShape, cfg: RolloutConfig) -> None:
+        """Raise UserError if the engine cannot run the model on this machine, with these settings."""
+
+    def build(
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        storage: Mapping[str, torch.Tensor],
+    ) -> RolloutEngine:
+        """Return this rank's part of the engines. Every rank must call it. groups: the ranks of each engine, in the
+        order of its TP ranks. storage: tensors that become the engine's parameters of these names, in place of memory
+        of its own; empty without reshard.share_weights."""

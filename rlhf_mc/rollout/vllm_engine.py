@@ -29,11 +29,11 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.observability.phase_work import count
-from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, Sampling
 from rlhf_mc.rollout.draws import Draws
 from rlhf_mc.rollout.vllm_fp8 import METHOD, QuantizedLayers
-from rlhf_mc.runtime.console import say
+from rlhf_mc.rollout.vllm_layout import vllm_layout
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank
 
@@ -299,7 +299,7 @@ def _custom_all_reduce(groups: Sequence[Sequence[int]], cfg: RolloutConfig) -> b
     elif not (cfg.free_cache_engine or cfg.enforce_eager) and expandable_segments_enabled_from_env():
         reason = "it cannot share the memory of CUDA graphs, since PYTORCH_CUDA_ALLOC_CONF has expandable_segments"
     if reason and platform.use_cuda():
-        say(f"rollout: vLLM's custom all-reduce is off: {reason}", rank_0_only=True)
+        print_line(f"rollout: vLLM's custom all-reduce is off: {reason}", rank_0_only=True)
     return not reason
 
 

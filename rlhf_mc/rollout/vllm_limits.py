@@ -1,4 +1,4 @@
-"""The version of vLLM, and the models and layouts that it does not run. Nothing here imports it."""
+"""The models that vLLM has no kernels for on this machine. Nothing here imports it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import NodeError, UserError
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.reshard.layout import check_vllm
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply in fp8. Below it, vLLM's kernels would not quantize inputs."""
-TESTED_VERSION = "0.32.0"
-"""The only version that rollout/vllm_patches.py accepts."""
 
 
-def check_rollout_layout(shape: ModelShape, cfg: RolloutConfig) -> None:
-    """Raise UserError where vLLM cannot shard the model so, or has no kernel for its head dimension or in fp8."""
-    check_vllm(shape, cfg.tensor_model_parallel_size)
+def check_kernels(shape: ModelShape, cfg: RolloutConfig) -> None:
+    """Raise UserError where vLLM has no kernel for the model's head dimension, or in fp8."""
     if cfg.quantization is not None:
         _check_fp8(shape)
     if not platform.use_cuda() and shape.head_dim % 32:

@@ -17,18 +17,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # has no effect where transformers
 
 from rlhf_mc import platform, torch_patches
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.rollout.vllm_limits import TESTED_VERSION
+from rlhf_mc.machine.check import TESTED_VERSIONS
 
 if not platform.use_cuda():
     torch_patches.disable_compilation()
 try:
     import vllm
 except ImportError as error:
-    raise UserError(f"rollout: vLLM {TESTED_VERSION} is needed, and its import fails: {error}") from None
-if vllm.__version__.partition("+")[0] != TESTED_VERSION:
+    raise UserError(f"rollout: vLLM {TESTED_VERSIONS['vllm']} is needed, and its import fails: {error}") from None
+if vllm.__version__.partition("+")[0] != TESTED_VERSIONS["vllm"]:
     # Other versions lack some of the modules below, or do something else.
     raise UserError(
-        f"rollout: vLLM {vllm.__version__} is installed; needed is {TESTED_VERSION}, whose internals the trainer uses"
+        f"rollout: vLLM {vllm.__version__} is installed; needed is {TESTED_VERSIONS['vllm']}, whose internals the "
+        "trainer uses"
     )
 
 import contextlib

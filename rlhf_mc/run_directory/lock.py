@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_mc import json_files
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.run_files import LOCK_FILE, STALE_SECONDS
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.topology.consensus import on_rank_0
 
@@ -48,7 +48,7 @@ class Owner:
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        return cls(socket.gethostname(), pid, _start_of(pid) or "", namespace_id("pid"), job, restarts)
+        return cls(socket.gethostname(), pid, _start_time(pid) or "", namespace_id("pid"), job, restarts)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", job {self.job}" if self.job else "")
@@ -62,7 +62,7 @@ def check_free(root: Path) -> None:
     lock = Lock(root)
     unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
     if unknown_owner is not None:
-        say(f"{unknown_owner}; waiting to see whether it touches its lock", rank_0_only=True)
+        print_line(f"{unknown_owner}; waiting to see whether it touches its lock", rank_0_only=True)
     while unknown_owner is not None:
         time.sleep(_LOOK_SECONDS)
         unknown_owner = on_rank_0(lock.look, "trainer.default_local_dir")
@@ -98,7 +98,7 @@ class Lock:
             self._create()
         except OSError as error:
             raise UserError(
-                f"trainer.default_local_dir: {self._path} cannot be written ({reason_of(error)})"
+                f"trainer.default_local_dir: {self._path} cannot be written ({error_reason(error)})"
             ) from error
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 
@@ -150,12 +150,11 @@ class Lock:
 
     def _is_dead(self, owner: Owner, age: float) -> bool:
         """Return whether the owner is dead; age: seconds since its last touch."""
-        mine = self._owner
-        if owner == mine:
+        if owner == self._owner:
             return True
         if self._is_on_this_machine(owner):
-            return _start_of(owner.pid) != owner.started
-        if owner.job and owner.job == mine.job and owner.restarts < mine.restarts:
+            return _start_time(owner.pid) != owner.started
+        if owner.job and owner.job == self._owner.job and owner.restarts < self._owner.restarts:
             return True  # Slurm ends a job before it requeues it
         return age > STALE_SECONDS
 
@@ -189,16 +188,16 @@ class Lock:
 
     def _create(self) -> None:
         """Write the lock in one piece. Raise UserError if another process does so first."""
-        mine = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
-        mine.write_text(json.dumps(asdict(self._owner)))
+        staging = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+        staging.write_text(json.dumps(asdict(self._owner)))
         try:
-            self._put(mine)
+            self._put(staging)
         except FileExistsError:
             raise UserError(
                 f"trainer.default_local_dir: {self._path.parent} was taken by {self._read()} at this moment"
             ) from None
         finally:
-            mine.unlink()
+            staging.unlink()
 
     def _put(self, written: Path) -> None:
         """Make the written file the lock. Raise FileExistsError if there is a lock."""
@@ -230,7 +229,7 @@ class Lock:
                     os.utime(self._path)
 
 
-def _start_of(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return when a process of this machine began (clock ticks since boot), or None without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,5 +1,6 @@
 """trainer.default_local_dir belongs to one run, whose id is in run.json there, in the metrics, the checkpoints and the
-exports. Another run that begins there first moves all files of the earlier run to earlier_runs/<its id>/.
+exports. Another run that begins there first moves all files of the earlier run to earlier_runs/<its id>/. The last file
+of a run is its success marker.
 
 One rank alone calls these functions, with the directory locked.
 """
@@ -17,58 +18,41 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc import durable, json_files
+from rlhf_mc import durable, json_files, run_files
 from rlhf_mc.checkpoint import directory
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.health.monitor import keep_events_up_to
 from rlhf_mc.observability.sinks import TENSORBOARD_DIR
 from rlhf_mc.observability.trackers import MLFLOW_DIR, SWANLAB_DIR, TRACKERS_FILE, WANDB_DIR
 from rlhf_mc.run_directory.lock import Owner
-from rlhf_mc.run_files import (
-    ADJUSTMENTS_FILE,
-    CONFIG_FILE,
-    GENERATIONS,
-    HEALTH_FILE,
-    HISTOGRAMS_FILE,
-    METRICS_FILE,
-    NONFINITE_FILE,
-    PLOT,
-    PROFILE,
-    REPORT,
-    RUN_FILE,
-    STARTS_FILE,
-    SUCCESS_FILE,
-    TRAIN_GENERATIONS,
-    keep_up_to,
-)
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 EARLIER = "earlier_runs"
 HF = "hf"
 EXPORT = "export"
 VALIDATION = "validation"
 _OUTPUTS = (
-    SUCCESS_FILE,
-    METRICS_FILE,
-    HISTOGRAMS_FILE,
-    HEALTH_FILE,
+    run_files.SUCCESS_FILE,
+    run_files.METRICS_FILE,
+    run_files.HISTOGRAMS_FILE,
+    run_files.HEALTH_FILE,
     TENSORBOARD_DIR,
     TRACKERS_FILE,
     WANDB_DIR,
     MLFLOW_DIR,
     SWANLAB_DIR,
-    GENERATIONS,
-    TRAIN_GENERATIONS,
+    run_files.GENERATIONS,
+    run_files.TRAIN_GENERATIONS,
     VALIDATION,
-    PLOT,
-    REPORT,
-    CONFIG_FILE,
-    STARTS_FILE,
-    ADJUSTMENTS_FILE,
-    PROFILE,
+    run_files.PLOT,
+    run_files.REPORT,
+    run_files.CONFIG_FILE,
+    run_files.STARTS_FILE,
+    run_files.ADJUSTMENTS_FILE,
+    run_files.PROFILE,
     HF,
     EXPORT,
-    NONFINITE_FILE.format("*"),
+    run_files.NONFINITE_FILE.format("*"),
     "global_step_*",
 )
 """Files of a run, beside run.json. Other files in the directory (a quickstart's models and data, logs) stay there."""
@@ -94,12 +78,12 @@ def owner(root: Path) -> str | None:
 def claim(root: Path, run_id: str, begins_after: int, resumed_from: Path | None) -> None:
     """Record in run.json that the directory belongs to the run. resumed_from: the checkpoint of another directory, of
     step `begins_after`, that the run begins with."""
-    about: dict[str, Any] = {"run_id": run_id, "begins_after_step": begins_after}
+    record: dict[str, Any] = {"run_id": run_id, "begins_after_step": begins_after}
     if resumed_from is not None:
-        about["resumed_from"] = str(resumed_from)
+        record["resumed_from"] = str(resumed_from)
     if (process := Owner.this_process()).job:
-        about |= {_JOB: process.job, _RESTARTS: process.restarts}
-    _write(root, about)
+        record |= {_JOB: process.job, _RESTARTS: process.restarts}
+    _write(root, record)
 
 
 def is_of_requeued_job(root: Path) -> bool:
@@ -110,13 +94,27 @@ def is_of_requeued_job(root: Path) -> bool:
     return bool(process.job) and begun.get(_JOB) == process.job and restarts in range(process.restarts)
 
 
+def clear_success(root: Path) -> None:
+    """Remove the success marker of a run that resumes, before anything else is written. (The marker of an earlier run
+    is moved with that run's files.)"""
+    (root / run_files.SUCCESS_FILE).unlink(missing_ok=True)
+
+
+def write_success(root: Path, run_id: str, step: int) -> None:
+    """Write the success marker atomically and durably. step: the last step of the run. Only rank 0 calls it, after
+    every other file of the run is written. A run without the marker has not finished, whatever the exit codes of its
+    processes."""
+    content = json.dumps({"run_id": run_id, "step": step}) + "\n"
+    durable.replace(root / run_files.SUCCESS_FILE, content.encode())
+
+
 def move_away(root: Path, inputs: Iterable[tuple[str, Path]]) -> Path | None:
     """Move all files of the earlier run to a directory of their own. Return that directory, or None if there are no
     files. `finish_moving` completes an interrupted move. Raise UserError if the new run reads one of the files.
 
     inputs: (setting, file) of everything that the new run reads."""
     outputs = list(_outputs(root))
-    if not outputs and not (root / RUN_FILE).exists():
+    if not outputs and not (root / run_files.RUN_FILE).exists():
         return None
     run_id = owner(root) or _id_without_file(root, outputs)
     for setting, path in inputs:
@@ -136,14 +134,14 @@ def finish_moving(root: Path) -> Path | None:
 
 
 def _move(root: Path) -> Path:
-    about = _read(root)
+    record = _read(root)
     target = root / EARLIER / (owner(root) or new_id())
     target.mkdir(parents=True, exist_ok=True)
     for path in _outputs(root):
         os.rename(path, directory.free_name(target / path.name))
-    about.pop(_MOVING)
-    _write(target, about)
-    (root / RUN_FILE).unlink()
+    record.pop(_MOVING)
+    _write(target, record)
+    (root / run_files.RUN_FILE).unlink()
     durable.sync(root)
     return target
 
@@ -151,10 +149,11 @@ def _move(root: Path) -> Path:
 def drop_later(root: Path, step: int) -> list[str]:
     """Remove the generations, histograms and health events of later steps, which the run repeats, and quarantine its
     exports of later steps. Return one line for each quarantined export."""
-    for name, keep in ((HISTOGRAMS_FILE, keep_up_to), (HEALTH_FILE, keep_events_up_to)):
+    for name, keep in ((run_files.HISTOGRAMS_FILE, run_files.keep_up_to), (run_files.HEALTH_FILE, keep_events_up_to)):
         if (root / name).exists():
             keep(root / name, step)
-    for path in (*(root / GENERATIONS).glob("step_*.txt"), *(root / TRAIN_GENERATIONS).glob("*.jsonl")):
+    generations = (root / run_files.GENERATIONS).glob("step_*.txt")
+    for path in (*generations, *(root / run_files.TRAIN_GENERATIONS).glob("*.jsonl")):
         number = path.stem.removeprefix("step_")
         if number.isdecimal() and int(number) > step:
             path.unlink()
@@ -175,7 +174,7 @@ def _outputs(root: Path) -> Iterator[Path]:
 
 
 def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
-    """Return the id of a run without run.json: that of its checkpoints, or one made of the time of its last output."""
+    """Return the id of a run without run.json: the id in its checkpoints, or the time of its last output as one."""
     for step in directory.steps_with_checkpoint(root):
         with contextlib.suppress(UserError):  # corrupt, or of a newer program
             run_id = directory.read_manifest(directory.final_path(root, step)).run_id
@@ -187,7 +186,7 @@ def _id_without_file(root: Path, outputs: Iterable[Path]) -> str:
 
 def _read(root: Path) -> dict[str, Any]:
     """Return the content of run.json; an empty dict if it is missing. One that is no JSON object is quarantined."""
-    path = root / RUN_FILE
+    path = root / run_files.RUN_FILE
     try:
         content = json_files.read(path)
         if not isinstance(content, dict):
@@ -195,10 +194,10 @@ def _read(root: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:
-        say(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
+        print_line(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
         return {}
     return content
 
 
-def _write(root: Path, about: dict[str, Any]) -> None:
-    durable.replace(root / RUN_FILE, (json.dumps(about, indent=1, sort_keys=True) + "\n").encode())
+def _write(root: Path, record: dict[str, Any]) -> None:
+    durable.replace(root / run_files.RUN_FILE, (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())

@@ -49,7 +49,7 @@ def last_line() -> float:
     return _last_line
 
 
-def say(line: str, stream: TextIO | None = None, rank_0_only: bool = False) -> None:
+def print_line(line: str, stream: TextIO | None = None, rank_0_only: bool = False) -> None:
     """Print "rlhf_mc: " and the line to the stream (default: standard error).
 
     rank_0_only: print on rank 0 alone. An error of the stream is ignored, see write_line."""

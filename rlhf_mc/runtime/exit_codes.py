@@ -73,7 +73,7 @@ def exit_code(program: str, action: Callable[[], None]) -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process at once, with the code, without waiting for the threads of vLLM and gloo.
+    """End this process at once, with the code, without waiting for the threads of the rollout engine and gloo.
 
     After an error on one rank those threads would wait for the other ranks. A full disk or a closed pipe does not keep
     the process alive either."""
@@ -86,7 +86,7 @@ def exit_now(code: int) -> NoReturn:
 
 def exit_after(seconds: float, code: int) -> None:
     """End this process with the code if it still runs after `seconds`. Call it when nothing is left to be written: NCCL
-    and vLLM free communicators and graphs in calls that have no timeout."""
+    and the rollout engine free communicators and graphs in calls that have no timeout."""
     timer = threading.Timer(seconds, exit_now, [code])
     timer.daemon = True
     timer.start()

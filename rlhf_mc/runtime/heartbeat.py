@@ -10,15 +10,12 @@ import contextlib
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 
-from rlhf_mc.config.errors import UserError, reason_of
-from rlhf_mc.runtime.console import say
-from rlhf_mc.runtime.failure_detector import FailureDetector
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.heartbeat_client import HeartbeatClient
 from rlhf_mc.runtime.heartbeat_server import HeartbeatServer
-from rlhf_mc.runtime.heartbeat_thread import Timeouts
 from rlhf_mc.runtime.namespaces import namespace_id
 from rlhf_mc.runtime.rank_status import RankStatus, describe_error
 from rlhf_mc.topology.consensus import gather_objects
@@ -32,7 +29,7 @@ def heartbeats(status: RankStatus, rank: int, timeout_seconds: float, straggler_
 
     timeout_seconds: a rank that is silent for longer ends the run. straggler_seconds: a rank that the others have
     waited for this long is named in a warning. Every rank must enter it, after init_process_group."""
-    thread = _start(status, rank, Timeouts(timeout_seconds), straggler_seconds)
+    thread = _start(status, rank, timeout_seconds, straggler_seconds)
     if thread is None:
         yield
         return
@@ -49,7 +46,7 @@ def heartbeats(status: RankStatus, rank: int, timeout_seconds: float, straggler_
 
 
 def _start(
-    status: RankStatus, rank: int, timeouts: Timeouts, straggler_seconds: float
+    status: RankStatus, rank: int, timeout_seconds: float, straggler_seconds: float
 ) -> HeartbeatServer | HeartbeatClient | None:
     """Start rank 0's server and the other ranks' clients. Return None with one rank, or if a rank cannot connect."""
     host = socket.gethostname()
@@ -64,29 +61,30 @@ def _start(
         try:
             listener = _listen(_addresses_to_bind([(machine, addresses) for _, machine, addresses in ranks]))
         except OSError as error:
-            failure = reason_of(error)
+            failure = error_reason(error)
     # The token keeps other programs' connections, and other runs' ranks, from being taken for a rank of this run.
-    mine = (listener.getsockname()[:2] if listener else ("", 0), secrets.token_hex(16))
-    (host, port), token = gather_objects(mine)[0]
+    address = listener.getsockname()[:2] if listener else ("", 0)
+    (host, port), token = gather_objects((address, secrets.token_hex(16)))[0]
     if host and rank != 0:
         try:
             connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except OSError as error:
-            failure = reason_of(error)
+            failure = error_reason(error)
     failures = {r: reason for r, reason in enumerate(gather_objects(failure)) if reason}
     if failures:
         first, reason = next(iter(failures.items()))
         problem = f"does not reach rank 0 at {host}:{port}" if first else "cannot listen at MASTER_ADDR"
-        say(f"warning: rank {first} {problem} ({reason}); the run continues without heartbeats", rank_0_only=True)
+        print_line(
+            f"warning: rank {first} {problem} ({reason}); the run continues without heartbeats", rank_0_only=True
+        )
         for opened in (listener, connection):
             if opened is not None:
                 opened.close()
         return None
     if listener is not None:
-        detector = FailureDetector(hosts, timeouts.interval, time.monotonic())
-        return HeartbeatServer(status, token, timeouts, listener, detector, straggler_seconds)
+        return HeartbeatServer(status, token, timeout_seconds, listener, hosts, straggler_seconds)
     assert connection is not None
-    return HeartbeatClient(status, rank, token, timeouts, hosts[0], (host, port), connection)
+    return HeartbeatClient(status, rank, token, timeout_seconds, hosts[0], (host, port), connection)
 
 
 def _addresses_of_rank_0() -> list[str]:

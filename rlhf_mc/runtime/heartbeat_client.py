@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from rlhf_mc import json_files
 from rlhf_mc.runtime.exit_codes import exit_from_thread
-from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread, Timeouts
+from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread
 from rlhf_mc.runtime.rank_status import SILENT_PHASES, RankStatus
 
 DIAGNOSIS_SECONDS = 2.0
@@ -29,13 +29,13 @@ class HeartbeatClient(HeartbeatThread):
         status: RankStatus,
         rank: int,
         token: str,
-        timeouts: Timeouts,
+        timeout: float,
         host: str,
         address: tuple[str, int],
         connection: socket.socket,
     ) -> None:
         """host: rank 0's name, for messages. connection: an open one to the address of rank 0's server."""
-        super().__init__(status, rank, token, timeouts)
+        super().__init__(status, rank, token, timeout)
         self._rank_0 = f"rank 0 ({host})"
         self._address = address
         self._connection: socket.socket | None = connection
@@ -61,7 +61,7 @@ class HeartbeatClient(HeartbeatThread):
             self._excuse_silence(now)
             try:
                 if self._connection is None:
-                    self._connection = socket.create_connection(self._address, timeout=self._timeouts.interval)
+                    self._connection = socket.create_connection(self._address, timeout=self._interval)
                     self._received = b""
                 self._connection.sendall(self._line())
                 self._read_for_one_interval(self._connection)
@@ -70,7 +70,7 @@ class HeartbeatClient(HeartbeatThread):
                     self._connection.close()
                 self._connection = None
                 self._disconnected_at = self._disconnected_at or now
-                self._ended.wait(min(self._timeouts.interval, 1.0))
+                self._ended.wait(min(self._interval, 1.0))
             self._check_rank_0()
         if self._connection is not None:
             with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ class HeartbeatClient(HeartbeatThread):
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            deadline = time.monotonic() + self._timeouts.interval
+            deadline = time.monotonic() + self._interval
             while (left := deadline - time.monotonic()) > 0:
                 ready = [key.fileobj for key, _ in selector.select(left)]
                 if connection in ready:
@@ -120,9 +120,9 @@ class HeartbeatClient(HeartbeatThread):
         now = time.monotonic()
         self._excuse_silence(now)
         problem = ""
-        if self._disconnected_at is not None and now - self._disconnected_at > self._timeouts.reconnect:
+        if self._disconnected_at is not None and now - self._disconnected_at > self._reconnect_seconds:
             problem = "is gone: its process has ended"
-        elif now - self._last_answer > self._timeouts.heartbeat:
+        elif now - self._last_answer > self._timeout:
             problem = f"has sent no heartbeat for {now - self._last_answer:.0f} s"
         if problem and not self._ended.is_set():
             # Every rank prints it: without rank 0 they cannot agree on one.

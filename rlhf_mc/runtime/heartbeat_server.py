@@ -11,10 +11,10 @@ import socket
 import time
 
 from rlhf_mc import json_files
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.exit_codes import exit_from_thread
 from rlhf_mc.runtime.failure_detector import FailureDetector
-from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread, Timeouts
+from rlhf_mc.runtime.heartbeat_thread import HeartbeatThread
 from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus
 
 MAX_LINE_BYTES = 1 << 16
@@ -33,15 +33,16 @@ class HeartbeatServer(HeartbeatThread):
         self,
         status: RankStatus,
         token: str,
-        timeouts: Timeouts,
+        timeout: float,
         listener: socket.socket,
-        detector: FailureDetector,
+        hosts: list[str],
         straggler_seconds: float,
     ) -> None:
-        """straggler_seconds: a rank that the others have waited for this long is named in a warning."""
-        super().__init__(status, 0, token, timeouts)
+        """hosts: the host name of each rank. straggler_seconds: a rank that the others have waited for this long is
+        named in a warning."""
+        super().__init__(status, 0, token, timeout)
         self._listener = listener
-        self._detector = detector
+        self._detector = FailureDetector(hosts, self._interval, time.monotonic())
         self._straggler_seconds = straggler_seconds
         self._received: dict[socket.socket, bytes] = {}
         """Start of the line whose end has not come yet, of each open connection."""
@@ -52,14 +53,14 @@ class HeartbeatServer(HeartbeatThread):
         self._thread.start()
 
     def diagnosis(self) -> str:
-        time.sleep(min(1.0, self._timeouts.interval))  # other ranks may have failed at this very moment
+        time.sleep(min(1.0, self._interval))  # other ranks may have failed at this very moment
         return self._detector.stragglers(time.monotonic())
 
     def _run(self) -> None:
         try:
             self._serve()
         except Exception as error:  # a failure of this thread must not end a run that works
-            say(
+            print_line(
                 f"warning: the heartbeat server has failed ({type(error).__name__}: {error}); "
                 "the run continues without heartbeats"
             )
@@ -70,7 +71,7 @@ class HeartbeatServer(HeartbeatThread):
         self._selector.register(self._woken, selectors.EVENT_READ)
         next_check = 0.0
         while not self._ended.is_set():
-            events = self._selector.select(min(CHECK_SECONDS, self._timeouts.interval))
+            events = self._selector.select(min(CHECK_SECONDS, self._interval))
             now = time.monotonic()
             if self._was_frozen(now):
                 self._detector.restart_timeouts(now)
@@ -85,7 +86,7 @@ class HeartbeatServer(HeartbeatThread):
             self._close_unauthenticated(now)
             if now >= next_check:
                 self._check_ranks(now)
-                next_check = now + min(CHECK_SECONDS, self._timeouts.interval)
+                next_check = now + min(CHECK_SECONDS, self._interval)
 
     def _accept(self) -> None:
         try:
@@ -139,12 +140,12 @@ class HeartbeatServer(HeartbeatThread):
     def _check_ranks(self, now: float) -> None:
         """Warn of stragglers, and end the run if a rank is lost."""
         if warning := self._detector.straggler_warning(now, self._straggler_seconds):
-            say(f"warning: {warning}")
-        lost = self._detector.lost(now, self._timeouts.heartbeat, self._timeouts.reconnect)
+            print_line(f"warning: {warning}")
+        lost = self._detector.lost(now, self._timeout, self._reconnect_seconds)
         if not lost or self._ended.is_set():
             return
         self._send_to_all({"lost": lost})
-        time.sleep(min(1.0, self._timeouts.interval))  # the others end for this reason, not because rank 0 has ended
+        time.sleep(min(1.0, self._interval))  # the others end for this reason, not because rank 0 has ended
         exit_from_thread(f"{lost}; this rank was {self._heartbeat().position()}")
 
     def _send_to_all(self, message: dict[str, str]) -> None:

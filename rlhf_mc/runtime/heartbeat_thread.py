@@ -1,4 +1,4 @@
-"""The parts that the heartbeat client and server share: the timeouts, and a thread that can be woken and ended."""
+"""The parts that the heartbeat client and server share: the times, and a thread that can be woken and ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from dataclasses import dataclass
 
 from rlhf_mc.runtime.rank_status import Heartbeat, RankStatus, make_heartbeat
 
@@ -16,33 +15,20 @@ MAX_RECONNECT_SECONDS = 10.0
 for the errors of the ranks that were connected to it, to come first."""
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """Times in seconds."""
-
-    heartbeat: float
-    """trainer.heartbeat_timeout_seconds: a rank that is silent for longer is lost."""
-
-    @property
-    def interval(self) -> float:
-        """Time between two heartbeats."""
-        return min(MAX_INTERVAL_SECONDS, self.heartbeat / 4)
-
-    @property
-    def reconnect(self) -> float:
-        """Time after which a rank is lost that has been disconnected and has not connected again."""
-        return min(MAX_RECONNECT_SECONDS, self.heartbeat)
-
-
 class HeartbeatThread:
     """The thread of a heartbeat client or server. The subclass starts `_thread` and defines `_run`."""
 
-    def __init__(self, status: RankStatus, rank: int, token: str, timeouts: Timeouts) -> None:
-        """status: this rank's, written by the calling thread. token: the secret of this run."""
+    def __init__(self, status: RankStatus, rank: int, token: str, timeout: float) -> None:
+        """status: this rank's, written by the calling thread. token: the secret of this run. timeout: seconds; a rank
+        that is silent for longer is lost."""
         self._status = status
         self._rank = rank
         self._token = token
-        self._timeouts = timeouts
+        self._timeout = timeout
+        self._interval = min(MAX_INTERVAL_SECONDS, timeout / 4)
+        """Seconds between two heartbeats."""
+        self._reconnect_seconds = min(MAX_RECONNECT_SECONDS, timeout)
+        """Time after which a rank is lost that has been disconnected and has not connected again."""
         self._loop_thread = threading.get_ident()
         self._ended = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -55,7 +41,7 @@ class HeartbeatThread:
         """End the thread; a client signs off first. Call it when the run is over on all ranks."""
         self._ended.set()
         self._wake_up()
-        self._thread.join(2 * self._timeouts.interval)
+        self._thread.join(2 * self._interval)
 
     def diagnosis(self) -> str:
         """Return one line that names the ranks that the others wait for, or an empty text if no rank stands out."""
@@ -73,7 +59,7 @@ class HeartbeatThread:
         """Return whether this process has not run since the last turn: other ranks' silence then means nothing."""
         gap = now - self._last_turn
         self._last_turn = now
-        return gap > 2 * self._timeouts.interval + 1
+        return gap > 2 * self._interval + 1
 
     def _heartbeat(self) -> Heartbeat:
         """Return this rank's heartbeat."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.exit_codes import EXIT_REQUEUE, exit_from_thread, exit_now
 from rlhf_mc.runtime.tool import EXIT_INTERRUPTED
 
@@ -83,7 +83,7 @@ class StopRequests:
             if number == signal.SIGINT:
                 self._interrupted_at = min(self._interrupted_at, now)
                 if self._rank == 0 and not self._reason:
-                    say("interrupted: saving, then ending; a second Ctrl-C ends the run at once")
+                    print_line("interrupted: saving, then ending; a second Ctrl-C ends the run at once")
             self.request(number.name)
 
     def request(self, reason: str) -> None:
@@ -125,7 +125,7 @@ class StopRequests:
 
     def check(self) -> None:
         """Raise StopRequested on every rank if any rank has a request. Raise UserError if the job's time is up before
-        the first step is complete. Every rank must call it, while the weights are those of the last complete step."""
+        the first step is complete. Every rank must call it, while the weights are as after the last complete step."""
         self.start_check()()
 
     def start_check(self) -> Callable[[], None]:
@@ -135,12 +135,12 @@ class StopRequests:
 
         if self._stop_at is not None and time.time() >= self._stop_at:
             self.request(f"{_TIME_IS_UP}, trainer.stop_before_minutes is {self._cfg.stop_before_minutes:g}")
-        mine = self._reason
-        asked = start_max_over_ranks(float(bool(mine)))
+        own_reason = self._reason
+        any_request = start_max_over_ranks(float(bool(own_reason)))
 
         def end() -> None:
-            if asked():
-                self._obey(next(reason for reason in gather_objects(mine) if reason))
+            if any_request():
+                self._obey(next(reason for reason in gather_objects(own_reason) if reason))
 
         return end
 

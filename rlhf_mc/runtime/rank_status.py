@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import FrameType, TracebackType
+from types import FrameType
 
 WRITE_PROFILE = "write_profile"
 SILENT_PHASES = frozenset({WRITE_PROFILE})
@@ -79,26 +80,22 @@ class Heartbeat:
 
 def make_heartbeat(status: RankStatus, rank: int, thread: int) -> Heartbeat:
     """Return the heartbeat of the thread (its identifier) that runs the loop."""
-    collective, at = describe_stack(_outwards(sys._current_frames().get(thread)))
+    frame = sys._current_frames().get(thread)
+    collective, at = describe_stack(traceback.walk_stack(frame) if frame else ())
     seconds = time.monotonic() - status.since
     return Heartbeat(rank, status.step, status.phases[-1], status.moves, seconds, collective, at)
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:
     """Return describe_stack of the line where the error was raised."""
-    frames = []
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return describe_stack(reversed(frames))
+    return describe_stack(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
 def describe_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     """Return the collective that a stack is in (torch's function; empty if none) and "file:line (function)".
 
     frames: from the innermost outwards. The line is the innermost one of this project's or the user's code, without the
-    project's wrappers (`_is_library`). If there is none, it is the innermost one outside of torch's collectives."""
+    project's wrappers (`_is_library`). Without one, it is the innermost one outside of torch's collectives."""
     collective = ""
     innermost = ""
     for frame, line in frames:
@@ -124,9 +121,3 @@ def _is_library(file: PurePath) -> bool:
     if "site-packages" in file.parts:
         return "rlhf_mc" not in file.parts
     return file.is_relative_to(_STANDARD_LIBRARY) or file.name.startswith("<")
-
-
-def _outwards(frame: FrameType | None) -> Iterable[tuple[FrameType, int]]:
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back

@@ -21,7 +21,7 @@ class Work:
     """One piece of work. A piece inside another one is a unit of it: a micro-batch's of a mini-batch."""
 
     name: str
-    """Name of the work; empty where that of the phase says it."""
+    """Name of the work; empty where the phase's name says it."""
     total: float
     """Units of the whole; 0: unknown."""
     unit: str

@@ -20,9 +20,9 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.checks import check_config
-from rlhf_mc.config.errors import UserError, about
+from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, uses_critic, uses_reference
-from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, part_of, reward_models
+from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
 from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
@@ -41,10 +41,10 @@ from rlhf_mc.reshard.model_checks import check_layouts, check_length
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rollout.base import RolloutEngine
-from rlhf_mc.rollout.vllm_limits import check_rollout_layout
+from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
+from rlhf_mc.rollout.engines import engine_factory
 from rlhf_mc.run_directory.lock import check_free
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
@@ -69,8 +69,9 @@ def build_run(cfg: Config) -> Run:
     world = dist.get_world_size()
     check_config(cfg, world)
     cfg = for_this_device(cfg)
-    with working("importing vLLM"):
-        on_every_rank(_import_vllm)
+    factory = on_every_rank(lambda: engine_factory(cfg.rollout))
+    with working(f"importing {factory.title}"):
+        on_every_rank(factory.check_installation)
     check_free(Path(cfg.trainer.default_local_dir))
     tokenizer = on_every_rank(lambda: _tokenizer(cfg))
     conversations = on_every_rank(lambda: conversation_tokenizers(cfg))
@@ -78,7 +79,7 @@ def build_run(cfg: Config) -> Run:
     # The user's files may be missing on one node.
     estimator = on_every_rank(lambda: load_estimator(cfg.algorithm))
     policy_loss = on_every_rank(lambda: load_policy_loss(cfg.actor))
-    scorers = {part_of(role): f"{role}.model_path" for role in reward_models(cfg)}
+    scorers = {score_part(role): f"{role}.model_path" for role in reward_models(cfg)}
     rewards = on_every_rank(lambda: RewardManager(cfg.custom_reward_function, cfg.reward, scorers))
     check_mixture(rewards.mixture.sources, train_prompts, val_prompts)
     train_prompts = scorable(rewards, train_prompts, cfg.data.on_bad_row, True, conversations.values())
@@ -89,16 +90,16 @@ def build_run(cfg: Config) -> Run:
     total_batches = cfg.trainer.total_epochs * per_epoch
     total_steps = cfg.trainer.total_training_steps or total_batches  # a step draws at least one batch
 
-    starts = on_every_rank(lambda: _starts(cfg, tokenizer, conversations))
+    starts = on_every_rank(lambda: _starts(cfg, factory, tokenizer, conversations))
     with working("planning"):
         verdict = check_memory(cfg, {role: start.shape for role, start in starts.items()})
     if verdict is not None and "console" in cfg.trainer.logger:
-        say(verdict, sys.stdout, rank_0_only=True)
+        print_line(verdict, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
 
-    # Each model is offloaded before the next is built, and all of them before vLLM measures free memory.
+    # Each model is offloaded before the next is built, and all of them before the engine measures free memory.
     offload_schedule = OffloadSchedule()
     models: dict[str, ModelEngine] = {}
     for role, start in starts.items():
@@ -113,7 +114,7 @@ def build_run(cfg: Config) -> Run:
                     models[role].recover_memory()
             offload_schedule.add(role, models[role])
     limits = micro_batch_limits(cfg)
-    weight_sync, rollout = _rollout(cfg, models["actor"], rank)
+    weight_sync, rollout = _rollout(cfg, factory, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
     set_timeout_of_all_groups(cfg.trainer.dist_timeout_seconds)
@@ -145,14 +146,6 @@ def build_run(cfg: Config) -> Run:
         adjustments=Adjustments(Path(cfg.trainer.default_local_dir)),
         skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
     )
-
-
-def _import_vllm() -> None:
-    """Import vLLM. Raise UserError if it is missing, of another version or for another device. No module imports it at
-    its top, so that all but the rollout works without vLLM."""
-    from rlhf_mc.rollout.vllm_engine import check_build
-
-    check_build()
 
 
 def _tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
@@ -193,14 +186,22 @@ class _Start:
 
 
 def _starts(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, conversations: Mapping[str, ConversationTokenizer]
+    cfg: Config,
+    factory: EngineFactory,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Mapping[str, ConversationTokenizer],
 ) -> dict[str, _Start]:
     """Return the start of each role's model, in the order of building. Raise UserError if a model is not supported."""
     mcore = cfg.model.dist_checkpointing_path
-    with about("model.path:"):
+    with error_prefix("model.path:"):
         reader = HFReader(cfg.model.path)
         shape = reader.shape()
-    _check_model(cfg, shape, reader, tokenizer)
+    check_layouts(cfg, {"actor": shape})
+    try:
+        factory.check_model(shape, cfg.rollout)
+    except UserError as error:
+        raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
+    _check_checkpoint(cfg, shape, reader, tokenizer)
     starts = {"actor": _Start(shape, reader, mcore, cfg.actor.optim, _frozen("actor", cfg.actor.freeze, shape))}
     if uses_reference(cfg):
         starts["ref"] = _Start(shape, reader, mcore)
@@ -236,17 +237,12 @@ def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[
     return frozen
 
 
-def _check_model(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the actor's checkpoint, its layouts, the data's lengths and the tokenizer do not match."""
-    check_layouts(cfg, {"actor": shape})
-    try:
-        check_rollout_layout(shape, cfg.rollout)
-    except UserError as error:
-        raise UserError(f"{error} (rollout: TP {cfg.rollout.tensor_model_parallel_size})") from None
-    with about("model.path:"):
+def _check_checkpoint(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the actor's checkpoint, the data's lengths and the tokenizer do not match."""
+    with error_prefix("model.path:"):
         check_architecture(reader.config, shape.family, FAMILIES[shape.family].architecture)
     if cfg.model.dist_checkpointing_path is None:
-        with about("model.path:"):
+        with error_prefix("model.path:"):
             reader.check(shape)
     check_length(shape, cfg.data)
     if len(tokenizer) > shape.vocab_size:
@@ -263,7 +259,7 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGro
     engine = ModelEngine(role, start.shape, megatron, groups)
     has_head = start.shape.value_head
     if start.mcore is not None:
-        with about("model.dist_checkpointing_path:"):
+        with error_prefix("model.dist_checkpointing_path:"):
             load_mcore(engine.model, start.mcore, skip_prefixes=("output_layer.",) if has_head else ())
     else:
         skip = ("score.weight",) if has_head and "score.weight" not in start.reader.names else ()
@@ -271,37 +267,25 @@ def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGro
     return engine
 
 
-def _rollout(cfg: Config, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
-    """Return vLLM, and the synchronisation of its weights with the actor's."""
-    from rlhf_mc.rollout.vllm_engine import VLLMEngine
-
+def _rollout(cfg: Config, factory: EngineFactory, actor: ModelEngine, rank: int) -> tuple[WeightSync, RolloutEngine]:
+    """Return the rollout engine, and the synchronisation of its weights with the actor's."""
     per_node = ranks_per_node()
-    engine_ranks = choose_rollout_groups(
-        actor.shape, actor.groups.mesh, cfg.rollout.tensor_model_parallel_size, per_node
-    )
+    tp = cfg.rollout.tensor_model_parallel_size
+    engine_ranks = choose_rollout_groups(actor.shape, actor.groups.mesh, tp, factory.layout, per_node)
     with working("planning the weight update"):
         plan = make_plan(
             engine_layouts(actor),
-            rollout_layouts(actor.shape, engine_ranks),
+            rollout_layouts(actor.shape, engine_ranks, factory.layout),
             DTYPES[cfg.actor.megatron.dtype].itemsize,
             cfg.reshard.bucket_megabytes << 20,
             per_node,
             share=cfg.reshard.share_weights,
         )
         weight_sync = WeightSync(plan, rank, cfg.reshard.verify)
-    with working("starting vLLM"):
-        rollout = VLLMEngine(
-            cfg.model.path,
-            actor.shape,
-            cfg.rollout,
-            engine_ranks,
-            rank,
-            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            dtype=cfg.actor.megatron.dtype,
-            seed=cfg.trainer.seed,
-            # make_trainable has moved the actor's parameters to their final storage before.
-            storage=aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {},
-        )
+    with working(f"starting {factory.title}"):
+        # make_trainable has moved the actor's parameters to their final storage before.
+        storage = aliased_views(weight_sync.plan, actor.params) if cfg.reshard.share_weights else {}
+        rollout = factory.build(cfg, actor.shape, engine_ranks, rank, storage)
     return weight_sync, rollout
 
 

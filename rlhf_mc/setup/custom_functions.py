@@ -18,7 +18,7 @@ from rlhf_mc.algorithms.estimators import (
 )
 from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyLossInputs
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import ActorConfig, AlgorithmConfig
 from rlhf_mc.config.user_function import describe_error, load_function
 
@@ -35,7 +35,7 @@ def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:
     inputs = _example_inputs(algorithm)
     where = f"{section}.path {custom.path}: {custom.name}, called with an example of 4 responses,"
     estimate = _called(function, inputs, where)
-    if problem := _fault(estimate, inputs, needs_of(algorithm).critic):
+    if problem := _fault(estimate, inputs, estimator_needs(algorithm).critic):
         raise UserError(f"{where} {problem}")
     return function
 
@@ -96,7 +96,7 @@ def _loss_fault(result: object) -> str | None:
 
 def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
     """Return the inputs of two prompts with two responses each, of 3, 1, 2 and 4 tokens."""
-    needs = needs_of(algorithm)
+    needs = estimator_needs(algorithm)
     response_lens = torch.tensor([3, 1, 2, 4])
     scores = torch.tensor([1.0, 0.0, 0.5, 0.5])
     return EstimatorInputs(

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 from rlhf_mc.architectures.run_shapes import model_shapes
 from rlhf_mc.config.checks import check_config
-from rlhf_mc.config.errors import UserError, about
+from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.paths import check_present
 from rlhf_mc.config.recorded import check_not_hidden
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.data.source import check_columns, needed_columns, scored_by_rule
 from rlhf_mc.observability.trackers import check_loggers
-from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layout, check_length
 from rlhf_mc.rewards.remote import RemoteReward
+from rlhf_mc.rollout.engines import engine_factory
 
 
 def world_size() -> int:
@@ -42,7 +42,7 @@ def check_early(cfg: Config, world: int) -> None:
     _check_models(cfg)
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         for file in files:
-            with about(f"{key} {file}:"):
+            with error_prefix(f"{key} {file}:"):
                 check_columns(file, needed_columns(cfg.data, scored_by_rule(cfg, key)))
     _check_environment()
 
@@ -67,8 +67,10 @@ def _check_models(cfg: Config) -> None:
             check_layout(shape, megatron, role)
     _, actor = roles["actor"]
     check_length(actor, cfg.data)
+    if cfg.rollout.name == "custom":
+        return  # its file may import torch
     with _in_section("rollout", "model.path"):
-        check_vllm(actor, cfg.rollout.tensor_model_parallel_size)
+        engine_factory(cfg.rollout).check_layout(actor, cfg.rollout.tensor_model_parallel_size)
 
 
 @contextlib.contextmanager

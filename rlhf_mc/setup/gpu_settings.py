@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rlhf_mc import platform
 from rlhf_mc.config.load import load_config, to_dict
-from rlhf_mc.config.schema import Config, MegatronConfig, RolloutConfig, layouts, value_of
-from rlhf_mc.runtime.console import say
+from rlhf_mc.config.schema import Config, MegatronConfig, RolloutConfig, get_setting, layouts
+from rlhf_mc.runtime.console import print_line
 
 _ON_CPU = {
     "rollout.free_cache_engine": False,
@@ -21,9 +21,9 @@ def for_this_device(cfg: Config) -> Config:
     if platform.use_cuda():
         return cfg
     values = _ON_CPU | {f"{role}.megatron.fp8": MegatronConfig.fp8 for role in layouts(cfg)}
-    ignored = {key: value for key, value in values.items() if value_of(cfg, key) != value}
+    ignored = {key: value for key, value in values.items() if get_setting(cfg, key) != value}
     if not ignored:
         return cfg
-    say(f"on a CPU these settings are ignored, which are for GPUs: {', '.join(ignored)}", rank_0_only=True)
+    print_line(f"on a CPU these settings are ignored, which are for GPUs: {', '.join(ignored)}", rank_0_only=True)
     overrides = [f"{key}={'null' if value is None else str(value).lower()}" for key, value in ignored.items()]
     return load_config(to_dict(cfg), overrides)

@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
-from rlhf_mc.config.errors import UserError, about
-from rlhf_mc.config.schema import Config, DataConfig, value_of
+from rlhf_mc.config.errors import UserError, error_prefix
+from rlhf_mc.config.schema import Config, DataConfig, get_setting
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.tokenizer import has_tokenizer, load_tokenizer
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 HEAD = "score.weight"
 BIAS = "score.bias"
@@ -46,7 +46,7 @@ def reward_model_checkpoint(
     """Return the checkpoint of the reward model of that role. Raise UserError if it has no value head, or another
     vocabulary than its tokenizer: that of `conversations`, or None for the actor's, `tokenizer`."""
     key = f"{role}.model_path"
-    path = str(value_of(cfg, key))
+    path = str(get_setting(cfg, key))
     if conversations is None:
         checkpoint = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
@@ -78,10 +78,10 @@ def value_checkpoint(
 
 def _checkpoint(key: str, path: str) -> ValueCheckpoint:
     """Return a checkpoint whose value head, if it has one, is checked."""
-    with about(f"{key}:"):
+    with error_prefix(f"{key}:"):
         reader = HFReader(path)
     check_value_head(key, reader)
-    with about(f"{key}:"):
+    with error_prefix(f"{key}:"):
         shape = reader.shape(value_head=True)
         reader.check(shape)
     return ValueCheckpoint(reader, shape)
@@ -109,4 +109,6 @@ def _check_same_tokens(key: str, path: str, tokenizer: PreTrainedTokenizerBase, 
             f"{tokenizer.get_vocab()[different]}; it needs the actor's tokenizer{hint}"
         )
     if own_key is not None and own.chat_template not in (None, tokenizer.chat_template):
-        say(f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}", rank_0_only=True)
+        print_line(
+            f"warning: {key} {path}: it reads the actor's chat template, and has another{hint}", rank_0_only=True
+        )

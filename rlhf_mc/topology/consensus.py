@@ -6,6 +6,7 @@ No Megatron here, so that the early checks of a run do not wait for its import.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,8 @@ from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError, disk_errors
 
 T = TypeVar("T")
+_CONTINUES = "rlhf_mc/continues"
+_HAVE_LEFT = "rlhf_mc/have_left"
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -136,6 +139,26 @@ def start_max_over_ranks(value: float) -> Callable[[], float]:
         return float(largest)
 
     return result
+
+
+def record_next_step(step: int) -> None:
+    """Record that a rank continues after this step, for all_have_left."""
+    if dist.is_initialized() and dist.get_rank() < 2:  # two, as one of them may be the rank that has left
+        dist.distributed_c10d._get_default_store().set(_CONTINUES, str(step))
+
+
+def all_have_left(step: int) -> bool:
+    """Wait until all ranks have left the loop over the steps after this step, or one has continued. Return whether all
+    have left. Each rank that leaves the loop calls it. Unlike a collective, it ends if the others do not call it."""
+    if not dist.is_initialized():
+        return True
+    store = dist.distributed_c10d._get_default_store()
+    store.add(_HAVE_LEFT, 1)
+    while store.add(_HAVE_LEFT, 0) < dist.get_world_size():
+        if store.check([_CONTINUES]) and int(store.get(_CONTINUES)) >= step:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,10 @@ from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.sinks import check_metrics
-from rlhf_mc.run_directory import ownership, success
+from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock
-from rlhf_mc.run_files import METRICS_FILE, differences, keep_up_to, steps_logged
-from rlhf_mc.runtime.console import say
+from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -161,7 +161,7 @@ class Checkpoints:
         if moved is not None:
             _say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
         ownership.claim(self._root, self.run_id, self.position.step, start)
-        if start is not None and (left := start.parent / ownership.ADJUSTMENTS_FILE).exists():
+        if start is not None and (left := start.parent / ADJUSTMENTS_FILE).exists():
             _say(f"WARNING: this run has the settings of its config; those that the earlier run changed are in {left}")
 
     def _continue_run(self, path: Path) -> None:
@@ -176,13 +176,13 @@ class Checkpoints:
         self.run_id = self.run_id or owner or ownership.new_id()  # checkpoints of an earlier version have none
         if owner not in (None, self.run_id):
             raise UserError(
-                f"{self._root}: its {ownership.RUN_FILE} says run {owner}, its newest checkpoint is of run "
+                f"{self._root}: its {RUN_FILE} says run {owner}, its newest checkpoint is of run "
                 f"{self.run_id}; a directory belongs to one run: move the checkpoint to another "
                 "trainer.default_local_dir, or give it as trainer.resume_from_path with trainer.resume_mode=resume_path"
             )
         if self._logged and "jsonl" in self._cfg.logger:
             check_metrics(self._root / METRICS_FILE, self.run_id, self._logged)
-        success.clear(self._root)
+        ownership.clear_success(self._root)
         if owner is None:
             ownership.claim(self._root, self.run_id, 0, None)
         self._quarantine_after(self.position.step)
@@ -421,7 +421,7 @@ class Checkpoints:
 
 
 def _say(line: str) -> None:
-    say(line, rank_0_only=True)
+    print_line(line, rank_0_only=True)
 
 
 def load_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints) -> Position:

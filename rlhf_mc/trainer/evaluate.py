@@ -22,7 +22,8 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
 from rlhf_mc.run_directory import ownership
-from rlhf_mc.runtime.console import say
+from rlhf_mc.run_files import GENERATIONS
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.trainer.generate import VALIDATION, generate, repeat_prompts, sampling_seeds, update_weights
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples
@@ -98,7 +99,7 @@ def _as_text(prompt: Prompt, generation: Generation, score: Score, tokenizer: Pr
 
 def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:
     """Write the samples to generations/step_<n>.txt."""
-    path = directory / ownership.GENERATIONS / f"step_{step:06d}.txt"
+    path = directory / GENERATIONS / f"step_{step:06d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts), encoding="utf-8", errors="backslashreplace")
 
@@ -168,7 +169,7 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
 @cache
 def _say_no_pass(source: str) -> None:
     """Say, once for each data source, that it has no pass@k."""
-    say(
+    print_line(
         f"val-aux/{source}/{CORE}/pass@k is left out: the accuracy of some responses is neither 0 nor 1; best@k is the"
         " expected best of k",
         rank_0_only=True,

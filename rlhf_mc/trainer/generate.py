@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
@@ -53,7 +53,8 @@ def generate(engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[i
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
-    """Write the actor's weights into vLLM's parameters. Each rank receives only the blocks that it lacks."""
+    """Write the actor's weights into the rollout engine's parameters. Each rank receives only the blocks that it
+    lacks."""
     with run.offload_schedule.phase(timer, "update_weights"):
         run.weight_sync.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
@@ -65,7 +66,7 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     cfg = run.config
     indices = indices_of_batch(cfg.data, run.train_prompts.file_sizes, state.num_batches, cfg.trainer.seed)
     drawn = run.train_prompts.at(indices)
-    # The reward model's pass, between two batches of a step, may let vLLM sleep, and its weights are then lost.
+    # The reward model's pass, between two batches of a step, may let the engine sleep, and its weights are then lost.
     if WEIGHTS not in run.rollout.awake:
         update_weights(run, state.timer)
     state.num_batches += 1
@@ -74,7 +75,7 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         prompts = repeat_prompts(drawn, cfg.rollout.n)
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
         generations = generate(run.rollout, prompts, seeds, parameters)
-        if needs_of(cfg.algorithm).greedy_baseline:
+        if estimator_needs(cfg.algorithm).greedy_baseline:
             greedy = generate(run.rollout, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
             state.greedy = build_batch(drawn, greedy)
     return prompts, build_batch(prompts, generations)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_mc.config.health_schema import rolls_back
-from rlhf_mc.config.roles import needs_of
+from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.health.adjustments import Adjustment
-from rlhf_mc.health.conditions import Facts
+from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, integers_of_rank_0
 from rlhf_mc.trainer.checkpointing import Checkpoints, save_checkpoint
 from rlhf_mc.trainer.run import Run
@@ -53,7 +53,7 @@ class HealthWatch:
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:
-            self._monitor = Monitor(self._cfg, run_facts(run), say, self._write)
+            self._monitor = Monitor(self._cfg, run_traits(run), print_line, self._write)
             view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
@@ -112,12 +112,12 @@ class HealthWatch:
         view(HEALTH_FILE, append)
 
 
-def run_facts(run: Run) -> Facts:
+def run_traits(run: Run) -> RunTraits:
     """Return what the rules need to know of the run."""
     cfg = run.config
     updates = math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
     bound = None if cfg.algorithm.rollout_correction.bypass_mode else run.log_prob_check.mean_bound
-    return Facts(updates, needs_of(cfg.algorithm).group, bound)
+    return RunTraits(updates, estimator_needs(cfg.algorithm).group, bound)
 
 
 def numeric_metrics(row: Mapping[str, Any]) -> dict[str, float]:
@@ -201,7 +201,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> int
         )
     run.adjustments.add(Adjustment("learning_rate_factor", health.rollback_lr_factor, start, reason))
     factor = run.adjustments.learning_rate_factor(start + 1)
-    say(
+    print_line(
         f"WARNING: rolled back from step {step} to step {start}; learning rates are those of the config times "
         f"{factor:g} from there on",
         rank_0_only=True,
@@ -216,4 +216,4 @@ def fix_kl_coef(run: Run, step: int, reason: str) -> None:
     if run.adjustments.kl_coef(step + 1) == coef:
         return
     run.adjustments.add(Adjustment("kl_coef", coef, step, reason))
-    say(f"WARNING: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)
+    print_line(f"WARNING: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)

@@ -20,13 +20,13 @@ from rlhf_mc.observability.profile import warn_of_unreached
 from rlhf_mc.observability.sinks import Sink, build_sinks, view
 from rlhf_mc.report.page import read_runs, write_report
 from rlhf_mc.report.plots import plot_run
-from rlhf_mc.run_directory import success
+from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.ownership import EXPORT, HF
 from rlhf_mc.run_directory.starts import record_end, record_start
 from rlhf_mc.run_files import PLOT, REPORT
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
-from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
+from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
 from rlhf_mc.trainer import evaluate
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position, load_checkpoint, save_checkpoint
 from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act, apply_adjustments, save_start
@@ -70,6 +70,7 @@ class Lifecycle:
                     self._finish()
                     return
                 yield position.step + 1
+                record_next_step(position.step)
             on_every_rank(self._opened.close)
             self._record_end("rolled back", "a health rule rolled the run back")
 
@@ -182,6 +183,9 @@ class Lifecycle:
         stop request: it is obeyed."""
         run = self._run
         if isinstance(error, GeneratorExit):
+            step = self._checkpoints.position.step
+            if not all_have_left(step):  # the caller raised an exception on this rank
+                raise UserError(f"this rank has left the loop after step {step}, and another continues") from None
             self._checkpoints.commit()
             self._opened.close()
             self._record_end("left", "the caller has left the run")
@@ -216,7 +220,7 @@ class Lifecycle:
 
     def _write_success(self, step: int) -> None:
         run_id = self._checkpoints.run_id
-        on_rank_0(lambda: success.write(self._directory, run_id, step), "trainer.default_local_dir")
+        on_rank_0(lambda: ownership.write_success(self._directory, run_id, step), "trainer.default_local_dir")
 
 
 def export(run: Run, state: StepState, directory: Path, run_id: str | None = None) -> None:

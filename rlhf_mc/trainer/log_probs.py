@@ -17,8 +17,8 @@ from rlhf_mc.trainer.token_budget import my_micro_batches
 
 
 def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
-    """Compute old log-probs (actor), compared with vLLM's, and, if the run has these models, reference log-probs and
-    values (critic)."""
+    """Compute old log-probs (actor), compared with the rollout engine's, and, if the run has these models, reference
+    log-probs and values (critic)."""
     head = heads.log_prob_head(run.actor.shape.vocab_size, run.config.rollout.temperature)
     bypass = run.config.algorithm.rollout_correction.bypass_mode
     passes: dict[str, tuple[str, ModelEngine, Head]] = {}

@@ -1,5 +1,5 @@
-"""The check that vLLM and the trainer compute the same model: after each rollout their log-probs of the sampled tokens
-are compared. A trainer that disagrees with vLLM would learn from samples of another distribution.
+"""The check that the rollout engine and the trainer compute the same model: after each rollout their log-probs of the
+sampled tokens are compared. A trainer that disagrees with the engine would learn from samples of another distribution.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORST = 3
 
 @dataclass(frozen=True)
 class Difference:
-    """Statistics of |trainer's log-prob - vLLM's| over a batch's response tokens."""
+    """Statistics of |trainer's log-prob - engine's| over a batch's response tokens."""
 
     mean: float
     p99: float
@@ -45,7 +45,7 @@ class Difference:
 
 
 def token_differences(batch: RaggedBatch) -> torch.Tensor:
-    """Return |trainer's log-prob - vLLM's| of each response token: [R] float64."""
+    """Return |trainer's log-prob - engine's| of each response token: [R] float64."""
     assert batch.old_log_probs is not None
     return (batch.old_log_probs.double() - batch.rollout_log_probs.double()).abs()
 

@@ -1,5 +1,5 @@
 """The offload schedule: what changes between the device placements of two phases (config/device_placement.py) is
-offloaded and onloaded. Tensors are moved by models/offload.py, vLLM sleeps by rollout/vllm_engine.py.
+offloaded and onloaded. Tensors are moved by models/offload.py, the rollout engine sleeps by its own method.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rlhf_mc.config.device_placement import Row, row_of
+from rlhf_mc.config.device_placement import Row, parts_on_device
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS, RolloutEngine
@@ -37,7 +37,7 @@ class OffloadSchedule:
     def phase(self, timer: PhaseTimer, name: str) -> Iterator[None]:
         """Establish the phase's row of TABLE, then run and time the body. Moves are timed as "offload"; without a move
         there is no such time."""
-        row = row_of(name)
+        row = parts_on_device(name)
         if row is not None and self._differs(row):
             with timer.phase("offload"):
                 self._enter(row)
@@ -50,20 +50,21 @@ class OffloadSchedule:
 
     def _differs(self, row: Row) -> bool:
         moves = any(engine.offload.differs_from(row.get(role, _NOTHING)) for role, engine in self._engines.items())
-        return moves or (self._rollout is not None and self._rollout.awake != row["vllm"])
+        return moves or (self._rollout is not None and self._rollout.awake != row["rollout"])
 
     def _enter(self, row: Row) -> None:
         """Establish the row: offload first, to make room, then onload."""
         for role, engine in self._engines.items():
             engine.offload.offload_all_but(row.get(role, _NOTHING))
-        if self._rollout is not None and self._rollout.awake - row["vllm"]:
-            # vLLM discards the weights with the KV cache. The one phase that needs the weights alone overwrites them.
+        if self._rollout is not None and self._rollout.awake - row["rollout"]:
+            # The engine discards the weights with the KV cache. The one phase that needs the weights alone overwrites
+            # them.
             self._rollout.sleep()
         for role, engine in self._engines.items():
             engine.offload.onload(row.get(role, _NOTHING))
         if self._rollout is not None:
             for part in (WEIGHTS, KV_CACHE):
-                if part in row["vllm"] - self._rollout.awake:
+                if part in row["rollout"] - self._rollout.awake:
                     self._rollout.wake_up(part)
         self._record_peak()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.config.schema import Config, part_of, reward_models
+from rlhf_mc.config.schema import Config, reward_models, score_part
 from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
@@ -39,7 +39,7 @@ class RewardModel:
     @property
     def part(self) -> str:
         """The name of its part of the score, in reward.mixture and the metrics."""
-        return part_of(self.role)
+        return score_part(self.role)
 
     @property
     def max_tokens(self) -> int:

@@ -18,7 +18,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
 from rlhf_mc.trainer.run import Run
@@ -129,7 +129,7 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
         if num_batches == most or in_vain == most_in_vain:
             raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain == most_in_vain, state.step))
         if num_batches and num_batches % SAID_EVERY == 0:
-            say(f"step {state.step}: {_found(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
+            print_line(f"step {state.step}: {_found(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
         prompts, batch = generate_batch(run, state)
         num_batches += 1
         stop.check()

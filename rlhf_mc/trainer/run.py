@@ -52,7 +52,7 @@ class Run:
     reward_models: list[RewardModel]
     rollout: RolloutEngine
     weight_sync: WeightSync
-    """From the actor's parameters to vLLM's."""
+    """From the actor's parameters to the rollout engine's."""
     offload_schedule: OffloadSchedule
     """Device placement of the models by phase."""
     estimator: EstimatorFunction

@@ -25,7 +25,7 @@ ROLE_WIDTH = COLUMNS - sum(_WIDTHS) - len(_WIDTHS)
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A role, or vLLM, whose engines are its data-parallel replicas."""
+    """A role, or the rollout, whose engines are its data-parallel replicas."""
 
     role: str
     layout: tuple[str, str, str, str]
@@ -48,8 +48,8 @@ def start_lines(run: Run) -> list[str]:
     tp = run.config.rollout.tensor_model_parallel_size
     engines = [*run.trained_models(), run.reference, *(model.engine for model in run.reward_models)]
     rows = [_row(engine) for engine in engines if engine is not None]
-    vllm = gather_objects(Held(run.rollout.num_parameters, run.rollout.weight_bytes))
-    rows.append(ModelRow("vLLM", (str(tp), "1", str(world // tp), "-"), vllm))
+    rollout = gather_objects(Held(run.rollout.num_parameters, run.rollout.weight_bytes))
+    rows.append(ModelRow("rollout", (str(tp), "1", str(world // tp), "-"), rollout))
     return [
         f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
         f"{run.schedule.total_steps} steps at most",

@@ -26,7 +26,7 @@ from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.observability.metrics import summarize_lengths
 from rlhf_mc.observability.sinks import Sink
 from rlhf_mc.planner.gpus import device_bfloat16
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.run import Run
@@ -93,8 +93,8 @@ def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit
 
 
 def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """Return the differences between vLLM's and the trainer's log-probs of the sampled tokens. The correlation of their
-    probabilities is 1 where one of them is the same for all tokens."""
+    """Return the differences between the engine's and the trainer's log-probs of the sampled tokens. The correlation of
+    their probabilities is 1 where one of them is the same for all tokens."""
     assert batch.old_log_probs is not None
     probs = torch.stack([batch.old_log_probs, batch.rollout_log_probs]).double().exp()
     probs_diff = (probs[0] - probs[1]).abs()
@@ -166,7 +166,7 @@ def log(sinks: Sink, state: StepState) -> None:
 def say_on_console(run: Run, line: str) -> None:
     """Print one line to standard output on rank 0, if trainer.logger has "console"."""
     if "console" in run.config.trainer.logger:
-        say(line, sys.stdout, rank_0_only=True)
+        print_line(line, sys.stdout, rank_0_only=True)
 
 
 _PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -232,7 +232,7 @@ def peak_flops(dtype: str) -> float | None:
     except Exception as error:
         if not platform.is_out_of_memory(error):
             raise
-        say("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
+        print_line("warning: no memory to measure the device's FLOP/s; perf/mfu is left out", rank_0_only=True)
         return None
 
 

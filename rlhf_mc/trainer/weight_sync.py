@@ -1,6 +1,5 @@
-"""The weight update before each rollout: it writes the actor's parameters into vLLM's. The plan is made once, at the
-start of the run.
-"""
+"""The weight update before each rollout: it writes the actor's parameters into the rollout engine's. The plan is made
+once, at the start of the run."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ and verl/keys.py has the names that differ. verl's files and command lines are r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +14,17 @@ from typing import Any
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, mapping_keys, value_problem
-from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig
+from rlhf_mc.config.schema import Config, DataConfig, ModelConfig, TrainerConfig, get_setting
 from rlhf_mc.config.unknown import nearest_key
 from rlhf_mc.config.yaml_reader import yaml_text
 from rlhf_mc.verl.correction import rejection_lower_bound
-from rlhf_mc.verl.keys import OFF, Kind, find_rule
-from rlhf_mc.verl.line import Line, Settings, number
+from rlhf_mc.verl.keys import OFF, Kind, Line, Settings, find_rule, number
 from rlhf_mc.verl.parallelism import layout_defaults, layout_hints
 from rlhf_mc.verl.values import OF_SEQUENCES, converted, uses_critic
 
 _MOST_NAMED = 10
 VERL = "0.10.0.dev of 2026-08-22"
-"""The version of verl whose defaults are written out, those of its generated ppo_megatron_trainer and ppo_trainer."""
+"""The version of verl whose defaults are written out, as in its generated ppo_megatron_trainer and ppo_trainer."""
 
 _CORRECTION = "algorithm.rollout_correction."
 _LORA = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
@@ -57,7 +55,7 @@ _REWARD_FUNCTIONS = tuple(
     f"reward_model.{name}"
     for name in ("reward_manager", "reward_kwargs", "reward_loop", "sandbox", "overlong_buffer", "launch_reward_fn")
 )
-"""Settings of reward_model that are those of reward functions."""
+"""Settings of reward_model that belong to reward functions."""
 
 DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ("actor.use_dynamic_bsz", False, "micro-batches of a number of sequences; ours: true"),
@@ -149,7 +147,9 @@ def convert(given: Mapping[str, Given]) -> Conversion:
     result = Conversion(nodes=number(verl, "trainer.nnodes", 1), processes=number(verl, "trainer.n_gpus_per_node", 8))
     settings: dict[str, Any] = {}
     for key, item in given.items():
-        line = _checked(_line(key, item.value, verl))
+        line = _line(key, item.value, verl)
+        if line.ours in dotted_keys() and (problem := value_problem(str(line.ours), line.value)):
+            line = Line("not supported", problem)
         result.report.append((item.written, line))
         if line.ours is not None:
             _put(settings, line.ours, line.value)
@@ -157,18 +157,15 @@ def convert(given: Mapping[str, Given]) -> Conversion:
         assert line.ours is not None
         result.report.append((line.ours, line))
         settings[line.ours] = line.value
-    result.hints += [
-        ("verl's defaults", f"those of version {VERL}"),
-        *layout_hints(verl, settings),
-        *_reward_hints(verl),
-    ]
+    defaults = ("verl's defaults", f"those of version {VERL}")
+    result.hints += [defaults, *layout_hints(verl, settings), *_reward_hints(verl)]
     result.settings = dict(sorted(settings.items(), key=lambda setting: dotted_keys().index(setting[0])))
     return result
 
 
 def _put(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set a setting of ours. A key inside a free-form mapping becomes an entry of it."""
-    mapping = _mapping_of(key)
+    mapping = _enclosing_mapping(key)
     if mapping is None:
         settings[key] = value
         return
@@ -179,7 +176,7 @@ def _put(settings: dict[str, Any], key: str, value: Any) -> None:
     inner[last] = value
 
 
-def _mapping_of(key: str) -> str | None:
+def _enclosing_mapping(key: str) -> str | None:
     """Return the free-form mapping of ours that the key is inside, or None."""
     return next((name for name in mapping_keys() if key.startswith(f"{name}.")), None)
 
@@ -192,15 +189,15 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     line = converted(key, value, verl)
     if line is not None and (line.ours is None or line.ours in known):
         return line
-    if key in known or _mapping_of(key) is not None:
+    if key in known or _enclosing_mapping(key) is not None:
         return Line("same", "", key, value)
     rule = find_rule(key)
     if rule is None and value in (None, {}, []):
         return Line("implied", "nothing is given")
     if rule is None:
         near = nearest_key(key, known)
-        return Line("not supported", f"no setting of verl's that is known here; the nearest of ours is {near}" if near
-                    else "no setting of verl's that is known here")  # fmt: skip
+        hint = f"; the nearest of ours is {near}" if near else ""
+        return Line("not supported", f"no setting of verl's that is known here{hint}")
     if rule.kind == "renamed":
         if value is None:
             return Line("implied", "null")
@@ -212,14 +209,6 @@ def _line(key: str, value: Any, verl: Settings) -> Line:
     if rule.kind == "implied" and not any(_equal(value, implied) for implied in rule.values):
         return Line("not supported", f"{yaml_text(value)}: {rule.text}")
     return Line(rule.kind, rule.text)
-
-
-def _checked(line: Line) -> Line:
-    """Return the line, or a refusal where our setting does not have such a value."""
-    if line.ours is None or line.ours not in dotted_keys():
-        return line
-    problem = value_problem(line.ours, line.value)
-    return line if problem is None else Line("not supported", problem)
 
 
 def _equal(value: Any, other: Any) -> bool:
@@ -244,7 +233,7 @@ def _absent_section(key: str, verl: Settings) -> Line | None:
 
 def our_default(key: str) -> Any:
     """Return the default of a setting that may be left out."""
-    return functools.reduce(getattr, key.split("."), Config(DataConfig([]), ModelConfig(""), TrainerConfig("")))
+    return get_setting(Config(DataConfig([]), ModelConfig(""), TrainerConfig("")), key)
 
 
 def _defaults(verl: Settings, settings: Mapping[str, Any]) -> Iterator[Line]:

@@ -1,6 +1,6 @@
 """Conversions of verl's rejection of tokens and sequences: statistics and thresholds in one string each, with commas.
 
-verl's k1 is log(1 / rho), and its bounds "lower_upper" are those of 1 / rho. Ours are those of rho.
+verl's k1 is log(1 / rho), and its bounds "lower_upper" bound 1 / rho. Ours bound rho.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlhf_mc.verl.keys import OFF
-from rlhf_mc.verl.line import Line, Settings, same
+from rlhf_mc.verl.keys import OFF, Line, Settings, same
 
 _SECTION = "algorithm.rollout_correction"
 _EARLIER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -25,7 +24,7 @@ def rejection_statistics(key: str, value: Any, verl: Settings) -> Line:
 
 
 def rejection_thresholds(key: str, value: Any, verl: Settings) -> Line:
-    """Convert rollout_rs_threshold: one number for each statistic. verl's one number is that of all of them."""
+    """Convert rollout_rs_threshold: one number for each statistic. verl's one number holds for all of them."""
     names = _statistics(verl.get(f"{_SECTION}.rollout_rs"))
     if value in OFF or not names:
         return _unused(value)

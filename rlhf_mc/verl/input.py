@@ -1,6 +1,6 @@
 """Reads verl's settings: a YAML file, a shell script that starts verl, or `key=value` overrides in Hydra's syntax.
 
-References between settings (${a.b}, ${oc.select:a.b,default}) are replaced. What the settings become is in verl.py.
+References between settings (${a.b}, ${oc.select:a.b,default}) are replaced. conversion.py makes our settings of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.errors import UserError, reason_of
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.load import flatten_settings
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 from rlhf_mc.verl.conversion import REFERENCES, Conversion, Given, convert
 from rlhf_mc.verl.keys import plain_key
@@ -21,7 +22,7 @@ from rlhf_mc.verl.shell_words import Word
 
 ENV = "--env"
 _BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "_self_")
-"""verl's own configs, whose defaults verl.py knows. Those of recipe/dapo have the same."""
+"""verl's own configs, whose defaults conversion.py knows. The configs of recipe/dapo have the same."""
 _PROGRAMS = ("verl.trainer.main_ppo", "main_ppo.py", "dapo.main_dapo", "dapo.src.main_dapo", "main_dapo.py")
 """Ends of the words by which a command starts verl."""
 _REFERENCE = re.compile(r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}")
@@ -61,14 +62,12 @@ def read_verl(source: str | None, overrides: Sequence[str], environment: Mapping
     given = reading.settings
     words = [(f"override {_shown(text)!r}", Word(0, text)) for text in overrides]
     if source is not None and source.endswith((".yaml", ".yml")):
-        given.update(
-            (plain_key(key), Given(value, key)) for key, value in _leaves(parse_yaml(_text(source), source), source)
-        )
+        given.update((plain_key(key), Given(value, key)) for key, value in _yaml_settings(source))
     elif source is not None:
         words = [*((f"{source}, line {word.line}", word) for word in _script_words(source, reading)), *words]
-    last = {_key_of(word.text): number for number, (_, word) in enumerate(words)}
+    last = {_word_key(word.text): number for number, (_, word) in enumerate(words)}
     for number, (origin, word) in enumerate(words):
-        key = _key_of(word.text)
+        key = _word_key(word.text)
         if word.problem is not None and last[key] != number:
             continue  # a later word replaces it
         if word.problem is not None and _names_only(key, word):
@@ -138,7 +137,7 @@ def _shown(text: str, most: int = 80) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
-def _key_of(word: str) -> str:
+def _word_key(word: str) -> str:
     return plain_key(word.partition("=")[0])
 
 
@@ -158,8 +157,7 @@ def _apply(given: dict[str, Given], word: str, origin: str) -> None:
     if not equals or not re.fullmatch(r"\+{0,2}[\w.@/-]+", written):
         raise UserError(f"{origin}: {_shown(word)!r}: expected key=value, as Hydra reads it")
     value = parse_yaml(text, f"{origin}: {_shown(key)}") if text else ""
-    sections = _leaves(value, origin, f"{written}.") if isinstance(value, dict) and value else [(written, value)]
-    for name, inner in sections:
+    for name, inner in flatten_settings({written: value}):
         given[plain_key(name)] = Given(inner, name.lstrip("+"))
 
 
@@ -171,7 +169,7 @@ def _text(path: str) -> str:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{_shown(path, 300)}: {reason_of(error)}") from error
+        raise UserError(f"{_shown(path, 300)}: {error_reason(error)}") from error
     if len(content) > MOST_BYTES:
         raise UserError(f"{path}: more than {MOST_BYTES >> 10} KiB; is it a config or a script?")
     try:
@@ -180,23 +178,16 @@ def _text(path: str) -> str:
         raise UserError(f"{path}: not a text file") from error
 
 
-def _leaves(tree: Any, origin: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting of nested sections with its dotted key. An empty section is a setting."""
+def _yaml_settings(path: str) -> Iterator[tuple[str, Any]]:
+    """Return each setting of a YAML file with its dotted key. An empty section is a setting."""
+    tree = parse_yaml(_text(path), path)
     if not isinstance(tree, dict):
-        raise UserError(f"{origin}: expected sections (data:, actor_rollout_ref:, ...), found {tree!r}"[:200])
-    for name, value in tree.items():
-        if not prefix and name == "defaults":
-            _check_bases(value, origin)
-        elif isinstance(value, dict) and value:
-            yield from _leaves(value, origin, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _check_bases(bases: Any, origin: str) -> None:
+        raise UserError(f"{path}: expected sections (data:, actor_rollout_ref:, ...), found {tree!r}"[:200])
+    bases = tree.pop("defaults", [])
     for base in bases if isinstance(bases, list) else [bases]:
         if base not in _BASES:
-            raise UserError(f"{origin}: defaults: {base!r} is not read; put its settings into this file")
+            raise UserError(f"{path}: defaults: {base!r} is not read; put its settings into this file")
+    return flatten_settings(tree)
 
 
 def _script_words(path: str, reading: Reading) -> list[Word]:
@@ -220,7 +211,7 @@ def _script_words(path: str, reading: Reading) -> list[Word]:
     for name, value in script.environment.items():
         reading.note("environment", f"{name}: {value}", "given" if name in reading.environment else "of this process")
     overrides = _without_options(commands[0], path)
-    given = {_key_of(word.text) for word in overrides}
+    given = {_word_key(word.text) for word in overrides}
     for line, text in script.written:
         for key in _SETTING.findall(text):
             if plain_key(key) not in given:
@@ -298,9 +289,8 @@ def _with_home(value: Any, written: str, reading: Reading) -> Any:
 
 def _replaced(value: str, written: str, reading: Reading) -> Any:
     """Replace the references of a value once. A value that is one reference takes the type of the other setting."""
-    found = _REFERENCE.fullmatch(value)
-    if found is not None:
-        return _lookup(found, written, reading)
+    if (whole := _REFERENCE.fullmatch(value)) is not None:
+        return _lookup(whole, written, reading)
     out = value
     for match in _REFERENCE.finditer(value):
         part = _lookup(match, written, reading)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.verl.line import Line, Settings, number, renamed, same
+from rlhf_mc.verl.keys import Line, Settings, number, renamed, same
 
 _VERL_MEGATRON: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
@@ -40,8 +40,8 @@ def is_fsdp(verl: Settings) -> bool:
 
 
 def layout_defaults(verl: Settings, settings: Mapping[str, Any], roles: list[str]) -> Iterator[Line]:
-    """Yield verl's defaults of each model's layout that differ from what the model would have here. found: our
-    settings. roles: the models besides the actor."""
+    """Yield verl's defaults of each model's layout that differ from what the model would have here. settings:
+    ours. roles: the models besides the actor."""
     if is_fsdp(verl):
         yield from _fsdp_defaults(verl, settings, roles)
     else:

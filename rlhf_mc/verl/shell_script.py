@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.verl.shell_conditions import Conditions
+from rlhf_mc.verl.shell_conditions import bracket_status, condition_status
 from rlhf_mc.verl.shell_parser import parsed, written
 from rlhf_mc.verl.shell_words import Expander, Node, State, Unresolved, Variable, Word, matches, node_line
 
@@ -39,7 +39,7 @@ class Script:
     ended: str = ""
     """The reason why the script ends before its last line."""
     written: list[tuple[int, str]] = field(default_factory=list)
-    """(line, text) of each literal part of a word, those of branches that are not taken too."""
+    """(line, text) of each literal part of a word, also in branches that are not taken."""
 
 
 class _Exit(Exception):
@@ -90,8 +90,7 @@ class _Interpreter:
         self.state = state
         self.commands = commands
         self.given = given
-        self.words = Expander(state, self._output_of)
-        self.conditions = Conditions(self.words)
+        self.words = Expander(state, self._substitute)
         self.functions: dict[str, Node] = {}
         self.output: list[str] | None = None
         """Inside $(...): what has been printed."""
@@ -236,19 +235,18 @@ class _Interpreter:
         line = node_line(first)
         if not outcomes:
             raise _Exit(line)
-        shown = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())[:80].rstrip(
-            "; "
-        )
-        asked = self._unknown(first)
+        condition = " ".join(self.state.shown({"Pos": first["Pos"], "End": (last or first)["End"]}).split())
+        condition = condition[:80].rstrip("; ")
+        variable = self._unknown(first)
         for name in dict.fromkeys(name for outcome in outcomes for name in outcome):
-            found = [_texts(outcome.get(name)) for outcome in outcomes]
-            if all(texts == found[0] for texts in found):
+            values = [_texts(outcome.get(name)) for outcome in outcomes]
+            if all(texts == values[0] for texts in values):
                 self.state.variables[name] = outcomes[0][name]
                 continue
-            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in found))
-            values = " or ".join(named[:_MOST_SHOWN])
-            problem = f"${name} is {values}, by the condition `{shown}` in line {line}, which is not decided"
-            self._set(name, {"0": Word(line, name, problem, asked or name)})
+            named = list(dict.fromkeys("not set" if texts is None else repr(" ".join(texts))[:60] for texts in values))
+            listed = " or ".join(named[:_MOST_SHOWN])
+            problem = f"${name} is {listed}, by the condition `{condition}` in line {line}, which is not decided"
+            self._set(name, {"0": Word(line, name, problem, variable or name)})
 
     def _unknown(self, tree: Any) -> str | None:
         """Return the first variable in a condition that has no value."""
@@ -264,7 +262,7 @@ class _Interpreter:
         return None
 
     def _set(self, name: str, value: Variable) -> None:
-        """Assign a variable. One that has no value takes that of the environment, if it is given."""
+        """Assign a variable. One that has no value takes the value that was given for it, if there is one."""
         problem = next((word for word in value.values() if word.problem), None)
         if problem is not None and name in self.given:
             self.state.variables[name] = {"0": Word(0, self.given[name])}
@@ -284,7 +282,7 @@ class _Interpreter:
             return True
         name = self.words.text(arguments[0]).text
         if name in ("[", "test"):
-            return self.conditions.bracket(arguments[1:])
+            return bracket_status(self.words, arguments[1:])
         words = [word for item in arguments for word in self.words.fields(item)]
         if not words:
             return True
@@ -333,7 +331,7 @@ class _Interpreter:
         return True
 
     def _do_TestClause(self, node: Node) -> bool | None:
-        return self.conditions.condition(node["X"])
+        return condition_status(self.words, node["X"])
 
     def _do_ArithmCmd(self, node: Node) -> bool | None:
         try:
@@ -351,7 +349,8 @@ class _Interpreter:
         finally:
             self.state.arguments = arguments
 
-    def _output_of(self, nodes: Sequence[Node]) -> Word | None:
+    def _substitute(self, nodes: Sequence[Node]) -> Word | None:
+        """Return the output of the statements of $(...), or None if it is not known."""
         copy = self._copy()
         copy.output = []
         try:

@@ -1,6 +1,6 @@
 """The value of a word of a shell script: quotes, variables, $((...)), and $(...) of a few commands. Nothing is run.
 
-The words are those of shfmt's syntax tree. A part that cannot be known, such as $(date), becomes a plain word, with the
+The words come from shfmt's syntax tree. A part that cannot be known, such as $(date), becomes a plain word, with the
 problem beside it. Statements are in shell_script.py.
 """
 
@@ -52,7 +52,7 @@ class State:
     used: set[str] = field(default_factory=set)
     """Variables of the environment that were read."""
     missing: set[str] = field(default_factory=set)
-    """Variables that are not set and were asked for with -z or -n."""
+    """Variables that are not set and were tested with -z or -n."""
     work: list[int] = field(default_factory=lambda: [MOST_WORK])
     """The rest of MOST_WORK, shared by all copies."""
 
@@ -106,13 +106,13 @@ class _Fields:
 
 
 class Expander:
-    """Expands words in a state. output_of: the output of the statements of $(...), or None."""
+    """Expands words in a state. substitute: returns the output of the statements of $(...), or None."""
 
-    def __init__(self, state: State, output_of: Callable[[list[Node]], Word | None]) -> None:
+    def __init__(self, state: State, substitute: Callable[[list[Node]], Word | None]) -> None:
         self.state = state
-        self.output_of = output_of
+        self.substitute = substitute
         self.unset_is_empty = False
-        """Inside [ -z ] and [ -n ], which ask for a variable that is not set."""
+        """Inside [ -z ] and [ -n ], which test for a variable that is not set."""
 
     # ------------------------------------------------------------ words
 
@@ -139,11 +139,11 @@ class Expander:
         kind = part["Type"]
         if kind == "Lit":
             escaped = r"\\([$`\"\\\n])" if in_quotes else r"(?s)\\(.)"
-            out.add(Word(out.line, re.sub(escaped, lambda found: found[1].strip("\n"), part["Value"])))
+            out.add(Word(out.line, re.sub(escaped, lambda match: match[1].strip("\n"), part["Value"])))
         elif kind == "SglQuoted":
             text = part.get("Value", "")
             names = {"n": "\n", "t": "\t"}
-            text = re.sub(r"\\(.)", lambda found: names.get(found[1], found[1]), text) if part.get("Dollar") else text
+            text = re.sub(r"\\(.)", lambda match: names.get(match[1], match[1]), text) if part.get("Dollar") else text
             out.add(Word(out.line, text))
         elif kind == "DblQuoted":
             parts = part.get("Parts", [])
@@ -173,7 +173,7 @@ class Expander:
                 return [Word(line, str(self.integer(part["X"])))]
             except Unresolved as error:
                 return [error.args[0]]
-        output = self.output_of(part.get("Stmts", [])) if part["Type"] == "CmdSubst" else None
+        output = self.substitute(part.get("Stmts", [])) if part["Type"] == "CmdSubst" else None
         shown = " ".join(self.state.shown(part).split())
         name = re.search(r"\w+", shown)
         plain = name[0] if name else "value"
@@ -235,20 +235,20 @@ class Expander:
     def _with_default(
         self, node: Node, name: str, values: list[Word] | None, is_list: bool, quoted: bool
     ) -> list[Word]:
-        """Return the values after ${NAME:-default} and the like, or those of the other operators."""
+        """Return the values after ${NAME:-default} and the like, or after the other operators."""
         expression = node.get("Exp")
         op = expression["Op"] if expression else ""
         word = expression.get("Word") if expression else None
         is_given = values is not None and (":" not in op or any(item.text or item.problem for item in values))
         is_given = is_given and not (is_list and not values)
         line = node_line(node)
-        if op in ("-", ":-", "=", ":=") and not is_given:
+        if op in ("-", ":-", "=", ":=", "+", ":+") and is_given == ("+" in op):
             fields = [self.text(word, line)] if quoted else self.fields(word) if word else []
             if "=" in op:
                 self.state.variables[name] = {"0": self.text(word, line)}
             return fields
         if op in ("+", ":+"):
-            return ([self.text(word, line)] if quoted else self.fields(word) if word else []) if is_given else []
+            return []
         if values is None and not is_list:
             if self.unset_is_empty:
                 self.state.missing.add(name)
@@ -268,7 +268,7 @@ class Expander:
             pattern = self.text(replacement["Orig"])
             other = self.text(replacement.get("With"))
             count = 0 if replacement.get("All") else 1
-            regex = _regex(pattern.text)
+            regex = fnmatch.translate(pattern.text).removesuffix(r"\Z")
             bad = next((word for word in (pattern, other) if word.problem), None)
             return [
                 bad or replace(word, text=re.sub(regex, lambda _: other.text, word.text, count=count))
@@ -309,8 +309,8 @@ class Expander:
         if kind == "Word":
             word = self.text(node, node_line(node))
             if word.problem is None and re.fullmatch(r"[A-Za-z_]\w*", word.text):
-                found = self.lookup(word.text)
-                word = (found or {}).get("0") or Word(word.line, word.text, f"${word.text} is not set", word.text)
+                variable = self.lookup(word.text) or {}
+                word = variable.get("0") or Word(word.line, word.text, f"${word.text} is not set", word.text)
             if word.problem is None and re.fullmatch(r"\s*-?\d{1,18}\s*", word.text):
                 return int(word.text)
             raise Unresolved(word if word.problem else self._not_evaluated(node))
@@ -373,13 +373,9 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 
 def _is_list(node: Node, which: str = "@*") -> bool:
-    """Return whether an expansion is that of all elements of an array, or of all arguments."""
+    """Return whether an expansion has all elements of an array, or all arguments."""
     parts = (node.get("Index") or {}).get("Parts", [])
     return node["Param"]["Value"] in which or any(part.get("Value", "-") in which for part in parts)
-
-
-def _regex(pattern: str) -> str:
-    return fnmatch.translate(pattern).removesuffix(r"\Z")
 
 
 def matches(text: str, pattern: str) -> bool:

@@ -14,20 +14,8 @@ from typing import Any
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
-from rlhf_mc.verl.correction import rejection_lower_threshold, rejection_statistics, rejection_thresholds
-from rlhf_mc.verl.keys import OFF
-from rlhf_mc.verl.line import Line, Settings, number, renamed, same
-from rlhf_mc.verl.parallelism import (
-    expert_parallel,
-    expert_tensor,
-    fsdp_offload,
-    gradient_checkpointing,
-    sequence_parallel,
-    token_budget,
-    training_only,
-    ulysses,
-    virtual_chunks,
-)
+from rlhf_mc.verl import correction, parallelism
+from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
 
 
 def uses_critic(verl: Settings) -> bool:
@@ -45,7 +33,7 @@ def is_dynamic(verl: Settings) -> bool:
 # ---------------------------------------------------------------- converters
 
 _KL = {"kl": "k1", "mse": "k2", "k3": "low_var_kl", "k3+": "low_var_kl+", "kl+": "k1+", "mse+": "k2", "k2+": "k2"}
-"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2's gradient is that of k2+."""
+"""verl's KL estimators by another name here. Its k3 is clipped at 10, and k2 has the gradient of k2+."""
 _ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """verl's estimators by another name here: the same numbers, computed in another way."""
 OF_SEQUENCES = "seq-mean-token-mean"
@@ -120,7 +108,7 @@ def _frequency(key: str, value: Any, verl: Settings) -> Line:
     return same(key, -1 if value is None or value in (0, False) else value)
 
 
-def _kept(key: str, value: Any, verl: Settings) -> Line:
+def _checkpoints_to_keep(key: str, value: Any, verl: Settings) -> Line:
     if value is None or number(verl, "trainer.save_freq", -1) < 1:
         return Line("implied", "all checkpoints are kept" if value is None else "nothing is saved")
     if key == "trainer.max_critic_ckpt_to_keep" and uses_critic(verl) and "trainer.max_actor_ckpt_to_keep" in verl:
@@ -136,8 +124,12 @@ def _resume_from(key: str, value: Any, verl: Settings) -> Line:
     return same(key, value, "a training checkpoint of rlhf_mc: verl's cannot be read")
 
 
+def _longest_sequence(verl: Settings) -> int:
+    return number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+
+
 def _model_length(key: str, value: Any, verl: Settings) -> Line:
-    longest = number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+    longest = _longest_sequence(verl)
     if value is None or (type(value) is int and value >= longest):
         return Line("implied", f"data.max_prompt_length + data.max_response_length, {longest}")
     return Line(
@@ -286,7 +278,7 @@ def _dist_checkpoint(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _max_positions(key: str, value: Any, verl: Settings) -> Line:
-    longest = number(verl, "data.max_prompt_length", 512) + number(verl, "data.max_response_length", 512)
+    longest = _longest_sequence(verl)
     if type(value) is int and value >= longest:
         return Line("not needed", "config.json's must hold prompt and response, and is checked at the start")
     return Line("not supported", f"it is below data.max_prompt_length + data.max_response_length, {longest}")
@@ -367,82 +359,72 @@ def _profile_contents(key: str, value: Any, verl: Settings) -> Line:
     return renamed("profile.contents", ours)
 
 
-CONVERTERS: tuple[tuple[str, Callable[[str, Any, Settings], Line | None]], ...] = (
-    ("actor.kl_loss_type", _kl),
-    ("algorithm.kl_penalty", _kl),
-    ("algorithm.adv_estimator", _estimator),
-    ("algorithm.kl_ctrl.type", _adaptive),
-    ("trainer.logger", _logger),
-    ("*.optim.lr_warmup_steps", _warmup_steps),
-    ("*.optim.lr_warmup_steps_ratio", _warmup_ratio),
-    ("*.optim.min_lr", _min_lr),
-    ("*.optim.min_lr_ratio", _min_lr_ratio),
-    ("*_micro_batch_size_per_gpu", _micro_batch),
-    *((f"*.{name}micro_batch_size", _micro_batch_of_all) for name in ("ppo_", "log_prob_", "forward_", "")),
-    ("model.path", _model_path),
-    ("critic.model.path", _model_path),
-    ("data.image_key", _images),
-    ("data.video_key", _images),
-    ("data.audio_key", _images),
-    ("algorithm.rollout_correction.rollout_is_threshold", _truncated_weights),
-    ("critic.use_dynamic_bsz", _dynamic),
-    ("reward_model.use_dynamic_bsz", _dynamic),
-    ("*.log_prob_use_dynamic_bsz", _dynamic),
-    ("*.megatron.virtual_pipeline_model_parallel_size", virtual_chunks),
-    *((f"{role}.megatron.{name}", training_only) for role in FROZEN_ROLES for name in TRAINING_ONLY),
-    *((f"{role}.megatron.override*.recompute_granularity", training_only) for role in FROZEN_ROLES),
-    ("*.megatron.sequence_parallel", sequence_parallel),
-    ("*.megatron.expert_tensor_parallel_size", expert_tensor),
-    ("*.megatron.expert_model_parallel_size", expert_parallel),
-    ("*.enable_gradient_checkpointing", gradient_checkpointing),
-    *((f"*.fsdp{section}.*offload*", fsdp_offload) for section in ("", "_config")),
-    ("*.ulysses_sequence_parallel_size", ulysses),
-    ("*_max_token_len_per_gpu", token_budget),
-    ("actor.loss_agg_mode", _aggregation),
-    ("*.megatron.*dist_checkpointing*", _dist_checkpoint),
-    ("trainer.save_freq", _frequency),
-    ("trainer.test_freq", _frequency),
-    ("trainer.max_*_ckpt_to_keep", _kept),
-    ("trainer.resume_from_path", _resume_from),
-    ("*.checkpoint.save_contents", _save_contents),
-    ("*.checkpoint.load_contents", _save_contents),
-    ("rollout.max_model_len", _model_length),
-    ("rollout.engine_kwargs.vllm.max_model_len", _model_length),
-    ("rollout.prompt_length", _length),
-    ("rollout.response_length", _length),
-    ("rollout.val_kwargs.do_sample", _greedy),
-    ("rollout.val_kwargs.temperature", _val_temperature),
-    ("rollout.val_kwargs.top_[pk]", _val_sampling),
-    ("rollout.dtype", _rollout_dtype),
-    ("rollout.quantization", _quantization),
-    ("data.truncation", _truncation),
-    ("data.gen_batch_size", _generation_batch),
-    ("algorithm.filter_groups.metric", _group_metric),
-    ("algorithm.filter_groups.max_num_gen_batches", _most_batches),
-    ("actor.clip_ratio", _clip_ratio),
-    ("ref.model.path", _reference_model),
-    ("critic.enable", _critic_enable),
-    ("actor.profiler.ranks", _profile_ranks),
-    ("actor.profiler.all_ranks", _all_profile_ranks),
-    ("actor.profile_ranks_all", _all_profile_ranks),
-    ("actor.profiler.tool_config.torch.contents", _profile_contents),
-    ("model.override_config.*max_position_embeddings", _max_positions),
-    ("reward_model.*overlong_buffer*.*", _overlong),
-    ("reward_model.reward_kwargs.max_resp_len", _overlong),
-    ("algorithm.rollout_correction.rollout_rs", rejection_statistics),
-    ("algorithm.rollout_correction.rollout_rs_threshold", rejection_thresholds),
-    ("algorithm.rollout_correction.rollout_rs_threshold_lower", rejection_lower_threshold),
-    ("reward_model.enable", _reward_enable),
-    ("reward_model.model.input_tokenizer", _input_tokenizer),
-    ("reward.num_workers", _reward_workers),
-    ("reward_model.num_workers", _reward_workers),
-)
-"""Converters by pattern of verl's key. One that returns None leaves the setting to schema.py and verl/keys.py."""
+Converter = Callable[[str, Any, Settings], Line | None]
+_PATTERNS: dict[Converter, str] = {
+    _kl: "actor.kl_loss_type algorithm.kl_penalty",
+    _estimator: "algorithm.adv_estimator",
+    _adaptive: "algorithm.kl_ctrl.type",
+    _logger: "trainer.logger",
+    _warmup_steps: "*.optim.lr_warmup_steps",
+    _warmup_ratio: "*.optim.lr_warmup_steps_ratio",
+    _min_lr: "*.optim.min_lr",
+    _min_lr_ratio: "*.optim.min_lr_ratio",
+    _micro_batch: "*_micro_batch_size_per_gpu",
+    _micro_batch_of_all: "*.{ppo_,log_prob_,forward_,}micro_batch_size",
+    _model_path: "{,critic.}model.path",
+    _images: "data.{image,video,audio}_key",
+    _truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
+    _dynamic: "{critic,reward_model}.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
+    parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
+    parallelism.training_only: " ".join(
+        f"{role}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity}}" for role in FROZEN_ROLES
+    ),
+    parallelism.sequence_parallel: "*.megatron.sequence_parallel",
+    parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",
+    parallelism.expert_parallel: "*.megatron.expert_model_parallel_size",
+    parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",
+    parallelism.fsdp_offload: "*.fsdp{,_config}.*offload*",
+    parallelism.ulysses: "*.ulysses_sequence_parallel_size",
+    parallelism.token_budget: "*_max_token_len_per_gpu",
+    _aggregation: "actor.loss_agg_mode",
+    _dist_checkpoint: "*.megatron.*dist_checkpointing*",
+    _frequency: "trainer.{save,test}_freq",
+    _checkpoints_to_keep: "trainer.max_*_ckpt_to_keep",
+    _resume_from: "trainer.resume_from_path",
+    _save_contents: "*.checkpoint.{save,load}_contents",
+    _model_length: "rollout.max_model_len rollout.engine_kwargs.vllm.max_model_len",
+    _length: "rollout.{prompt,response}_length",
+    _greedy: "rollout.val_kwargs.do_sample",
+    _val_temperature: "rollout.val_kwargs.temperature",
+    _val_sampling: "rollout.val_kwargs.top_[pk]",
+    _rollout_dtype: "rollout.dtype",
+    _quantization: "rollout.quantization",
+    _truncation: "data.truncation",
+    _generation_batch: "data.gen_batch_size",
+    _group_metric: "algorithm.filter_groups.metric",
+    _most_batches: "algorithm.filter_groups.max_num_gen_batches",
+    _clip_ratio: "actor.clip_ratio",
+    _reference_model: "ref.model.path",
+    _critic_enable: "critic.enable",
+    _profile_ranks: "actor.profiler.ranks",
+    _all_profile_ranks: "actor.profiler.all_ranks actor.profile_ranks_all",
+    _profile_contents: "actor.profiler.tool_config.torch.contents",
+    _max_positions: "model.override_config.*max_position_embeddings",
+    _overlong: "reward_model.*overlong_buffer*.* reward_model.reward_kwargs.max_resp_len",
+    correction.rejection_statistics: "algorithm.rollout_correction.rollout_rs",
+    correction.rejection_thresholds: "algorithm.rollout_correction.rollout_rs_threshold",
+    correction.rejection_lower_threshold: "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    _reward_enable: "reward_model.enable",
+    _input_tokenizer: "reward_model.model.input_tokenizer",
+    _reward_workers: "{reward,reward_model}.num_workers",
+}
+"""Converters and the patterns of their keys. One that returns None leaves the setting to schema.py and verl/keys.py."""
+_CONVERTERS = [(pattern, convert) for convert, text in _PATTERNS.items() for pattern in split_patterns(text)]
 
 
 def converted(key: str, value: Any, verl: Settings) -> Line | None:
     """Return the line of a setting that a converter knows, or None."""
-    for pattern, convert in CONVERTERS:
+    for pattern, convert in _CONVERTERS:
         if fnmatch.fnmatchcase(key, pattern):
             return convert(key, value, verl)
     return None

@@ -13,8 +13,8 @@ from vllm.platforms import PlatformEnum
 
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.patching import replaced
-from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop, step_state

@@ -45,7 +45,7 @@ def exchange_heartbeats(case: str) -> dict[str, Any]:
         mock.patch.object(heartbeat_thread, "MAX_RECONNECT_SECONDS", 1.0),
         mock.patch.object(heartbeat_server, "TOKEN_SECONDS", 6.0),
     ):
-        thread = heartbeat._start(status, rank, heartbeat_thread.Timeouts(TIMEOUT_SECONDS), straggler_seconds=100.0)
+        thread = heartbeat._start(status, rank, TIMEOUT_SECONDS, straggler_seconds=100.0)
         start = time.monotonic()
         if isinstance(thread, HeartbeatServer):
             out["listens_at"] = thread._listener.getsockname()[0]
@@ -79,7 +79,7 @@ def hold_the_lock(rank: int) -> dict[str, Any]:
         mock.patch.object(heartbeat_client, "exit_from_thread", exit_from_thread),
         mock.patch.object(heartbeat_server, "exit_from_thread", exit_from_thread),
     ):
-        thread = heartbeat._start(status, dist.get_rank(), heartbeat_thread.Timeouts(TIMEOUT_SECONDS), 100.0)
+        thread = heartbeat._start(status, dist.get_rank(), TIMEOUT_SECONDS, 100.0)
         assert thread is not None
         start = time.monotonic()
         with PhaseTimer(status=status).phase(WRITE_PROFILE):

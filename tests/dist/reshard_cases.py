@@ -17,6 +17,7 @@ from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import SharedMemory, SharedMemoryAndNetwork, host_transport
 from rlhf_mc.reshard.transport import PointToPoint, Transport
 from rlhf_mc.reshard.verify import verify
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 SHAPE = ModelShape.from_hf_config(
@@ -60,7 +61,7 @@ def update_weights(
     world = dist.get_world_size()
     mesh = Mesh(world, tp, pp, first_stage_layers=first_layers)
     training = training_layouts(SHAPE, mesh)
-    rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp))
+    rollout = rollout_layouts(SHAPE, rollout_groups(mesh, rollout_tp), vllm_layout)
     part = make_plan(training, rollout, 4, bucket, ranks_per_node).for_rank(rank)
     transport: Transport = PointToPoint(dist.group.WORLD)
     if kind != "sockets":

@@ -56,38 +56,39 @@ def test_mistake_is_one_line(workspace: Path, arguments: list[str], message: str
     assert ": error: " in line and message in line
 
 
-WRONG_ROW = f"""
-import runpy, sys
+WRONG_NAME = f"""
+import runpy
 from dataclasses import replace
-from rlhf_mc.architectures import parameters
-changed = [replace(row, **{{fields}}) if row.mcore.endswith({{name!r}}) else row for row in parameters.PARAMS]
-parameters.PARAMS = tuple(changed)
+from rlhf_mc.reshard import layout
+from rlhf_mc.rollout import vllm_layout
+{{change}}
 runpy.run_path({str(TOOL)!r}, run_name="__main__")
 """
+WRONG_MEGATRON = """
+rows = layout.model_params
+layout.model_params = lambda shape: [replace(row, mcore=row.mcore.replace("fc2", "fc3")) for row in rows(shape)]
+"""
+WRONG_VLLM = "vllm_layout._RENAMED['.o_proj.'] = '.out_proj.'"
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "message"),
+    ("change", "message"),
     [
         (
-            "mlp.linear_fc2.weight",
-            {"mcore": "decoder.layers.{i}.mlp.linear_fc3.weight"},
+            WRONG_MEGATRON,
             "actor, rank 0 (TP rank 0, stage 0, DP rank 0, EP rank 0): the layout lacks"
             " decoder.layers.0.mlp.linear_fc2.weight",
         ),
         (
-            "self_attention.linear_proj.weight",
-            {"vllm": "model.layers.{i}.self_attn.out_proj.weight"},
+            WRONG_VLLM,
             "rank 0 of an engine: vLLM's model is not the trainer's: vLLM alone has"
             " model.layers.0.self_attn.o_proj.weight",
         ),
     ],
 )
-def test_wrong_row_of_the_table_is_one_line(
-    workspace: Path, tmp_path: Path, name: str, fields: dict[str, str], message: str
-) -> None:
-    program = tmp_path / "wrong_row.py"
-    program.write_text(WRONG_ROW.format(fields=fields, name=name))
+def test_wrong_name_is_one_line(workspace: Path, tmp_path: Path, change: str, message: str) -> None:
+    program = tmp_path / "wrong_name.py"
+    program.write_text(WRONG_NAME.format(change=change))
     done = forked.run([str(program), str(workspace / "config.yaml"), "--nodes", "1", "--gpus-per-node", "1"])
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]

@@ -170,7 +170,7 @@ LAYER_NAMES = {
     },
 }
 """Names of a layer's tensors after its attention, in the Megatron checkpoints that Transformer Engine's layers write
-(docs/gpu.md)."""
+(docs/internals/gpu_readings.md)."""
 
 
 @pytest.mark.parametrize("family", LAYER_NAMES)

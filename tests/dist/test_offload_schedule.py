@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import make_checkpoint, make_workspace, write_config
 
-from rlhf_mc.config.device_placement import TABLE, row_of
+from rlhf_mc.config.device_placement import TABLE, parts_on_device
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
@@ -123,7 +123,7 @@ def check_reported(reported: list[tuple[int, str]]) -> None:
 def check_table(on_device: dict[str, dict[str, list[str]]], always: dict[str, set[str]]) -> None:
     assert on_device.keys() == TABLE.keys() - {"reward_model"}, "a phase is missing in the table, or was not run"
     for phase, groups in on_device.items():
-        row = row_of(phase)
+        row = parts_on_device(phase)
         # Adam's moments, in float32 the whole optimizer state, are made when they are loaded or first updated.
         unknown = {"optimizer"} if phase == "load_checkpoint" else set()
         if row is not None:

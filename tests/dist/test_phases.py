@@ -93,7 +93,7 @@ def test_two_reward_models_add_up_to_the_single_ones(pool: Any, tmp_path: Path) 
     assert steps["both"]["critic/score/mean"] == pytest.approx(sum(both.values()), abs=1e-6)
     assert steps["both"]["reward/num_truncated/other"] == 0 and "reward/num_truncated/one" not in steps["both"]
     rows = {line.partition(" ")[0] for line in found["both"]["headlines"]}
-    assert {"reward_models.one", "reward_models.other", "vLLM"} <= rows
+    assert {"reward_models.one", "reward_models.other", "rollout"} <= rows
 
 
 def test_rollout_correction_and_bypass(pool: Any, tmp_path: Path) -> None:

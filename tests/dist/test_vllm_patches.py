@@ -19,7 +19,8 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquanti
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.rollout import vllm_engine, vllm_patches
+from rlhf_mc.machine.check import TESTED_VERSIONS
+from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.rollout.experts import fused_moe
 
 TIED = "vllm.config.model.ModelConfig.maybe_untie_word_embeddings"
@@ -43,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_patches_are_of_the_installed_version() -> None:
-    assert vllm.__version__.partition("+")[0] == vllm_patches.TESTED_VERSION
+    assert vllm.__version__.partition("+")[0] == TESTED_VERSIONS["vllm"]
 
 
 def test_every_patch_has_a_test() -> None:

@@ -25,6 +25,7 @@ from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.transport import PointToPoint
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 
 PROMPT = 24
 """Tokens."""
@@ -144,8 +145,8 @@ def moved(checkpoint: str, mesh: dict[str, int], rollout_tp: int, **megatron: An
     """Return the bytes that arrive at this rank in messages of one weight update, from bfloat16 weights."""
     with mesh_groups(**{"tp": 1, "pp": 1, **mesh}) as groups:
         engine = make_engine(checkpoint, "actor", groups, dtype="bfloat16", **megatron)
-        engines = choose_rollout_groups(engine.shape, groups.mesh, rollout_tp, 2)
-        target = rollout_layouts(engine.shape, engines)
+        engines = choose_rollout_groups(engine.shape, groups.mesh, rollout_tp, vllm_layout, 2)
+        target = rollout_layouts(engine.shape, engines, vllm_layout)
         plan = make_plan(engine_layouts(engine), target, 2, 1 << 20, 2).for_rank(groups.rank)
         tensors = {n: torch.empty(size, dtype=torch.bfloat16) for n, size in target[groups.rank].shapes.items()}
         with Recorder() as recorder:

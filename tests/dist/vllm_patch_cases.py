@@ -23,9 +23,9 @@ from rlhf_mc import platform
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.patching import replaced
-from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 
 PATCHES = {patch.target: patch for patch in (*vllm_patches.EVERYWHERE, *vllm_patches.on_cpu())}
 
@@ -131,7 +131,7 @@ def custom_all_reduce_is_off(
         pass
     with (
         replaced(platform, "use_cuda", lambda: True),
-        replaced(vllm_engine, "say", lambda line, rank_0_only: lines.append(line)),
+        replaced(vllm_engine, "print_line", lambda line, rank_0_only: lines.append(line)),
     ):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = alloc_conf
         vllm_engine._custom_all_reduce([ranks], RolloutConfig(**settings))

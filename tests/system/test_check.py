@@ -41,17 +41,17 @@ def check(folder: Path, nvidia_smi: str | None = None) -> subprocess.CompletedPr
     return subprocess.run(command_line, env=env, capture_output=True, text=True, timeout=300)
 
 
-def verdicts(stdout: str) -> dict[str, str]:
-    """Return the verdict on each part."""
+def statuses(stdout: str) -> dict[str, str]:
+    """Return the status of each part."""
     found = re.findall(rf"^(ok|note|error) +({'|'.join(map(re.escape, PARTS))}) ", stdout, re.MULTILINE)
-    return {name: verdict for verdict, name in found}
+    return {name: status for status, name in found}
 
 
 def test_report_on_this_machine(tmp_path: Path) -> None:
     done = check(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(verdicts(done.stdout)) == list(PARTS)
-    assert "error" not in verdicts(done.stdout).values()
+    assert list(statuses(done.stdout)) == list(PARTS)
+    assert "error" not in statuses(done.stdout).values()
     assert max(len(line) for line in done.stdout.splitlines()) <= WIDTH
     assert done.stdout.endswith("\nA run can start here.\n")
     assert done.stderr == ""
@@ -61,7 +61,7 @@ def test_report_on_this_machine(tmp_path: Path) -> None:
 def test_torch_for_cpus_on_a_machine_with_gpus(tmp_path: Path) -> None:
     done = check(tmp_path, EIGHT_H100)
     assert done.returncode == 1 and done.stderr == ""
-    errors = {name for name, verdict in verdicts(done.stdout).items() if verdict == "error"}
+    errors = {name for name, status in statuses(done.stdout).items() if status == "error"}
     assert errors == {"torch", "vLLM"}
     assert "8 x NVIDIA H100 80GB HBM3, 80 GiB, compute capability 9.0" in done.stdout
     assert done.stdout.endswith("\nA run cannot start here: see torch, vLLM.\n")
@@ -71,6 +71,6 @@ def test_torch_for_cpus_on_a_machine_with_gpus(tmp_path: Path) -> None:
 def test_a_driver_that_does_not_answer_hides_nothing_else(tmp_path: Path) -> None:
     done = check(tmp_path, NO_ANSWER)
     assert done.returncode == 0 and done.stderr == ""
-    assert list(verdicts(done.stdout)) == list(PARTS)
-    assert verdicts(done.stdout)["driver"] == "note"
+    assert list(statuses(done.stdout)) == list(PARTS)
+    assert statuses(done.stdout)["driver"] == "note"
     assert "couldn't communicate with the NVIDIA driver" in " ".join(done.stdout.split())

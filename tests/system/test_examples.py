@@ -70,6 +70,22 @@ def test_own_prompts_on_two_ranks(quickstart_made: Path, tmp_path: Path) -> None
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
+def test_own_engine_agrees_with_vllm(quickstart_overrides: list[str], tmp_path: Path) -> None:
+    """Check the accuracy at temperature 0 before training, and the log-probs of sampled tokens."""
+    arguments = [*quickstart_overrides, *SHORT, *SMALL, "trainer.val_before_train=true"]
+    own = tmp_path / "own"
+    vllm = tmp_path / "vllm"
+    output = run_example("transformers_engine.py", [*arguments, f"trainer.default_local_dir={own}"], world=2)
+    assert step_lines(output) == ["step 1", "step 2"]
+    config = str(ROOT / "configs/quickstart.yaml")
+    done = forked.run_ranks(2, ["-m", "rlhf_mc", config, *arguments, f"trainer.default_local_dir={vllm}"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, first, *_ = metrics(own)
+    accuracies = {key: value for key, value in before.items() if key.startswith("val-core/")}
+    assert accuracies and accuracies.items() <= metrics(vllm)[0].items()
+    assert first["training/rollout_probs_diff_max"] < 1e-4
+
+
 # ---------------------------------------------------------------- a reward function
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from simulated_ranks import SimulatedMesh, make_shape
 
-from rlhf_mc.reshard.layout import Layout, Shard, mcore_layout, vllm_layout, whole_layout
+from rlhf_mc.reshard.layout import Layout, Shard, mcore_layout, whole_layout
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 
 
 @pytest.mark.parametrize("tp, dp", [(2, 2), (1, 2), (4, 1)])

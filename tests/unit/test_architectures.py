@@ -11,8 +11,8 @@ import pytest
 from families import config_of, shape_of
 
 from rlhf_mc.architectures.operations import forward_flops, layer_flops, training_flops
-from rlhf_mc.architectures.parameters import PARAMS
-from rlhf_mc.architectures.spec import FAMILIES, Activation, ModelShape, Traits
+from rlhf_mc.architectures.parameters import LAYERS
+from rlhf_mc.architectures.spec import FAMILIES, Activation, LayerKind, ModelShape, Traits
 from rlhf_mc.checkpoint.training_state import check_shape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.models.gpt_model import ACTIVATIONS
@@ -21,8 +21,7 @@ from rlhf_mc.models.gpt_model import ACTIVATIONS
 def test_every_name_in_the_tables_exists() -> None:
     traits = {field.name for field in fields(Traits)}
     assert all(traits >= set(family.config_traits) for family in FAMILIES.values())
-    shape = shape_of("qwen2")
-    assert all(isinstance(getattr(shape, p.only_if), bool) for p in PARAMS if p.only_if)
+    assert set(LAYERS) == set(typing.get_args(LayerKind))
 
 
 def test_every_activation_has_a_function() -> None:
@@ -128,7 +127,7 @@ def test_traits_of_families() -> None:
     newer = config_of("qwen3_moe", num_local_experts=4)
     del newer["num_experts"]
     assert ModelShape.from_hf_config(newer) == moe
-    assert shape_of("mistral").is_dense and not shape_of("mistral").qkv_bias
+    assert shape_of("mistral").layer_kinds[0] == "dense" and not shape_of("mistral").qkv_bias
 
 
 @pytest.mark.parametrize(

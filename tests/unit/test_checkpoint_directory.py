@@ -255,7 +255,7 @@ def write_lock_of(root: Path, other: lock.Owner, seconds_ago: float = 0.0) -> No
 def test_lock_of_a_live_process_is_respected(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        other = owner(pid=child.pid, started=lock._start_of(child.pid), job="77")
+        other = owner(pid=child.pid, started=lock._start_time(child.pid), job="77")
         write_lock_of(tmp_path, other, seconds_ago=1000)  # suspended for long, but alive
         with pytest.raises(UserError, match=f"belongs to another run: process {child.pid} on {other.host}, job 77"):
             lock.Lock(tmp_path).take()

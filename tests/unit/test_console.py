@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from rlhf_mc.runtime.console import say
+from rlhf_mc.runtime.console import print_line
 
 
 def test_line_has_a_prefix_and_goes_to_stderr_by_default(capsys):
-    say("one")
-    say("two", sys.stdout)
+    print_line("one")
+    print_line("two", sys.stdout)
     captured = capsys.readouterr()
     assert (captured.err, captured.out) == ("rlhf_mc: one\n", "rlhf_mc: two\n")
 
@@ -18,7 +18,7 @@ def test_line_has_a_prefix_and_goes_to_stderr_by_default(capsys):
 @pytest.mark.parametrize("rank, printed", [("0", "rlhf_mc: one\n"), ("1", "")])
 def test_rank_0_only(rank, printed, capsys, monkeypatch):
     monkeypatch.setenv("RANK", rank)
-    say("one", rank_0_only=True)
+    print_line("one", rank_0_only=True)
     assert capsys.readouterr().err == printed
 
 
@@ -32,5 +32,5 @@ class FullStream(io.StringIO):
 def test_full_or_closed_stream_raises_nothing():
     closed = io.StringIO()
     closed.close()
-    say("one", closed)
-    say("one", FullStream())
+    print_line("one", closed)
+    print_line("one", FullStream())

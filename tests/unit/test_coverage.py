@@ -14,6 +14,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.coverage import rollout_coverage, training_coverage
 from rlhf_mc.reshard.layout import Layout, Shard, logical_shapes
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh
 
 MESHES = [
@@ -44,7 +45,7 @@ def test_layouts_cover_the_checkpoint(family: str, mesh: Mesh, value_head: bool)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_layouts_of_vllm_cover_the_checkpoint(tp: int) -> None:
     shape = shape_of("qwen3_moe")  # 2 KV heads: with TP 4 two ranks hold each
-    found = rollout_coverage(shape, tp, rollout_layouts(shape, [range(tp), range(tp, 2 * tp)]))
+    found = rollout_coverage(shape, tp, rollout_layouts(shape, [range(tp), range(tp, 2 * tp)], vllm_layout))
     assert found.num_tensors == len(logical_shapes(shape)) and found.num_held >= 2 * found.num_elements
 
 

@@ -136,10 +136,10 @@ def test_resume_path_may_be_gone_once_the_run_has_a_checkpoint(directory: Path) 
     start = ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_4")
     assert "/nowhere/global_step_4: no such directory" in error_of(directory, *start)
     config = load_config(str(directory / "config.yaml"), start)
-    assert "trainer.resume_from_path" in dict(paths.inputs_of(config))
+    assert "trainer.resume_from_path" in dict(paths.input_paths(config))
     (directory / "run" / "global_step_6").mkdir(parents=True)
     check(directory, *start)
-    assert "trainer.resume_from_path" not in dict(paths.inputs_of(config))  # not compared between nodes either
+    assert "trainer.resume_from_path" not in dict(paths.input_paths(config))  # not compared between nodes either
 
 
 @pytest.mark.parametrize(

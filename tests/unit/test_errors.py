@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from rlhf_mc.config.errors import UserError, disk_errors, reason_of
+from rlhf_mc.config.errors import UserError, disk_errors, error_reason
 from rlhf_mc.runtime.heartbeat import _addresses_to_bind
 
 
@@ -38,7 +38,7 @@ def test_disk_error_message_follows_errno(number: int, words: str) -> None:
     assert message.endswith(" (metrics.jsonl)")
     assert words in message
     assert ("space" in message) == (number == errno.ENOSPC)
-    assert words or reason_of(OSError(number, "x")) == "x"
+    assert words or error_reason(OSError(number, "x")) == "x"
 
 
 @pytest.mark.parametrize("length", [4000, 4001, 1_000_000])

@@ -19,18 +19,10 @@ from simulated_ranks import check_movement, empty, numbered, padded_chunk
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.reshard.layout import (
-    EMPTY,
-    Layout,
-    check_mcore,
-    check_vllm,
-    hf_layout,
-    logical_shapes,
-    mcore_layout,
-    vllm_layout,
-)
+from rlhf_mc.reshard.layout import EMPTY, Layout, check_mcore, hf_layout, logical_shapes, mcore_layout
 from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.plan import Plan, make_plan
+from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
 
 
 def norms(full: dict, shape: ModelShape, i: int) -> dict[str, torch.Tensor]:
@@ -77,8 +69,8 @@ def expected_mcore(shape: ModelShape, t: int, tp: int, e: int = 0, ep: int = 1) 
 
 def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a mixture of experts by their names in Transformer Engine's layers. These names and their
-    shapes are those of models built from Megatron-Core 0.16.1 and the Python of Transformer Engine 2.11 (docs/gpu.md).
-    """
+    shapes are those of models built from Megatron-Core 0.16.1 and the Python of Transformer Engine 2.11
+    (docs/internals/gpu_readings.md)."""
     renames = {
         r"\.input_layernorm\.weight": ".self_attention.linear_qkv.layer_norm_weight",
         r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight": r".\2.weight\1",

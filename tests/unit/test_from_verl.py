@@ -15,7 +15,7 @@ from rlhf_mc import command_line
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
-from rlhf_mc.config.schema import Config, value_of
+from rlhf_mc.config.schema import Config, get_setting
 from rlhf_mc.planner.gpus import parse_gpu
 from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
 from rlhf_mc.verl.conversion import DEFAULTS, VERL, Conversion, Given, convert, our_default
@@ -191,12 +191,12 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
     unused = () if KL[0] in given else ("actor.kl_loss_type", "ref.log_prob_max_token_len_per_gpu")
     of_actor = ["critic.ppo_mini_batch_size", "critic.ppo_epochs"]  # null is the actor's
     for key in of_actor:
-        assert value_of(with_defaults, key) in (None, value_of(cfg, key.replace("critic", "actor")))
+        assert get_setting(with_defaults, key) in (None, get_setting(cfg, key.replace("critic", "actor")))
     skipped = {*NAMES_AND_FILES, *unused, *of_actor}
     differing = {
-        key: (value_of(cfg, key), value_of(with_defaults, key))
+        key: (get_setting(cfg, key), get_setting(with_defaults, key))
         for key in dotted_keys()
-        if key not in skipped and "NAME" not in key and value_of(cfg, key) != value_of(with_defaults, key)
+        if key not in skipped and "NAME" not in key and get_setting(cfg, key) != get_setting(with_defaults, key)
     }
     assert differing == {}
 

@@ -22,7 +22,8 @@ from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import write_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
-from rlhf_mc.reshard.layout import check_mcore, check_vllm, logical_shapes
+from rlhf_mc.reshard.layout import check_mcore, logical_shapes
+from rlhf_mc.rollout.vllm_layout import check_vllm
 from rlhf_mc.setup.value_heads import check_value_head
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from simulated_ranks import SimulatedMesh, check_movement, expected_vllm, make_s
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.reshard.grouping import _assignment, choose_rollout_groups
-from rlhf_mc.reshard.layout import vllm_layout
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 SIZES = {"hidden_size": 4, "ffn_hidden_size": 120, "num_heads": 60, "head_dim": 2, "vocab_size": 960}
@@ -37,7 +37,9 @@ def small_meshes() -> list[tuple[Mesh, int]]:
 
 
 def received(shape: ModelShape, mesh: Mesh, groups: list[list[int]]) -> int:
-    return sum(make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups), 2, 1 << 30).received_bytes)
+    return sum(
+        make_plan(training_layouts(shape, mesh), rollout_layouts(shape, groups, vllm_layout), 2, 1 << 30).received_bytes
+    )
 
 
 def fewest_bytes(shape: ModelShape, mesh: Mesh, rollout_tp: int) -> int:
@@ -72,7 +74,7 @@ def test_rollout_groups_receive_the_fewest_bytes(name: str) -> None:
     meshes = small_meshes()
     assert len(meshes) > 10
     for mesh, rollout_tp in meshes:
-        groups = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node=mesh.world)
+        groups = choose_rollout_groups(shape, mesh, rollout_tp, vllm_layout, ranks_per_node=mesh.world)
         assert sorted(itertools.chain(*groups)) == list(range(mesh.world))
         assert {len(group) for group in groups} == {rollout_tp}
         got, usual = (received(shape, mesh, g) for g in (groups, rollout_groups(mesh, rollout_tp)))
@@ -92,7 +94,7 @@ def test_rollout_groups_span_no_more_nodes(ranks_per_node: int) -> None:
 
     shape = SHAPES["heads"]
     for mesh, rollout_tp in small_meshes():
-        groups = choose_rollout_groups(shape, mesh, rollout_tp, ranks_per_node)
+        groups = choose_rollout_groups(shape, mesh, rollout_tp, vllm_layout, ranks_per_node)
         usual = rollout_groups(mesh, rollout_tp)
         assert nodes(groups) <= nodes(usual)
         if groups != usual:
@@ -103,7 +105,7 @@ def test_tp_2_to_rollout_tp_3_on_six_ranks() -> None:
     """Group ranks by halves: the thirds of a tensor lie in its first half, across both, and in its second half."""
     shape = SHAPES["heads"]
     mesh = Mesh(world=6, tp=2, pp=1)
-    groups = choose_rollout_groups(shape, mesh, 3)
+    groups = choose_rollout_groups(shape, mesh, 3, vllm_layout)
     assert all(group == sorted(group) for group in groups)
     assert all(rank % 2 == 0 for rank, *_ in groups) and all(group[2] % 2 for group in groups)
     assert received(shape, mesh, rollout_groups(mesh, 3)) == 3 * received(shape, mesh, groups)
@@ -113,9 +115,9 @@ def test_plan_from_tp_2_to_rollout_tp_3_is_exact() -> None:
     """Check that each element arrives where it belongs, and that no rank receives what it already holds."""
     shape = make_shape(num_layers=2, num_heads=6, num_kv_heads=6, ffn_hidden_size=12, vocab_size=190)
     training = SimulatedMesh(shape, tp=2, dp=3, stages=[range(2)])
-    groups = choose_rollout_groups(shape, Mesh(world=6, tp=2, pp=1), 3)
+    groups = choose_rollout_groups(shape, Mesh(world=6, tp=2, pp=1), 3, vllm_layout)
     rollout_rank = {rank: n for group in groups for n, rank in enumerate(group)}
-    target = rollout_layouts(shape, groups)
+    target = rollout_layouts(shape, groups, vllm_layout)
     want = [expected_vllm(shape, rollout_rank[rank], 3) for rank in range(6)]
     check_movement(make_plan(training.layouts(), target, 8, 1000), training.expected(), want, target, 1000)
 
@@ -124,7 +126,7 @@ def test_plan_from_tp_2_to_rollout_tp_3_is_exact() -> None:
 def test_stride_rule_is_optimal_where_one_size_divides_the_other(world: int, tp: int, pp: int, rollout_tp: int) -> None:
     shape = make_shape(num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=128)
     mesh = Mesh(world, tp, pp)
-    groups = choose_rollout_groups(shape, mesh, rollout_tp)
+    groups = choose_rollout_groups(shape, mesh, rollout_tp, vllm_layout)
     assert groups == rollout_groups(mesh, rollout_tp)
     assert received(shape, mesh, groups) == fewest_bytes(shape, mesh, rollout_tp)
 

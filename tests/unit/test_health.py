@@ -17,7 +17,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.load import dotted_keys, load_config
-from rlhf_mc.health.conditions import Facts
+from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import Event, Monitor, keep_events_up_to
 from rlhf_mc.health.rules import RULES
 from rlhf_mc.trainer.health_watch import numeric_metrics
@@ -42,7 +42,7 @@ HEALTHY = {
     "training/rollout_logprobs_diff_mean": 0.01,
     "training/rollout_logprobs_diff_p99": 0.1,
 }
-FACTS = Facts(updates_per_step=4, compares_groups=True, logprob_bound=0.1)
+TRAITS = RunTraits(updates_per_step=4, compares_groups=True, logprob_bound=0.1)
 LAST = 12
 """Steps of the healthy beginning."""
 
@@ -50,12 +50,12 @@ LAST = 12
 class Recorded:
     """A monitor with its console lines and events."""
 
-    def __init__(self, facts: Facts = FACTS, **settings: Any) -> None:
+    def __init__(self, traits: RunTraits = TRAITS, **settings: Any) -> None:
         responses = HealthResponsesConfig(**settings.pop("responses", {}))
         self.lines: list[str] = []
         self.events: list[Event] = []
         cfg = HealthConfig(**{"patience": 2, "window": 6, "reward_window": 10, "responses": responses, **settings})
-        self.monitor = Monitor(cfg, facts, self.lines.append, self.events.append)
+        self.monitor = Monitor(cfg, traits, self.lines.append, self.events.append)
         self.verdict = None
 
     def steps(self, count: int, first: int = 1, **change: Any) -> Recorded:
@@ -187,9 +187,9 @@ def test_an_event_is_a_row_of_strict_json() -> None:
 
 
 def test_rules_that_a_run_lacks_the_grounds_for_are_silent() -> None:
-    facts = Facts(updates_per_step=1, compares_groups=False, logprob_bound=None)
+    traits = RunTraits(updates_per_step=1, compares_groups=False, logprob_bound=None)
     bad = {"actor__ppo_kl": 0.0, "train__equal_groups_ratio": 1.0, "training__rollout_logprobs_diff_mean": 9.0}
-    assert Recorded(facts).steps(20, **bad).begun() == set()
+    assert Recorded(traits).steps(20, **bad).begun() == set()
     monitor = Recorded().monitor
     for step in range(1, 20):  # a run without critic, reference and comparison, in which the actor is not trained yet
         assert monitor.step(step, {"perf/throughput": 1.0}).num_active == 0

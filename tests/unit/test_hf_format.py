@@ -63,7 +63,7 @@ def test_tied_checkpoint_with_its_own_head(
     assert torch.equal(before(tokens).logits, after(tokens).logits)
     critic = reader.shape(value_head=True)
     reader.check(critic)
-    assert not critic.has_lm_head and not critic.shares_embeddings
+    assert not critic.shares_embeddings
 
 
 @pytest.mark.parametrize("size", [(448, 64), (447, 0), ()])

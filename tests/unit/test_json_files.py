@@ -25,7 +25,7 @@ from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.report.run_reader import live_owner
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.run_directory import lock, ownership
-from rlhf_mc.run_files import HEALTH_FILE, LOCK_FILE, METRICS_FILE, RUN_FILE, json_objects_and_faults, steps_logged
+from rlhf_mc.run_files import HEALTH_FILE, LOCK_FILE, METRICS_FILE, RUN_FILE, json_objects_and_bad_lines, steps_logged
 from rlhf_mc.setup.build import stop_token_ids
 from rlhf_mc.trainer.samples import write_samples
 
@@ -94,7 +94,7 @@ def test_a_nested_line_is_no_row(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(f'{{"step": 1}}\n{DEEP}\n{{"step": 2}}\n')
     assert steps_logged(path) == [1, 2]
-    assert json_objects_and_faults(path) == ([{"step": 1}, {"step": 2}], [2])
+    assert json_objects_and_bad_lines(path) == ([{"step": 1}, {"step": 2}], [2])
 
 
 def test_the_report_takes_no_spoilt_lock(tmp_path: Path, spoil: Callable[[Path], None]) -> None:

@@ -7,7 +7,8 @@ from simulated_ranks import make_shape
 
 from rlhf_mc.architectures.spec import padded_vocab_size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.layout import check_mcore, check_vllm, mcore_layout
+from rlhf_mc.reshard.layout import check_mcore, mcore_layout
+from rlhf_mc.rollout.vllm_layout import check_vllm
 
 
 def test_names_of_fused_norms() -> None:

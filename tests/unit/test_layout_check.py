@@ -12,13 +12,14 @@ import pytest
 import torch
 from published import LLAMA_3_70B, QWEN_3_30B_A3B
 
-from rlhf_mc.architectures import parameters
+from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.models import gpt_model
 from rlhf_mc.models.layout_check import check_training_layouts
+from rlhf_mc.reshard import coverage, layout
 from rlhf_mc.reshard.layout import mcore_layout
 from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.mesh import training_mesh
@@ -69,8 +70,11 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return replace_row(name, **fields), which changes the row of one parameter of Megatron-Core."""
 
     def replace_row(name: str, **fields: Any) -> None:
-        rows = [replace(row, **fields) if row.mcore.endswith(name) else row for row in parameters.PARAMS]
-        monkeypatch.setattr(parameters, "PARAMS", tuple(rows))
+        def changed(shape: ModelShape) -> tuple[Param, ...]:
+            return tuple(replace(row, **fields) if row.mcore.endswith(name) else row for row in model_params(shape))
+
+        monkeypatch.setattr(layout, "model_params", changed)
+        monkeypatch.setattr(coverage, "model_params", changed)
         mcore_layout.cache_clear()
 
     yield replace_row

@@ -1,4 +1,4 @@
-"""`python -m rlhf_mc --check`: facts and verdicts. The program itself: tests/system/test_check.py."""
+"""`python -m rlhf_mc --check`: facts and results. The program itself: tests/system/test_check.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from rlhf_mc.machine import check, facts
 from rlhf_mc.machine.check import TESTED_VERSIONS, CheckResult
 from rlhf_mc.machine.facts import Driver, InfinibandPort, InstalledGpu, Interface, Library, Torch
-from rlhf_mc.rollout import vllm_limits
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = InstalledGpu("NVIDIA H100 80GB HBM3", 81559, 0, (9, 0))
@@ -28,13 +27,12 @@ def test_versions_are_those_of_the_requirements() -> None:
             if tested == "transformer-engine" and name == "cpu.txt":
                 continue
             assert f"{package if tested == 'vllm' else tested}=={version}" in lock
-    assert TESTED_VERSIONS["vllm"] == vllm_limits.TESTED_VERSION
 
 
 # ---------------------------------------------------------------- facts
 
 
-def test_an_import_that_kills_its_process_is_a_finding() -> None:
+def test_an_import_that_kills_its_process_is_reported() -> None:
     library, line = facts.imported("pytest", "import os; os.abort()")
     assert library.error == "the import ends with code -6" and line == ""
 
@@ -46,11 +44,11 @@ def test_an_import_that_raises_is_its_last_line() -> None:
 
 
 def test_a_fact_that_cannot_be_read_is_a_note() -> None:
-    def judge(read: check.Reader) -> CheckResult:
+    def memory(read: check.Reader) -> CheckResult:
         raise PermissionError("/proc/self/cgroup: Permission denied")
 
-    finding = check._finding(judge, None)
-    assert finding.cost == "it could not be read: /proc/self/cgroup: Permission denied" and not finding.is_fatal
+    result = check._result(memory, None)
+    assert result.cost == "it could not be read: /proc/self/cgroup: Permission denied" and not result.is_fatal
 
 
 def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +62,11 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
     assert facts.memory_limits("4:memory:/job\n1:cpu:/\n0::/slurm/job_7/step_0\n") == [2000, 1000]
 
 
-# ---------------------------------------------------------------- verdicts
+# ---------------------------------------------------------------- results
 
 
 @pytest.mark.parametrize(
-    ("finding", "verdict", "words"),
+    ("result", "status", "words"),
     [
         (check.gpus(NODE, FILES), "ok", "8 x NVIDIA H100"),
         (check.gpus(Driver(), []), "ok", "none"),
@@ -127,9 +125,9 @@ def test_memory_is_limited_by_the_job_around_this_process(tmp_path: Path, monkey
         (check.cores((64, 64), 8), "ok", "64"),
     ],
 )  # fmt: skip
-def test_verdicts(finding: CheckResult, verdict: str, words: str) -> None:
-    text = " ".join(" ".join(finding.lines("part")).split())
-    assert text.startswith(f"{verdict} part ") and words in text
+def test_results(result: CheckResult, status: str, words: str) -> None:
+    text = " ".join(" ".join(result.lines("part")).split())
+    assert text.startswith(f"{status} part ") and words in text
 
 
 def test_gpus_of_an_architecture_that_torch_was_not_compiled_for() -> None:
@@ -137,7 +135,7 @@ def test_gpus_of_an_architecture_that_torch_was_not_compiled_for() -> None:
     assert {one: check._is_compiled(one, ON_NODE.archs) for one in compiled} == compiled
 
 
-def test_rlhf_mc_device_cpu_takes_the_gpus_out_of_the_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rlhf_mc_device_cpu_takes_the_gpus_out_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_MC_DEVICE", "cpu")
     assert not check.has_gpus(NODE, FILES)
     assert "a run uses the CPU" in check.gpus(NODE, FILES).cost
@@ -146,11 +144,11 @@ def test_rlhf_mc_device_cpu_takes_the_gpus_out_of_the_verdicts(monkeypatch: pyte
 
 def test_a_host_name_of_loopback_costs_nothing_where_the_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_MC_SOCKET_IFNAME", "eth0")
-    finding = check.network([Interface("eth0", "10.0.0.5", 0)], "127.0.1.1")
-    assert finding == CheckResult("eth0 10.0.0.5; RLHF_MC_SOCKET_IFNAME=eth0")
+    result = check.network([Interface("eth0", "10.0.0.5", 0)], "127.0.1.1")
+    assert result == CheckResult("eth0 10.0.0.5; RLHF_MC_SOCKET_IFNAME=eth0")
 
 
 def test_slurms_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "8")
-    assert check.slurm("slurm 23.11.4").found == "slurm 23.11.4, in job 17 of 8 nodes"
+    assert check.slurm("slurm 23.11.4").content == "slurm 23.11.4, in job 17 of 8 nodes"

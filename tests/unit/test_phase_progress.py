@@ -19,7 +19,7 @@ from runs import wait_until
 
 from rlhf_mc.observability.phase_progress import PhaseProgress, phase_line, phase_progress
 from rlhf_mc.runtime import console, work
-from rlhf_mc.runtime.console import say, write
+from rlhf_mc.runtime.console import print_line, write
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.runtime.work import Work, counted, share_done, working
 
@@ -198,9 +198,9 @@ def test_terminal_has_one_line_that_is_rewritten_and_cleared(monkeypatch: pytest
         for clock.now in (5.0, 6.0, 7.0):
             progress.tick()
             if clock.now == 6.0:
-                say("warning: a line")
+                print_line("warning: a line")
         progress.close()
-        say("END")
+        print_line("END")
 
     output = terminal_output(monkeypatch, 40, body)
     assert output.count("\n") == 2
@@ -219,7 +219,7 @@ def test_other_output_overwrites_the_line(monkeypatch: pytest.MonkeyPatch) -> No
             stream.write(f"a line of a reward function, {clock.now:.0f}\n")
         progress.tick()
         progress.close()
-        say("END")
+        print_line("END")
 
     lines = screen(terminal_output(monkeypatch, 80, body))
     assert lines == ["a line of a reward function, 2", "a line of a reward function, 3", "rlhf_mc: END", ""]
@@ -233,7 +233,7 @@ def test_terminal_of_no_columns_is_treated_as_a_file(monkeypatch: pytest.MonkeyP
         progress = PhaseProgress(status, stream, lambda: 12.0)
         progress.tick()
         progress.close()
-        say("END")
+        print_line("END")
 
     monkeypatch.setattr(console.time, "monotonic", lambda: 12.0)
     assert terminal_output(monkeypatch, 0, body) == "  start setup 0:12\r\nrlhf_mc: END\r\n"
@@ -251,7 +251,7 @@ def test_thread_shows_a_phase_that_is_stuck_in_one_call(monkeypatch: pytest.Monk
             status.enter("import")
             num_shown = len(shown)
             assert wait_until(lambda: len(shown) > num_shown + 1)
-        say("END")
+        print_line("END")
 
     output = terminal_output(monkeypatch, 80, body)
     assert "start import 0:" in output

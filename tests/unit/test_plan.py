@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from simulated_ranks import SimulatedMesh, can_split, check_movement, elements, expected_vllm, make_shape, numbered
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, mcore_layout, vllm_layout, whole_layout
+from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, mcore_layout, whole_layout
 from rlhf_mc.reshard.plan import MIN_SLICE_BYTES, make_plan
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 
 
 @st.composite

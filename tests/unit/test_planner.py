@@ -38,8 +38,8 @@ def test_70b_fits_as_its_config_says(capsys: pytest.CaptureFixture[str]) -> None
     assert state / GB == pytest.approx(27.2, abs=0.1)
     assert update["activations"] / GB == pytest.approx(28.5, abs=0.6)
     assert set(update) == {"actor params", "actor grads", "actor optimizer", "activations", "reserved"}
-    assert first["vllm"]["weights"] / GB == pytest.approx(17.6, abs=0.1)
-    assert first["vllm"]["kv_bytes_per_token"] == 2 * 80 * 128 * 2  # one of 8 KV heads
+    assert first["rollout"]["weights"] / GB == pytest.approx(17.6, abs=0.1)
+    assert first["rollout"]["kv_bytes_per_token"] == 2 * 80 * 128 * 2  # one of 8 KV heads
     assert set(first["phases"]["gen"]) == {"vLLM", "reserved"}
 
 

@@ -124,7 +124,7 @@ def test_nothing_that_a_run_writes_has_a_secret(
     assert cfg.reward.remote.url == URL, "the run itself has it"
     record_start(cfg, "run1", 0)
     record_end(cfg, 0, 3, "failed", f"cannot reach {URL}")
-    console.say(f"warning: {URL}")
+    console.print_line(f"warning: {URL}")
     error_report.report(f"error: {URL}", "key")
     console.write_line(command_line.parse([*arguments, "--print-config"]).text())
     with pytest.raises(UserError) as caught:

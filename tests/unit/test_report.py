@@ -20,7 +20,7 @@ import report_runs
 from rlhf_mc import run_files
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.report import charts as report_charts
-from rlhf_mc.report.charts import Limits, axis_limits, charts, curves, length_histograms, marks, phase_times
+from rlhf_mc.report.charts import axis_limits, charts, curves, length_histograms, marks, phase_times
 from rlhf_mc.report.page import read_runs, render_page, write_report
 from rlhf_mc.report.run_reader import MAX_SAMPLE_STEPS, read_run
 from rlhf_mc.run_directory import lock as run_lock
@@ -55,7 +55,7 @@ def lock(root: Path, seconds_ago: float = 0.0, **changes: object) -> None:
 def test_whole_run_is_read(root: Path) -> None:
     run = read_run(root)
     assert (run.state, run.state_text) == ("finished", "finished after step 40: all steps are done")
-    assert (run.run_id, run.last_step, len(run.rows), run.faults) == ("a", 40, 41, [])
+    assert (run.run_id, run.last_step, len(run.rows), run.problems) == ("a", 40, 41, [])
     assert list(run.validation) == list(run.training) == [0, 8, 16, 24, 32, 40]
     sample = run.validation[8][1]
     assert sample.prompt == "<|user|>What is 4 + 4?\nAnswer briefly.<|assistant|>"
@@ -112,7 +112,7 @@ def test_line_separators_within_a_text_cut_no_line(tmp_path: Path) -> None:
     (folder / "4.jsonl").write_text(f"{row}\n{row[:20]}\n{row}")
     run = read_run(tmp_path)
     assert [(sample.prompt, sample.response) for sample in run.training[4]] == [("a\u2028b", "c\u0085d\x1ee")] * 2
-    assert "train_generations/4.jsonl: 1 of 3 lines cannot be read and are left out: line 2" in run.faults
+    assert "train_generations/4.jsonl: 1 of 3 lines cannot be read and are left out: line 2" in run.problems
     assert list(read_rows(folder / "4.jsonl")) == []
     whole = json.dumps({"step": 1, "text": "a\u2028b"}, ensure_ascii=False) + "\n"
     (tmp_path / "health.jsonl").write_text(whole + whole[:9])
@@ -129,13 +129,13 @@ ODD_STARTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("start", "fault"), ODD_STARTS)
-def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], fault: str) -> None:
+@pytest.mark.parametrize(("start", "problem"), ODD_STARTS)
+def test_odd_start_has_a_page(tmp_path: Path, start: dict[str, Any], problem: str) -> None:
     report_runs.write_lines(tmp_path / "starts.jsonl", [start])
     write_report(read_runs([tmp_path, tmp_path]), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert ("a=\\udcff" in page) == ("a=\udcff" in start.get("command", []))
-    assert fault in page and ("it is left out" in page) == bool(fault)
+    assert problem in page and ("it is left out" in page) == bool(problem)
 
 
 def test_huge_numbers_and_odd_profiles_are_left_out(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_huge_numbers_and_odd_profiles_are_left_out(tmp_path: Path) -> None:
         (tmp_path / "profile" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "profile" / f"step_{step}" / "phases.json").write_text(json.dumps({"phases": phases}))
     run = read_run(tmp_path)
-    assert "metrics.jsonl: 2 of 3 lines cannot be read and are left out" in run.faults and list(run.phases) == [3]
+    assert "metrics.jsonl: 2 of 3 lines cannot be read and are left out" in run.problems and list(run.phases) == [3]
     page = render_page([run])
     assert data_in(page)["runs"][0]["curves"]["metrics"] == {"b": [1]} and "NaN" not in page
 
@@ -162,7 +162,7 @@ def test_generations_are_read_in_one_pass(tmp_path: Path) -> None:
     assert time.process_time() - start < 1
     sample = run.validation[1][1]
     assert (sample.prompt, sample.response, sample.ground_truth, sample.score) == ("a", "b\n[response] c", "1", 0.5)
-    assert len(run.validation[1]) == 2 and "generations/step_1.txt is cut after 2 generations" in run.faults
+    assert len(run.validation[1]) == 2 and "generations/step_1.txt is cut after 2 generations" in run.problems
 
 
 def test_cut_lines_and_unreadable_files_are_named_and_left_out(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_cut_lines_and_unreadable_files_are_named_and_left_out(tmp_path: Path) -
     (tmp_path / "profile" / "step_1" / "phases.json").write_text("[1]")
     run = read_run(tmp_path)
     assert [(row["step"], row["a"]) for row in run.rows] == [(1, 5), (2, 3)]
-    assert run.faults[0] == "metrics.jsonl: 4 of 7 lines cannot be read and are left out: line 2, 5, 7"
-    assert any(text.startswith("starts.jsonl has no start") for text in run.faults)
-    assert any(text.startswith("profile/step_1/phases.json cannot be read") for text in run.faults)
+    assert run.problems[0] == "metrics.jsonl: 4 of 7 lines cannot be read and are left out: line 2, 5, 7"
+    assert any(text.startswith("starts.jsonl has no start") for text in run.problems)
+    assert any(text.startswith("profile/step_1/phases.json cannot be read") for text in run.problems)
     assert "4 of 7 lines" in render_page([run])
 
 
@@ -266,12 +266,12 @@ def test_weights_that_a_validation_updates_are_not_within_the_step() -> None:
 
 def test_many_runs_share_the_room_of_a_page() -> None:
     rows = [{"step": step, **{f"m{i}": 0.1 for i in range(300)}} for step in range(2)]
-    assert axis_limits([rows] * 2) == Limits()
-    limits = axis_limits([rows] * 100)
-    assert 100 * 300 * limits.points <= report_charts.MAX_NUMBERS and limits.bars == 30
+    assert axis_limits([rows] * 2) == (report_charts.MAX_POINTS, report_charts.MAX_BARS)
+    points, bars = axis_limits([rows] * 100)
+    assert 100 * 300 * points <= report_charts.MAX_NUMBERS and bars == 30
     long = [{"step": step, "timing_s/step": 1.0 + step / 7} for step in range(400)]
-    assert len(curves(long, limits.points)["steps"]) <= limits.points
-    assert len(phase_times(long, limits.bars)["steps"]) <= limits.bars
+    assert len(curves(long, points)["steps"]) <= points
+    assert len(phase_times(long, bars)["steps"]) <= bars
 
 
 def test_length_histograms_are_shares_of_merged_bins() -> None:
@@ -284,14 +284,14 @@ def test_length_histograms_are_shares_of_merged_bins() -> None:
     assert length_histograms([wrong]) == {"steps": [], "edges": [], "shares": []}
 
 
-def test_marks_are_resumes_faults_and_adjustments(root: Path, tmp_path: Path) -> None:
-    assert [(mark["step"], mark["kind"]) for mark in marks(read_run(root))] == [(180, "fault"), (400, "resume")]
+def test_marks_are_resumes_failures_and_adjustments(root: Path, tmp_path: Path) -> None:
+    assert [(mark["step"], mark["kind"]) for mark in marks(read_run(root))] == [(180, "failure"), (400, "resume")]
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     (tmp_path / "nonfinite_step_4.json").write_text("[]")
     change = {"setting": "kl_coef", "value": 0.1, "after_step": 6, "reason": "KL"}
     (tmp_path / "adjustments.jsonl").write_text(json.dumps(change) + "\n")
     found = [(mark["step"], mark["kind"]) for mark in marks(read_run(tmp_path))]
-    assert found == [(4, "fault"), (6, "adjustment"), (9, "fault")]
+    assert found == [(4, "failure"), (6, "adjustment"), (9, "failure")]
 
 
 # ---------------------------------------------------------------- the page

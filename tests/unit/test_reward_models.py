@@ -10,13 +10,13 @@ from config_files import MINIMAL
 
 from rlhf_mc.checkpoint.input_fingerprints import paths
 from rlhf_mc.config.checks import check_config
-from rlhf_mc.config.device_placement import row_of
+from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
-from rlhf_mc.config.paths import inputs_of
+from rlhf_mc.config.paths import input_paths
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.roles import absent_roles
-from rlhf_mc.config.schema import Config, layouts, part_of, reward_models
+from rlhf_mc.config.schema import Config, layouts, reward_models, score_part
 from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.source import scored_by_rule
 
@@ -39,7 +39,11 @@ def test_named_models_are_roles_of_their_own(tmp_path: Path) -> None:
     cfg = load(tmp_path)
     check_config(cfg, 2)
     assert list(reward_models(cfg)) == ["reward_models.helpful", "reward_models.harmless"]
-    assert [part_of(role) for role in ("reward_model", *reward_models(cfg))] == ["reward_model", "helpful", "harmless"]
+    assert [score_part(role) for role in ("reward_model", *reward_models(cfg))] == [
+        "reward_model",
+        "helpful",
+        "harmless",
+    ]
     found = layouts(cfg)
     assert found["reward_models.helpful"].tensor_model_parallel_size == 2
     assert found["reward_models.harmless"].tensor_model_parallel_size == 1
@@ -47,7 +51,7 @@ def test_named_models_are_roles_of_their_own(tmp_path: Path) -> None:
     assert absent_roles(cfg) == ["ref", "reward_model", "reward_models.none"]
     assert micro_batch_limits(cfg)["reward_models.helpful"] == 9
     assert not scored_by_rule(cfg, "data.train_files") and scored_by_rule(cfg, "data.val_files")
-    named = dict(inputs_of(cfg))
+    named = dict(input_paths(cfg))
     assert named["reward_models.helpful.tokenizer_path"] == named["reward_models.helpful.model_path"]
     assert ("reward_models.harmless.model_path", Path("models/harmless/config.json")) not in paths(cfg), "no such file"
     assert ("reward_models.harmless.model_path", Path("models/harmless/model.safetensors")) in paths(cfg)
@@ -100,6 +104,6 @@ def test_mistake_names_the_key(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_each_model_has_a_phase_of_its_own() -> None:
-    expected: dict[str, Any] = dict.fromkeys(("actor", "critic", "ref", "vllm"), frozenset())
+    expected: dict[str, Any] = dict.fromkeys(("actor", "critic", "ref", "rollout"), frozenset())
     for role in ("reward_model", "reward_models.helpful"):
-        assert row_of(role) == {**expected, role: frozenset({"params"})}
+        assert parts_on_device(role) == {**expected, role: frozenset({"params"})}

@@ -19,9 +19,9 @@ from rlhf_mc.planner import activations
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.model_state import trained_state
 from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
-from rlhf_mc.reshard.layout import check_vllm
 from rlhf_mc.reshard.model_checks import check_layout
 from rlhf_mc.reshard.placement import training_layouts
+from rlhf_mc.rollout.vllm_layout import check_vllm
 from rlhf_mc.topology.mesh import Mesh
 
 REPO = Path(__file__).resolve().parents[2]

@@ -19,14 +19,14 @@ def test_table_has_the_largest_of_the_ranks_and_marks_what_is_offloaded() -> Non
         [
             ModelRow("actor", ("8", "16x4", "1024", "64"), ranks),
             ModelRow("reward_models.a_very_long_name", ("1", "1", "2", "1"), [Held(620_000, 2_480_000)]),
-            ModelRow("vLLM", ("1", "1", "2", "-"), [Held(620_000, 2_480_000)]),
+            ModelRow("rollout", ("1", "1", "2", "-"), [Held(620_000, 2_480_000)]),
         ]
     )
     assert found == [
         "a rank holds              tp   pp   dp  ep  params   weights gradients optimizer",
         "actor                      8 16x4 1024  64   8.75B   17.5 GB  40.0 MB*  1.00 GB*",
         "..odels.a_very_long_name   1    1    2   1  620.0k   2.48 MB         -         -",
-        "vLLM                       1    1    2   -  620.0k   2.48 MB         -         -",
+        "rollout                    1    1    2   -  620.0k   2.48 MB         -         -",
         "  * on the device in the phases that need it, else offloaded to the host",
     ]
 

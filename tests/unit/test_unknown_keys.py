@@ -65,8 +65,6 @@ def test_replaced_key_names_the_replacement(config_file: Path, key: str, words: 
         ("ref.megatron.tensor_paralel_size", "the nearest known key is 'ref.megatron.tensor_model_parallel_size'"),
         ("critic.modelpath", "the nearest known key is 'critic.model_path'"),
         # verl's.
-        ("actor_rollout_ref.rollout.name", "vLLM generates: leave it out"),
-        ("rollout.name", "vLLM generates: leave it out"),
         ("critic.model.path", "use critic.model_path"),
         ("trainer.nnodes", "torchrun or srun says how many processes there are: leave it out"),
         ("actor_rollout_ref.ref.fsdp_config.offload_policy",

@@ -9,7 +9,7 @@ import pytest
 from config_files import validated
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.fields import leaf_hints, range_of
+from rlhf_mc.config.fields import leaf_hints, number_range
 from rlhf_mc.config.model_schema import TRAINING_ONLY
 from rlhf_mc.config.schema import FROZEN_ROLES
 
@@ -272,10 +272,10 @@ def numeric_keys() -> list[str]:
 
 @pytest.mark.parametrize("key", numeric_keys())
 def test_every_number_has_a_range(config_file: Path, key: str) -> None:
-    bounds = range_of(leaf_hints()[key])
+    bounds = number_range(leaf_hints()[key])
     assert bounds is not None, f"{key} needs a type with a Range (config/numbers.py)"
     for value in (10**40, -(10**40), 1e308, -1e308, bounds.high * 1.01 + 1, bounds.low * 1.01 - 2):
         with pytest.raises(UserError):
             list_or_number = f"[{value}, {value}]" if key.endswith("betas") else value
             validated(config_file, f"{key}={list_or_number}")
-    assert bounds.complaint(bounds.high if not bounds.open else bounds.high / 2) is None
+    assert bounds.violated_bound(bounds.high if not bounds.open else bounds.high / 2) is None

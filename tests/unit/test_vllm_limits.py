@@ -13,7 +13,7 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.rollout.vllm_limits import check_rollout_layout
+from rlhf_mc.rollout.vllm_limits import check_kernels
 
 SIZES: dict[str, Any] = {
     "vocab_size": 270,
@@ -28,7 +28,7 @@ EXPERTS: dict[str, Any] = {"head_dim": 64, "num_experts": 4, "num_experts_per_to
 
 def check(family: str = "qwen2", quantization: Any = "fp8", **sizes: Any) -> None:
     shape = ModelShape.from_hf_config(AutoConfig.for_model(family, **SIZES, **sizes).to_dict())
-    check_rollout_layout(shape, RolloutConfig(quantization=quantization))
+    check_kernels(shape, RolloutConfig(quantization=quantization))
 
 
 def test_experts_are_refused() -> None:

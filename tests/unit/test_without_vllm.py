@@ -25,12 +25,12 @@ for name in sorted(names):
 print(json.dumps(sorted(names)))
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.setup.build import _import_vllm
+from rlhf_mc.rollout.engines import ENGINES
 for folder in sys.argv[1:]:
     sys.path.insert(0, folder)
     sys.modules.pop("vllm", None)
     try:
-        _import_vllm()
+        ENGINES["vllm"].check_installation()
     except UserError as error:
         print(error)
     sys.path.remove(folder)
@@ -51,9 +51,9 @@ except ImportError:
     print("on_cpu imports them")
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.setup.build import _import_vllm
+from rlhf_mc.rollout.engines import ENGINES
 try:
-    _import_vllm()
+    ENGINES["vllm"].check_installation()
 except UserError as error:
     print(error)
 """

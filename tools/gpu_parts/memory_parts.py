@@ -25,6 +25,7 @@ from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.verify import checksum, verify
+from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
 from rlhf_mc.trainer.weight_sync import WeightSync
@@ -165,7 +166,7 @@ def _update(report: Report, name: str, config: dict[str, Any], sizes: Sizes) -> 
     groups = rollout_groups(mesh, max(1, tp // 2))
     begin = time.perf_counter()
     training = training_layouts(shape, mesh, uses_transformer_engine())
-    rollout = rollout_layouts(shape, groups)
+    rollout = rollout_layouts(shape, groups, vllm_layout)
     plan = make_plan(training, rollout, torch.bfloat16.itemsize, BUCKET_BYTES, share=False)
     sync = WeightSync(plan, rank, "off")
     planned = time.perf_counter() - begin
