@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape
@@ -24,7 +23,7 @@ from rlhf_mc.planner.gpus import Machine, ProductRate
 from rlhf_mc.planner.lengths import Lengths
 from rlhf_mc.planner.memory import Phase, RankMemory, sum_by_name
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.planner.rank_layouts import layout_at, model_coordinate
+from rlhf_mc.planner.rank_layouts import SomeSettings, layout_at, model_coordinate, some_settings
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
@@ -154,9 +153,9 @@ class _Model:
     def _stage(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
         """Return the parts of a micro-batch on a stage: products, and communication that they wait for."""
         products = self._products(stage, sequences, results, backward)
-        settings = (self._megatron.dtype, self._megatron.sequence_parallel, self._megatron.recompute_granularity)
+        settings = some_settings(self._megatron, "dtype", "sequence_parallel", "recompute_granularity")
         tokens = PassTokens(self._lengths.total, results, 0.0, 1)
-        of_sequence = _communication(self._shape, self._mesh, stage, *settings, tokens, self._machine, backward)
+        of_sequence = _communication(self._shape, settings, self._mesh, stage, tokens, self._machine, backward)
         communication = {name: sequences * seconds for name, seconds in of_sequence.items()}
         if self._mesh.vpp > 1:
             # Messages overlap with the products of other virtual pipeline chunks (models/gpt_model.py).
@@ -187,11 +186,10 @@ class _Model:
 
     def _sums_of_gradients(self) -> dict[str, float]:
         """Return the seconds of gradients and of new parameters, on the stage that takes longest."""
-        megatron = self._megatron
-        settings = (megatron.dtype, megatron.sequence_parallel, megatron.use_distributed_optimizer)
-        overlaps = overlaps_reduction(megatron, self._mesh.dp, True)
+        settings = some_settings(self._megatron, "dtype", "sequence_parallel", "use_distributed_optimizer")
+        overlaps = overlaps_reduction(self._megatron, self._mesh.dp, True)
         stages = [
-            _sums_of_gradients(self._shape, self._mesh, stage, *settings, overlaps, self._machine)
+            _sums_of_gradients(self._shape, settings, self._mesh, stage, overlaps, self._machine)
             for stage in range(self._mesh.pp)
         ]
         slowest = max(range(self._mesh.pp), key=lambda stage: sum(stages[stage].values()))
@@ -227,11 +225,9 @@ class _Model:
 @functools.lru_cache(maxsize=4096)
 def _communication(
     shape: ModelShape,
+    settings: SomeSettings,
     mesh: Mesh,
     stage: int,
-    dtype: Literal["float32", "bfloat16"],
-    sequence_parallel: bool,
-    recompute: Literal["selective", "full"] | None,
     tokens: PassTokens,
     machine: Machine,
     backward: bool,
@@ -241,14 +237,8 @@ def _communication(
     Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
     the products of column-parallel layers: the sum of the input's gradient, and the second gather of the input
     (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
-    megatron = MegatronConfig(
-        dtype=dtype,
-        tensor_model_parallel_size=mesh.tp,
-        sequence_parallel=sequence_parallel,
-        recompute_granularity=recompute,
-    )
     rank = stage * mesh.tp * mesh.dp
-    of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
+    of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     forward = _seconds_by_purpose(of_rank.forward(tokens), rank, machine)
     times = forward
     if backward:
@@ -260,23 +250,10 @@ def _communication(
 
 @functools.lru_cache(maxsize=4096)
 def _sums_of_gradients(
-    shape: ModelShape,
-    mesh: Mesh,
-    stage: int,
-    dtype: Literal["float32", "bfloat16"],
-    sequence_parallel: bool,
-    use_distributed_optimizer: bool,
-    overlaps: bool,
-    machine: Machine,
+    shape: ModelShape, settings: SomeSettings, mesh: Mesh, stage: int, overlaps: bool, machine: Machine
 ) -> Mapping[str, float]:
-    megatron = MegatronConfig(
-        dtype=dtype,
-        tensor_model_parallel_size=mesh.tp,
-        sequence_parallel=sequence_parallel,
-        use_distributed_optimizer=use_distributed_optimizer,
-    )
     rank = stage * mesh.tp * mesh.dp
-    of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
+    of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     layout = layout_at(shape, mesh, model_coordinate(mesh, rank), True)
     return {"gradients": 0.0, **_seconds_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -98,16 +98,6 @@ def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError
             return action(), None
     except UserError as error:
         return None, error
-
-
-def integers_of_rank_0(values: Sequence[int]) -> list[int]:
-    """Return rank 0's integers on every rank: one small broadcast. Every rank must call it with the same number of
-    them."""
-    if not dist.is_initialized():
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.int64)  # on the CPU, whatever the device is
-    dist.broadcast(tensor, src=0)
-    return [int(value) for value in tensor]
 
 
 def my_share(count: int) -> range:
