@@ -18,8 +18,7 @@ from gpu_parts.sizes import SMALL, Sizes
 
 from rlhf_mc.patching import replaced
 
-LEAST = dataclasses.replace(
-    SMALL,
+LEAST = SMALL._replace(
     checksum_elements=(1, 1003),
     families={"qwen2": {}},
     vocabulary=1000,
@@ -204,7 +203,7 @@ FAULTS = {
         "uses_transformer_engine",
         _false,
         "the layers are not Transformer Engine's",
-        dataclasses.replace(LEAST, families={}),
+        LEAST._replace(families={}),
     ),
     "local layers in float32": Fault(
         "models_te_float32",
@@ -212,7 +211,7 @@ FAULTS = {
         "uses_transformer_engine",
         _false,
         "the layers are not Transformer Engine's",
-        dataclasses.replace(LEAST, families={}),
+        LEAST._replace(families={}),
     ),
     "log-probs of 1 % more": Fault("heads_152k", _HEADS, "log_probs", _scaled(1.01), "float32 log_prob: off by"),
     "a load without tensors": Fault(

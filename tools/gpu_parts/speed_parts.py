@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import collections
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_parts import measure
@@ -20,6 +17,7 @@ from gpu_parts.engines import (
     token_batch,
     with_targets,
 )
+from gpu_parts.host_syncs import host_syncs
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
@@ -61,7 +59,9 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
                 text = f"{name}: the host waits {per_micro_batch:g} times per micro-batch"
                 report.check(per_micro_batch < ONE_WAIT, text)
             if platform.use_cuda():
-                sites = _sites(_of_each_sequence(action, engine, batches[MANY]))
+                run = _of_each_sequence(action, engine, batches[MANY])
+                with host_syncs() as sites:
+                    run()
                 report.record(**{f"{name}_waiting_lines": dict(sites.most_common(12))})
     figures = report.result.figures
     what = "waits" if platform.use_cuda() else "reads of single elements (on a GPU: waits)"
@@ -99,19 +99,6 @@ def _waits(action: Callable[[], None]) -> collections.Counter[str]:
     with profile(activities=activities) as recorded:
         action()
     return collections.Counter(event.name for event in recorded.events() if event.name in names)
-
-
-def _sites(action: Callable[[], None]) -> collections.Counter[str]:
-    """Return the lines of Python that wait for the device, by torch's own check, with the number of waits."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            action()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [entry for entry in caught if "synchroniz" in str(entry.message)]
-    return collections.Counter(f"{Path(entry.filename).name}:{entry.lineno}" for entry in waits)
 
 
 def throughput(report: Report, sizes: Sizes) -> None:
