@@ -94,23 +94,16 @@ class Score:
         return replace(self, score=self.score + contribution, parts={**self.parts, part: contribution})
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a row has no score."""
-
-    kind: FailureKind
-    problem: str
-    """One line, without the row."""
-    origin: str | None = None
-    """The setting that failed; None: the user's function or the rule."""
-
-
-class RowFailure(Exception):
-    """Raised while one row is scored; becomes a Failure."""
+class Failure(Exception):
+    """The reason why a row has no score. It is raised while the row is scored."""
 
     def __init__(self, kind: FailureKind, problem: str, origin: str | None = None) -> None:
-        super().__init__(problem)
-        self.failure = Failure(kind, problem, origin)
+        """problem: one line, without the row. origin: the setting that failed; None: the user's function or the
+        rule."""
+        super().__init__(kind, problem, origin)
+        self.kind = kind
+        self.problem = problem
+        self.origin = origin
 
 
 # ---------------------------------------------------------------- scores of a step

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rlhf_mc.config.masking import one_line
-from rlhf_mc.rewards.results import RowFailure, Score
+from rlhf_mc.rewards.results import Failure, Score
 from rlhf_mc.runtime.console import print_line
 
 MAX_FLOAT32 = 3.4028234663852886e38
@@ -59,7 +59,7 @@ def checked(result: Any) -> dict[str, float]:
         return {"score": _number("", result)}
     if "score" not in result:
         keys = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
-        raise RowFailure("invalid", f"returned a dict without 'score'; its keys are {keys}")
+        raise Failure("invalid", f"returned a dict without 'score'; its keys are {keys}")
     first = sorted(result, key=lambda key: key not in _KEPT)
     numeric = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
     names = [one_line(str(key), _MOST_CHARACTERS) for key in numeric]
@@ -74,12 +74,12 @@ def _number(key: str, value: Any) -> float:
     except (OverflowError, ValueError) as error:
         refuse(key, value, f"expected a number: {error}")
     if not abs(number) <= MAX_FLOAT32:
-        raise RowFailure("invalid", f"returned {key}{number}, expected a finite number (of 32 bits)")
+        raise Failure("invalid", f"returned {key}{number}, expected a finite number (of 32 bits)")
     return number
 
 
 def refuse(key: str, value: Any, expected: str) -> NoReturn:
-    raise RowFailure("invalid", f"returned {key}{one_line(repr(value), _MOST_CHARACTERS)}, {expected}")
+    raise Failure("invalid", f"returned {key}{one_line(repr(value), _MOST_CHARACTERS)}, {expected}")
 
 
 def _is_number(value: Any) -> bool:

@@ -18,7 +18,7 @@ from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
 from rlhf_mc.rewards.registry import RULES, RewardFunction
 from rlhf_mc.rewards.remote import RemoteReward
-from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, RowFailure, Score
+from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
 
 Done = Callable[[int, Score | Failure], None]
@@ -118,8 +118,8 @@ class Scorer:
         async def score_one(i: int, row: RewardRow) -> None:
             try:
                 outcome: Score | Failure = await self._score_one(row, from_batch.get(i), from_remote.get(i))
-            except RowFailure as failure:
-                outcome = failure.failure
+            except Failure as failure:
+                outcome = failure
             except UserError:
                 raise
             except Exception as error:  # the user's own number class
@@ -134,9 +134,9 @@ class Scorer:
 
     async def _score_one(self, row: RewardRow, from_batch: Any, from_remote: Any) -> Score:
         """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the batched function and
-        of the remote endpoint for the row, or a RowFailure."""
+        of the remote endpoint for the row, or a Failure."""
         if problem := row_problem(row):
-            raise RowFailure("no_rule", problem)
+            raise Failure("no_rule", problem)
         parts: dict[str, float] = {}
         extra: dict[str, float] = {}
         pred = None
@@ -160,7 +160,7 @@ class Scorer:
             extra = result | extra
         total = sum(parts.values())
         if not abs(total) <= MAX_FLOAT32:
-            raise RowFailure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
+            raise Failure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
         return Score(total, parts, extra, pred)
 
     async def _call_custom(self, row: RewardRow, from_batch: Any) -> Any:
@@ -171,12 +171,12 @@ class Scorer:
         try:
             result = custom.function(**row.arguments(), **custom.kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
-            raise RowFailure("raised", f"raised {describe_error(error)}") from error
+            raise Failure("raised", f"raised {describe_error(error)}") from error
         return await self._await(result) if custom.is_async else result
 
     async def _call_batched(self, custom: CustomFunction, rows: Sequence[RewardRow]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
-        RowFailure of the whole call."""
+        Failure of the whole call."""
         indices = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
         columns = zip(*(rows[i].arguments().values() for i in indices), strict=True)
         if not indices:
@@ -185,11 +185,11 @@ class Scorer:
             arguments = dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True))
             results = custom.function(**arguments, **custom.kwargs)
             results = score_list(await self._await(results) if custom.is_async else results, len(indices))
-        except RowFailure as failure:
+        except Failure as failure:
             return dict.fromkeys(indices, failure)
         except BaseException as error:  # as in _call_custom
             problem = f"the call for this row and {len(indices) - 1} others raised {describe_error(error)}"
-            return dict.fromkeys(indices, RowFailure("raised", problem))
+            return dict.fromkeys(indices, Failure("raised", problem))
         return dict(zip(indices, results, strict=True))
 
     async def _await(self, result: Awaitable[Any]) -> Any:
@@ -200,11 +200,11 @@ class Scorer:
                 return await result
         except BaseException as error:  # as in _call_custom
             if limit.expired():
-                raise RowFailure("timeout", f"no score after {self._limit:g} s (reward.timeout_seconds)") from None
+                raise Failure("timeout", f"no score after {self._limit:g} s (reward.timeout_seconds)") from None
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the program ends the scoring
-            raise RowFailure("raised", f"raised {describe_error(error)}") from error
+            raise Failure("raised", f"raised {describe_error(error)}") from error
 
 
 def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -217,8 +217,8 @@ def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def _raised(result: Any) -> Any:
-    """Return a result that was computed before, or raise it if it is a RowFailure."""
-    if isinstance(result, RowFailure):
+    """Return a result that was computed before, or raise it if it is a Failure."""
+    if isinstance(result, Failure):
         raise result
     return result
 
@@ -232,7 +232,7 @@ def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
     except UserError:
         raise
     except Exception as error:
-        raise RowFailure("raised", f"the rule {part} raised {describe_error(error)}") from error
+        raise Failure("raised", f"the rule {part} raised {describe_error(error)}") from error
     return {"acc": result["score"], **result} if rule.needs_truth else result
 
 
@@ -242,5 +242,5 @@ def score_list(results: Any, count: int) -> list[Any]:
         refuse("", results, f"expected a list of {count} scores")
     scores = list(results)
     if len(scores) != count:
-        raise RowFailure("invalid", f"returned {len(scores)} scores for {count} responses")
+        raise Failure("invalid", f"returned {len(scores)} scores for {count} responses")
     return scores

@@ -21,14 +21,6 @@ from rlhf_mc.rewards.results import Failure, RewardRow, Score
 from rlhf_mc.rewards.scoring import Scorer, custom_score_name
 from rlhf_mc.runtime import guard
 
-_READY = 1
-"""Message that the user's function is loaded."""
-_ERROR = 2
-"""Message of a UserError."""
-_PROGRESS = 3
-"""Message that the remote endpoint has answered."""
-_SCORE = 4
-"""Message with the score or failure of a row, and its place among the rows that were sent."""
 IMPORT_SECONDS = 60.0
 """Least time that a worker has to import the user's file: the limit of a response may be shorter."""
 _EXTRA_SECONDS = 1.0
@@ -71,7 +63,7 @@ class Worker:
         try:
             if not self._wait_for_message(limit):
                 raise UserError(f"{name}: not imported after {limit:g} s (reward.timeout_seconds)")
-            self._scores_together = bool(self._receive()[1])
+            self._scores_together = self._receive()
         except (EOFError, OSError):
             raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
@@ -114,10 +106,10 @@ class Worker:
             while len(scores) < len(rows):
                 if not self._wait_for_message(patience):
                     return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds)")
-                kind, content = self._receive()
-                if kind == _PROGRESS:
+                message = self._receive()
+                if message is None:
                     continue
-                place, outcome = content
+                place, outcome = message
                 i = left[place]
                 scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
                 self.num_scored = len(scores)
@@ -148,13 +140,14 @@ class Worker:
                 raise EOFError
         return self._connection.poll()
 
-    def _receive(self) -> tuple[int, Any]:
-        """Return _SCORE with the place and outcome of a row, _PROGRESS, or _READY with Scorer.scores_together. Raise
-        UserError if the worker has sent one."""
-        kind, content = self._connection.recv()
-        if kind == _ERROR:
-            raise UserError(content)
-        return kind, content
+    def _receive(self) -> Any:
+        """Return a message: Scorer.scores_together once the user's function is loaded; (place among the rows that were
+        sent, Score or Failure) of a row; None where the remote endpoint has answered. Raise a UserError that the worker
+        has sent."""
+        message = self._connection.recv()
+        if isinstance(message, UserError):
+            raise message
+        return message
 
     def _describe_end(self) -> str:
         """Wait for the end of the process. Return its exit code or signal as text."""
@@ -177,9 +170,9 @@ def main(descriptor: int, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.register_at_fork(after_in_child=lambda: _restore_signals(connection))
 
-    def send(kind: int, content: object) -> None:
+    def send(message: object) -> None:
         try:
-            connection.send((kind, content))
+            connection.send(message)
         except OSError:  # the rank has ended
             os._exit(0)
 
@@ -187,17 +180,17 @@ def main(descriptor: int, parent: int) -> None:
     try:
         custom, reward = connection.recv()
         scorer = Scorer(custom, reward)
-        send(_READY, scorer.scores_together)
+        send(scorer.scores_together)
         while True:
             rows = connection.recv()
-            scorer.score(rows, lambda *scored: send(_SCORE, scored), lambda: send(_PROGRESS, None))
+            scorer.score(rows, lambda *scored: send(scored), lambda: send(None))
     except EOFError:  # the rank has ended
         return
     except UserError as error:
-        send(_ERROR, str(error))
+        send(UserError(str(error)))
     except BaseException as error:  # user code outside of the call: its own number class, a task not awaited
         if custom is not None:
-            send(_ERROR, f"{custom_score_name(custom)}: raised {describe_error(error)}")
+            send(UserError(f"{custom_score_name(custom)}: raised {describe_error(error)}"))
 
 
 def _restore_signals(connection: Connection) -> None:

@@ -42,14 +42,6 @@ def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(everywhere)
 
 
-def first_of_ranks(value: T | None, group: dist.ProcessGroup | None = None) -> T | None:
-    """Return, on every rank of the group, the value of the first rank that has one; None, at the cost of `all_ranks`,
-    if none has. Every rank of the group must call it."""
-    if all_ranks(value is None, group):
-        return None
-    return next(other for other in gather_objects(value, group) if other is not None)
-
-
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
     """Return the vectors [n] of all ranks, in rank order, on the CPU of every rank: [ranks, n]. `vector` is on the
     device; one collective, one copy to the host. Every rank must call it with the same n."""
@@ -65,8 +57,8 @@ def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.Proces
 
     subject: begins the message of the UserError that is raised in place of an OSError."""
     result, error = _attempt(action, subject)
-    if (first := first_of_ranks(error, group)) is not None:
-        raise first
+    if not all_ranks(error is None, group):
+        raise next(other for other in gather_objects(error, group) if other is not None)
     return cast(T, result)
 
 
