@@ -37,7 +37,7 @@ class Block:
     box: Box
     data: torch.Tensor
     """View of the parameter or optimizer state, of the box's shape."""
-    is_mine: bool
+    is_writer: bool
     """True on exactly one of the ranks that hold the block, which writes it."""
 
 
@@ -55,17 +55,17 @@ def model_blocks(model: TrainedModel) -> list[Block]:
     for local, param in model.engine.params.items():
         for shard in shards[local]:
             key = f"{model.engine.name}.weight.{shard.tensor}"
-            is_mine = writers.weight_writer(shard) == rank
-            out.append(Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_mine))
+            is_writer = writers.weight_writer(shard) == rank
+            out.append(Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_writer))
     for part in parts:
         local_shape = tuple(model.engine.params[part.local].shape)
         for shard in shards[part.local]:
-            is_mine = writers.state_writers(shard) == part.ranks
+            is_writer = writers.state_writers(shard) == part.ranks
             for box, run in _runs(shard, local_shape, part.start, part.end):
                 size = tuple(end - start for start, end in box)
                 for name, flat in part.state.items():
                     key = f"{model.engine.name}.{name}.{shard.tensor}"
-                    out.append(Block(key, shapes[shard.tensor], box, flat[run].view(size), is_mine))
+                    out.append(Block(key, shapes[shard.tensor], box, flat[run].view(size), is_writer))
     return out
 
 
@@ -131,4 +131,4 @@ def _split_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]
 
 def num_bytes(blocks: Iterable[Block]) -> int:
     """Return the bytes of the blocks that this rank writes."""
-    return sum(block.data.nbytes for block in blocks if block.is_mine)
+    return sum(block.data.nbytes for block in blocks if block.is_writer)

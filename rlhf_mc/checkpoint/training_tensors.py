@@ -65,7 +65,7 @@ class TensorWriter:
         """Plan the write and start it. buffers: destination of copies of the blocks; None: the blocks themselves are
         written, and must not change until `wait` returns. Every rank must call it."""
         self._directory = directory
-        written = [block for block in blocks if block.is_mine]
+        written = [block for block in blocks if block.is_writer]
         data = [block.data for block in written] if buffers is None else buffers.copies(written)
         strategy = PlannedSave()
         with megatron_calls():

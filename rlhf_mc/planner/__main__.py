@@ -134,7 +134,9 @@ def _parser() -> Parser:
         metavar="BYTES",
         help="bytes per second that each GPU sends to other nodes (default 50e9: a 400 Gb/s adapter for each)",
     )
-    parser.add_argument("--host-memory", type=_bytes, metavar="BYTES", help="host memory of a node, to judge (2e12)")
+    parser.add_argument(
+        "--host-memory", type=_bytes, metavar="BYTES", help="host memory that a node has, to be compared (2e12)"
+    )
     parser.add_argument(
         "--storage-bandwidth",
         type=_bandwidth,
