@@ -100,7 +100,7 @@ def lower_bound(shape: ModelShape, mesh: Mesh, groups: list[list[int]], rank: in
     """Return the bytes that the rank's rollout shard needs and its training shard lacks. Every tensor is split along at
     most one dimension, so a shard is an interval of fractions: tensor parallel rank r of n holds [r/n, (r+1)/n)."""
     at = mesh.coordinate(rank)
-    layers = mesh.stage_layers(shape.num_layers, at.pp)
+    layers = mesh.chunk_layers(shape.num_layers, at.pp)[0]
     group = next(g for g in groups if rank in g)
     missing = Fraction(0)
     for name, size in logical_shapes(shape).items():

@@ -92,7 +92,7 @@ class Bound:
         shape = self.shape
         mesh = self.mesh
         at = mesh.coordinate(rank)
-        here = len(mesh.stage_layers(shape.num_layers, at.pp))
+        here = len(mesh.chunk_layers(shape.num_layers, at.pp)[0])
         elsewhere = shape.num_layers - here
         wanted = self._layer(g, None)
         total = elsewhere * wanted + here * (wanted - self._layer(g, at.tp))

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from make_quickstart import Question, parquet_rows, train_tokenizer
 
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
 
 NUM_QUESTIONS = 2048
 REWARD = '''"""Reward of the benchmarks: its cost is that of any short rule."""

@@ -3,7 +3,7 @@
 python tools/check_layouts.py CONFIG.yaml [section.key=value ...] [--model MODEL] --nodes N [--gpus-per-node 8]
 
 Each rank's models are built on torch's meta device, of which config.json is enough: Megatron-Core's for all roles, and
-vLLM's. Names, shapes, types, and how often the ranks hold each element of the checkpoint must be those of the layouts.
+vLLM's. Names, shapes, types, and how often the ranks hold each element of the checkpoint must agree with the layouts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def check(cfg: Config, world: int) -> None:
     check_layouts(cfg, shapes)
     engine = engine_factory(cfg.rollout)
     engine.check_layout(shapes["actor"], cfg.rollout.tensor_model_parallel_size)
-    found = check_training_layouts({role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world)
-    for role, checked in found.items():
+    results = check_training_layouts({role: (shape, layouts(cfg)[role]) for role, shape in shapes.items()}, world)
+    for role, checked in results.items():
         report(role, str(checked.mesh), world, checked.num_local, checked.coverage, checked.seconds)
     start = time.perf_counter()
     tp = cfg.rollout.tensor_model_parallel_size

@@ -9,7 +9,6 @@ torchrun --nproc-per-node 8 tools/convert_hf_to_mcore.py --hf-path DIR --output 
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from rlhf_mc.runtime.tool import Parser, end_on_interrupt
@@ -17,8 +16,7 @@ from rlhf_mc.runtime.tool import Parser, end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
 
-from rlhf_mc.checkpoint.convert import ToolLayout, conversion_progress, hf_to_mcore
-from rlhf_mc.runtime.exit_codes import exit_code
+from rlhf_mc.checkpoint.convert import add_layout_options, hf_to_mcore, layout_sizes, run_conversion
 
 
 def main() -> int:
@@ -26,15 +24,9 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--hf-path", required=True, help="directory with config.json and safetensors weights")
     parser.add_argument("--output", required=True, help="directory of the Megatron-Core checkpoint to write")
-    ToolLayout.add_arguments(parser)
+    add_layout_options(parser)
     args = parser.parse_args()
-    return exit_code("convert_hf_to_mcore", lambda: convert(args))
-
-
-def convert(args: argparse.Namespace) -> None:
-    """Convert the checkpoint, and show the progress."""
-    with conversion_progress():
-        hf_to_mcore(args.hf_path, args.output, ToolLayout.from_arguments(args))
+    return run_conversion("convert_hf_to_mcore", lambda: hf_to_mcore(args.hf_path, args.output, layout_sizes(args)))
 
 
 if __name__ == "__main__":  # the checkpoint writer starts processes that import this file

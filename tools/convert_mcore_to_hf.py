@@ -25,14 +25,14 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 from rlhf_mc.checkpoint.convert import (
-    ToolLayout,
-    conversion_progress,
+    add_layout_options,
     is_training_checkpoint,
+    layout_sizes,
     mcore_to_hf,
+    run_conversion,
     training_checkpoint_to_hf,
 )
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main() -> int:
@@ -50,25 +50,20 @@ def main() -> int:
         "--role", choices=("actor", "critic"), help="training checkpoint: the model to convert; default: actor"
     )
     parser.add_argument("--hf-path", help="training checkpoint: directory of the model that the role started from")
-    ToolLayout.add_arguments(parser)
+    add_layout_options(parser)
     args = parser.parse_args()
-    return exit_code("convert_mcore_to_hf", lambda: convert(args))
+    return run_conversion("convert_mcore_to_hf", lambda: convert(args))
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Convert a checkpoint of either kind, and show the progress."""
-    with conversion_progress():
-        _convert(args)
-
-
-def _convert(args: argparse.Namespace) -> None:
+    """Convert a checkpoint of either kind."""
     limit = int(args.max_shard_gb * 1e9)
     if is_training_checkpoint(args.checkpoint):
         training_checkpoint_to_hf(args.checkpoint, args.output, args.role or "actor", args.hf_path, limit)
     elif args.role or args.hf_path:
         raise UserError(f"--role and --hf-path are for a run's global_step_N; {args.checkpoint} is not one")
     else:
-        mcore_to_hf(args.checkpoint, args.output, ToolLayout.from_arguments(args), limit)
+        mcore_to_hf(args.checkpoint, args.output, layout_sizes(args), limit)
 
 
 if __name__ == "__main__":

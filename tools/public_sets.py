@@ -1,4 +1,4 @@
-"""The rows of public data sets in verl's schema: one function per set, from an example to a row. Prompts are those of
+"""The rows of public data sets in verl's schema: one function per set, from an example to a row. Prompts are as in
 verl's examples/data_preprocess, character for character. prepare_data.py reads the examples and writes the rows.
 """
 
@@ -31,12 +31,12 @@ class PublicSet:
     make_row: MakeRow
 
 
-def text_of(example: Row, name: str) -> str:
+def read_text(example: Row, name: str) -> str:
     """Return a field that must be a non-empty string. Raise UserError if it is not."""
     value = example.get(name)
     if not isinstance(value, str) or not value.strip():
-        found = "missing" if name not in example else "null" if value is None else repr(value)[:60]
-        raise UserError(f"field {name!r} is {found}, expected a text")
+        shown = "missing" if name not in example else "null" if value is None else repr(value)[:60]
+        raise UserError(f"field {name!r} is {shown}, expected a text")
     return value
 
 
@@ -52,8 +52,8 @@ def user_message(text: str) -> list[dict[str, str]]:
 
 def gsm8k_row(example: Row, split: str, index: int) -> Row:
     """Return the row of a GSM8K example {question, answer}."""
-    question = text_of(example, "question")
-    answer = text_of(example, "answer")
+    question = read_text(example, "question")
+    answer = read_text(example, "answer")
     number = re.search(r"#### (-?[0-9.,]+)", answer)
     if number is None:
         raise UserError("the answer does not end in '#### NUMBER'")
@@ -69,13 +69,13 @@ def gsm8k_row(example: Row, split: str, index: int) -> Row:
 
 def math_row(example: Row, split: str, index: int) -> Row:
     """Return the row of a MATH example {problem, solution, level, type}."""
-    problem = text_of(example, "problem")
+    problem = read_text(example, "problem")
     return {
         **without(example, "problem", "solution"),
         "data_source": "DigitalLearningGmbH/MATH-lighteval",
         "prompt": user_message(f"{problem} {MATH_INSTRUCTION}"),
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": boxed_answer(text_of(example, "solution"))},
+        "reward_model": {"style": "rule", "ground_truth": boxed_answer(read_text(example, "solution"))},
         "extra_info": {"split": split, "index": index},
     }
 
@@ -93,7 +93,7 @@ def boxed_answer(solution: str) -> str:
 
 
 def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
-    """Return the row of a HellaSwag example, or None if it has no label (those of the test split). The ground
+    """Return the row of a HellaSwag example, or None if it has no label (as in the test split). The ground
     truth is the number of the right choice."""
     label = example.get("label")
     if label is None or label == "":
@@ -104,12 +104,12 @@ def hellaswag_row(example: Row, split: str, index: int) -> Row | None:
     if not str(label).isdecimal() or int(label) >= len(choices):
         raise UserError(f"field 'label' is {label!r}, expected the number of one of {len(choices)} endings")
     ctx_b = example.get("ctx_b") or ""
-    context = f"{text_of(example, 'ctx_a')} {ctx_b.capitalize() if isinstance(ctx_b, str) else ctx_b}"
+    context = f"{read_text(example, 'ctx_a')} {ctx_b.capitalize() if isinstance(ctx_b, str) else ctx_b}"
     choices = [without_brackets(choice) for choice in choices]
     return {
         **example,
         "data_source": "Rowan/hellaswag",
-        "prompt": user_message(without_brackets(f"{text_of(example, 'activity_label')}: {context}")),
+        "prompt": user_message(without_brackets(f"{read_text(example, 'activity_label')}: {context}")),
         "ability": "nlp",
         "reward_model": {
             "style": "model",
@@ -133,9 +133,9 @@ def full_hh_rlhf_row(example: Row, split: str, index: int) -> Row:
     return {
         **without(example, "response"),
         "data_source": "Dahoas/full-hh-rlhf",
-        "prompt": user_message(text_of(example, "prompt")),
+        "prompt": user_message(read_text(example, "prompt")),
         "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": text_of(example, "response")},
+        "reward_model": {"style": "model", "ground_truth": read_text(example, "response")},
         "extra_info": {"split": split, "index": index},
     }
 

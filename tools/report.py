@@ -17,9 +17,9 @@ from rlhf_mc.runtime.tool import Parser, end_on_interrupt
 if __name__ == "__main__":
     end_on_interrupt()
 
-from rlhf_mc.config.errors import UserError
 from rlhf_mc.report.page import read_runs, write_report
 from rlhf_mc.run_files import PLOT, REPORT
+from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main() -> int:
@@ -30,20 +30,21 @@ def main() -> int:
     parser.add_argument("--plot", action="store_true", help=f"write {PLOT} in each RUN_DIR too")
     arguments = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a path may not be UTF-8
-    output = arguments.output or arguments.runs[0] / REPORT
-    try:
-        runs = read_runs(arguments.runs)
-        write_report(runs, output)
-        print(output)
-        for run in runs if arguments.plot else []:
-            from rlhf_mc.report.plots import plot_run  # matplotlib takes a second
+    return exit_code(
+        "rlhf_mc", lambda: write(arguments.runs, arguments.output or arguments.runs[0] / REPORT, arguments.plot)
+    )
 
-            plot_run(run.rows, run.root / PLOT, title=run.root.resolve().name)
-            print(run.root / PLOT)
-    except UserError as error:
-        print(f"rlhf_mc: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+def write(roots: list[Path], output: Path, plots: bool) -> None:
+    """Write the page, and plots of the runs if wanted, and print the files' names."""
+    runs = read_runs(roots)
+    write_report(runs, output)
+    print(output)
+    for run in runs if plots else []:
+        from rlhf_mc.report.plots import plot_run  # matplotlib takes a second
+
+        plot_run(run.rows, run.root / PLOT, title=run.root.resolve().name)
+        print(run.root / PLOT)
 
 
 if __name__ == "__main__":

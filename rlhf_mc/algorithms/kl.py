@@ -1,4 +1,4 @@
-"""Estimators of KL(policy, reference) from sampled tokens, and the controllers of the KL coefficient.
+"""Estimators of KL(policy, reference) from sampled tokens, and the controller of the KL coefficient.
 
 The KL enters the reward in estimators.py and the loss in losses.py.
 """
@@ -29,9 +29,9 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLLo
     k1 = kl = -d (unbiased, high variance), abs = |d|, k2 = mse = d^2 / 2 (biased, low variance), k3 = e^d - d - 1
     (unbiased, never negative), low_var_kl = min(k3, 10), as in verl: a token beyond the bound has no gradient. Source:
     J. Schulman, "Approximating KL Divergence", 2020. Differentiable in both arguments. The expected gradient of k1 is
-    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient that of d^2 / 2 with
-    d as it is, not clamped: its expectation is the gradient of the KL. docs/algorithms.md compares the estimators with
-    those of verl, TRL and OpenRLHF.
+    zero, so a loss needs one of the others. With "+" the value is the estimator's and the gradient is d^2 / 2's, with
+    d as it is, not clamped: its expectation is the gradient of the KL. docs/algorithms.md compares them with the
+    estimators of verl, TRL and OpenRLHF.
     """
     d = ref_log_probs - log_probs
     value = _estimate(d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), kind.removesuffix("+"))
@@ -58,32 +58,15 @@ def _estimate(d: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def mean_sequence_kl(kl: torch.Tensor, response_lens: torch.Tensor) -> float:
-    """Return the KL that the controllers compare with their target: the mean over the tokens of a response, then over
+    """Return the KL that the controller compares with its target: the mean over the tokens of a response, then over
     responses, in nats. kl: [R] in nats, response after response; response_lens: [S]."""
     return torch.segment_reduce(kl, "mean", lengths=response_lens).mean().item()
 
 
 @dataclass
-class FixedKLController:
-    """A constant coefficient."""
-
-    value: float
-    """The KL coefficient beta."""
-
-    def update(self, current_kl: float, n_sequences: int) -> None:
-        """Do nothing: the coefficient is constant."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for the checkpoint."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the coefficient is that of the config, which may differ in the resumed run."""
-
-
-@dataclass
-class AdaptiveKLController:
-    """A coefficient beta that keeps the KL near a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
+class KLController:
+    """The KL coefficient beta: constant without a target, else one that keeps the KL near it (Ziegler et al. 2019,
+    arXiv 1909.08593, section 2.2).
 
     beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * min(n / horizon, 1). Without the bound of 1 a batch of more than
     5 * horizon sequences could make beta negative.
@@ -91,30 +74,31 @@ class AdaptiveKLController:
 
     value: float
     """The current KL coefficient beta."""
-    target: float
-    """Target of mean_sequence_kl, in nats; > 0."""
-    horizon: int
+    target: float | None = None
+    """Target of mean_sequence_kl, in nats; > 0. None: beta is constant."""
+    horizon: int = 1
     """Number of sequences over which beta adapts; > 0."""
 
     def __post_init__(self) -> None:
-        assert self.target > 0 and self.horizon > 0, (self.target, self.horizon)
+        assert (self.target is None or self.target > 0) and self.horizon > 0, (self.target, self.horizon)
 
     def update(self, current_kl: float, n_sequences: int) -> None:
         """Update beta after the step's rewards, which use the previous beta, are computed.
 
         current_kl: the step's KL in nats; n_sequences: sequences of the step, over all ranks.
         """
+        if self.target is None:
+            return
         assert math.isfinite(current_kl), f"KL is {current_kl}"  # beta, and the checkpoint, would stay non-finite
         error = min(max(current_kl / self.target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
         self.value *= 1.0 + error * min(n_sequences / self.horizon, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the checkpoint: a resumed run continues with the current beta, not the config's."""
+        """Return the state for the checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set beta from a state_dict of either controller. Target and horizon stay those of the config."""
-        self.value = float(state["value"])
-
-
-KLController = FixedKLController | AdaptiveKLController
+        """Continue with the beta of a checkpoint if it adapts. A constant beta, the target and the horizon stay as in
+        the config, which may differ in the resumed run."""
+        if self.target is not None:
+            self.value = float(state["value"])

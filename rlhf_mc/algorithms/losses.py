@@ -82,7 +82,7 @@ def actor_loss(
 ) -> tuple[torch.Tensor, Stats]:
     """Return policy_loss - entropy_coeff * entropy + kl_loss_coef * KL(policy, reference), and its statistics.
 
-    All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: those of policy_loss,
+    All terms are aggregated by the weights; a term whose input is None is omitted. Statistics: the ones of policy_loss,
     loss (the sum), entropy (mean over tokens), entropy_loss and kl_loss (aggregated as the loss, without coefficients).
     """
     assert entropy_coeff == 0.0 or inputs.entropy is not None, "an entropy bonus needs the entropy"

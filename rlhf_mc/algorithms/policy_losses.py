@@ -2,10 +2,11 @@
 
 A loss is a function of PolicyLossInputs that returns a scalar and its statistics; POLICY_LOSSES has each by its name.
 It is a sum of a number per token times the token's weight, and a statistic is a sum too: over micro-batches and ranks
-they add up to those of the mini-batch (losses.py). A sequence is never split, so a number per token may depend on the
-other tokens of its sequence. What depends on the whole mini-batch is computed beforehand: a loss may have a selection.
+they add up to the values of the mini-batch (losses.py). A sequence is never split, so a number per token may depend on
+the other tokens of its sequence. What depends on the whole mini-batch is computed beforehand: a loss may have a
+selection.
 
-[r] is the number of response tokens of the micro-batch, [R] that of the whole mini-batch.
+[r] is the number of response tokens of the micro-batch, [R] of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PolicyLossInputs:
     advantages: torch.Tensor
     """[r]."""
     weights: torch.Tensor
-    """[r]: weight of each token's loss in that of the mini-batch (aggregation_weights)."""
+    """[r]: weight of each token's loss in the mini-batch's loss (aggregation_weights)."""
     sequence: torch.Tensor
     """[r] int64: number of the token's sequence in the mini-batch."""
     num_tokens: int
@@ -146,8 +147,8 @@ def geo_mean(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
 def sapo(inputs: PolicyLossInputs) -> tuple[torch.Tensor, Stats]:
     """Return -A (4 / tau) sigmoid(tau (r - 1)), where tau is tau_pos for A > 0, else tau_neg.
 
-    At r = 1 its gradient is that of -A r; far from it the gradient fades, with a larger tau sooner. Source: SAPO (arXiv
-    2511.20347), section 3. For actor.loss_agg_mode seq-mean-token-mean.
+    At r = 1 its gradient is the gradient of -A r; far from it the gradient fades, with a larger tau sooner. Source:
+    SAPO (arXiv 2511.20347), section 3. For actor.loss_agg_mode seq-mean-token-mean.
     """
     tau = torch.full_like(inputs.advantages, inputs.tau_neg).masked_fill_(inputs.advantages > 0, inputs.tau_pos)
     gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * (4.0 / tau)
@@ -206,20 +207,20 @@ def select_in_band(
     """Return a random choice of tokens with a covariance between clip_cov_lb and clip_cov_ub: bool [R].
 
     Their number is clip_cov_ratio of all tokens, at least 1, or all in the band if these are fewer."""
-    found = covariances(old_log_probs, advantages)
-    inside = ((found > settings.clip_cov_lb) & (found < settings.clip_cov_ub)).nonzero()[:, 0]
-    count = max(1, int(settings.clip_cov_ratio * len(found)))
+    covariance = covariances(old_log_probs, advantages)
+    inside = ((covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)).nonzero()[:, 0]
+    count = max(1, int(settings.clip_cov_ratio * len(covariance)))
     chosen = inside[torch.randperm(len(inside), generator=draws)[:count]]
-    return torch.zeros(len(found), dtype=torch.bool).index_fill_(0, chosen, True)
+    return torch.zeros(len(covariance), dtype=torch.bool).index_fill_(0, chosen, True)
 
 
 def select_highest(
     old_log_probs: torch.Tensor, advantages: torch.Tensor, settings: PolicyLossConfig, draws: torch.Generator
 ) -> torch.Tensor:
     """Return the tokens of the highest covariance: kl_cov_ratio of all tokens, at least 1. bool [R]."""
-    found = covariances(old_log_probs, advantages)
-    chosen = found.topk(max(1, int(settings.kl_cov_ratio * len(found)))).indices
-    return torch.zeros(len(found), dtype=torch.bool).index_fill_(0, chosen, True)
+    covariance = covariances(old_log_probs, advantages)
+    chosen = covariance.topk(max(1, int(settings.kl_cov_ratio * len(covariance)))).indices
+    return torch.zeros(len(covariance), dtype=torch.bool).index_fill_(0, chosen, True)
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

@@ -25,8 +25,8 @@ def importance_weights(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return min(rho, rollout_is_threshold) of each token: [R] float32, and metrics. log_ratio: [R], log rho.
 
-    rho of a token (rollout_is: token) is biased and has a low variance, that of its sequence, the product over its
-    tokens (sequence), is unbiased. The bound limits the variance: truncated importance sampling (Ionides 2008; Espeholt
+    rho of a token (rollout_is: token) is biased and has a low variance. rho of its sequence (sequence), the product
+    over its tokens, is unbiased. The bound limits the variance: truncated importance sampling (Ionides 2008; Espeholt
     et al. 2018, arXiv 1802.01561, section 4.1). With rollout_is_batch_normalize the mean is 1, over tokens or over
     sequences, unless it is below 1e-8.
     """
@@ -67,7 +67,7 @@ def _weight_metrics(
     )
     high = cfg.rollout_is_threshold
     low = 1 / high
-    found = {
+    metrics = {
         "mean": weights.mean(),
         "max": extremes.max(),
         "min": extremes.min(),
@@ -83,7 +83,7 @@ def _weight_metrics(
         "seq_fraction_high": (seq_rho > high).double().mean(),
         "seq_fraction_low": (seq_rho < low).double().mean(),
     }
-    return {f"rollout_is_{name}": float(value) for name, value in found.items()}
+    return {f"rollout_is_{name}": float(value) for name, value in metrics.items()}
 
 
 def geometric_means(weights: torch.Tensor, response_lens: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _masked_fractions(prefix: str, kept: torch.Tensor, response_lens: torch.Tens
 def mismatch_metrics(
     log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_lens: torch.Tensor
 ) -> dict[str, float]:
-    """Return measures of the difference between the trainer's log-probs [R] and those of the rollout [R].
+    """Return measures of the difference between the log-probs of the trainer [R] and of the rollout [R].
 
     kl: mean over tokens of -log rho; k3_kl: of rho - 1 - log rho. Both estimate KL(rollout, trainer), in nats.
     {training,rollout}_log_ppl: -mean log-prob of a sequence, averaged over sequences; _ppl: of its exponential, the
@@ -152,7 +152,7 @@ def mismatch_metrics(
     log_ppl = -torch.segment_reduce(trainer, "mean", lengths=response_lens)
     rollout_log_ppl = -torch.segment_reduce(rollout, "mean", lengths=response_lens)
     difference = log_ppl - rollout_log_ppl
-    found = {
+    metrics = {
         "kl": -log_ratio.mean(),
         "k3_kl": _k3(log_ratio).mean(),
         "training_ppl": log_ppl.exp().mean(),
@@ -167,13 +167,13 @@ def mismatch_metrics(
         "chi2_token": _exp(log_ratio).square().mean() - 1.0,
         "chi2_seq": _exp(torch.segment_reduce(log_ratio, "sum", lengths=response_lens)).square().mean() - 1.0,
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _statistic(name: RejectionStatistic, log_ratio: torch.Tensor, response_lens: torch.Tensor) -> torch.Tensor:
     """Return the statistic of a criterion, of each token or of each token's sequence: [R]."""
     level, _, kind = name.rpartition("_")
-    # The sum and the mean of k1 are those of -log rho, in which tokens of opposite signs cancel.
+    # In the sum and the mean of k1, which is -log rho, tokens of opposite signs cancel.
     each = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": _k3(log_ratio)}[kind]
     if level == "token":
         return each

@@ -11,14 +11,16 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.schema import MegatronConfig
 from rlhf_mc.observability.phase_progress import phase_progress
 from rlhf_mc.runtime.console import write_line
+from rlhf_mc.runtime.exit_codes import exit_code
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.runtime.tool import whole_number
 from rlhf_mc.runtime.work import working
@@ -26,88 +28,95 @@ from rlhf_mc.runtime.work import working
 # Megatron-Core, whose import takes many seconds, is imported after the input has been checked.
 if TYPE_CHECKING:
     from rlhf_mc.architectures.spec import ModelShape
-    from rlhf_mc.config.schema import MegatronConfig
-    from rlhf_mc.topology.mesh import Mesh
+    from rlhf_mc.models.gpt_model import PackedGPT
+    from rlhf_mc.topology.groups import ProcessGroups
+
+LayoutSizes = tuple[int, int | None, int]
+"""Tensor-parallel size, pipeline-parallel size (None: world size / tensor-parallel size), expert-parallel size."""
 
 
-@dataclass(frozen=True)
-class ToolLayout:
-    """Parallel layout of the model during the conversion. The checkpoints do not depend on it."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int | None = None
-    """None: world size / tensor-parallel size."""
-    expert_model_parallel_size: int = 1
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the command lines."""
-        size = whole_number(1, 1 << 20)
-        group = parser.add_argument_group("under torchrun, the parallel layout of the model")
-        group.add_argument("--tensor-model-parallel-size", type=size, default=1, metavar="N")
-        group.add_argument("--pipeline-model-parallel-size", type=size, metavar="N", help="default: what TP leaves")
-        group.add_argument("--expert-model-parallel-size", type=size, default=1, metavar="N")
-
-    @classmethod
-    def from_arguments(cls, args: argparse.Namespace) -> ToolLayout:
-        """Return the layout of the options."""
-        return cls(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size)
-
-    def megatron(self, mesh: Mesh, dtype: str) -> MegatronConfig:
-        """Return the settings of a model on this mesh."""
-        from rlhf_mc.config.schema import MegatronConfig
-
-        return MegatronConfig(mesh.tp, mesh.pp, expert_model_parallel_size=mesh.ep, dtype=dtype)  # type: ignore[arg-type]
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """Add the parallel sizes of the model during the conversion. The checkpoints do not depend on them."""
+    size = whole_number(1, 1 << 20)
+    group = parser.add_argument_group("under torchrun, the parallel layout of the model")
+    group.add_argument("--tensor-model-parallel-size", type=size, default=1, metavar="N")
+    group.add_argument("--pipeline-model-parallel-size", type=size, metavar="N", help="default: what TP leaves")
+    group.add_argument("--expert-model-parallel-size", type=size, default=1, metavar="N")
 
 
-def hf_to_mcore(hf_path: str, output: str, layout: ToolLayout) -> None:
+def layout_sizes(args: argparse.Namespace) -> LayoutSizes:
+    """Return the sizes that add_layout_options has read."""
+    return args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+
+
+def run_conversion(program: str, convert: Callable[[], None]) -> int:
+    """Run a conversion on the CPU, since it computes nothing and a model may exceed the memory of a GPU. Show the
+    progress on rank 0's console, without the warnings of libraries. Return the exit code."""
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def run() -> None:
+        os.environ.setdefault("RLHF_MC_DEVICE", "cpu")
+        warnings.filterwarnings("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if not is_first:  # print warnings of this package once
+            logging.getLogger("rlhf_mc").setLevel(logging.ERROR)
+        with phase_progress(RankStatus(phases=["converting"]), wanted=is_first):
+            convert()
+
+    return exit_code(program, run)
+
+
+def hf_to_mcore(hf_path: str, output: str, sizes: LayoutSizes) -> None:
     """Write the Megatron-Core checkpoint, in the dtype of the Hugging Face one. Raise UserError if it cannot be
     read."""
     from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
     from rlhf_mc.reshard.placement import training_layouts
 
-    prepare_process()
     reader = HFReader(hf_path)
     shape = reader.shape()
     reader.check(shape)
     dtype = reader.dtype_name()
-
     with working("importing Megatron-Core"):
         from rlhf_mc.checkpoint.megatron_format import save_mcore
-        from rlhf_mc.models.gpt_model import build_model
-        from rlhf_mc.topology.groups import tool_groups
-
-    with tool_groups(*astuple(layout)) as groups:
-        model = build_model(shape, layout.megatron(groups.mesh, dtype), groups)
+    with _built_model(shape, dtype, sizes) as (model, groups):
         params = {name: param.data for name, param in model.named_parameters()}
         import_hf(reader, training_layouts(shape, groups.mesh)[groups.rank], params)
         save_mcore(model, output, reader)
-        _say(groups.rank, hf_path, output, shape)
+        _report(groups.rank, hf_path, output, shape)
 
 
-def mcore_to_hf(checkpoint: str, output: str, layout: ToolLayout, max_shard_bytes: int) -> None:
+def mcore_to_hf(checkpoint: str, output: str, sizes: LayoutSizes, max_shard_bytes: int) -> None:
     """Write the Hugging Face checkpoint, in the dtype of the Megatron-Core one, in files of at most max_shard_bytes."""
-    prepare_process()
     with working("importing Megatron-Core"):
         import torch.distributed as dist
 
         from rlhf_mc.checkpoint.hf_export import export_hf
         from rlhf_mc.checkpoint.hf_format import read_shape
         from rlhf_mc.checkpoint.megatron_format import HF_ASSETS, checkpoint_dtype, load_mcore
-        from rlhf_mc.models.gpt_model import build_model
         from rlhf_mc.reshard.placement import training_layouts
-        from rlhf_mc.topology.groups import tool_groups
 
     dtype = checkpoint_dtype(checkpoint)
     assets = Path(checkpoint) / HF_ASSETS
     shape = read_shape(assets)
-    with tool_groups(*astuple(layout)) as groups:
-        model = build_model(shape, layout.megatron(groups.mesh, dtype), groups)
+    with _built_model(shape, dtype, sizes) as (model, groups):
         load_mcore(model, checkpoint)
         params = {name: param.data for name, param in model.named_parameters()}
         layouts = training_layouts(shape, groups.mesh)
         export_hf(params, layouts, shape, output, groups.rank, dist.group.WORLD, dtype, assets, max_shard_bytes)
-        _say(groups.rank, checkpoint, output, shape)
+        _report(groups.rank, checkpoint, output, shape)
+
+
+@contextlib.contextmanager
+def _built_model(shape: ModelShape, dtype: str, sizes: LayoutSizes) -> Iterator[tuple[PackedGPT, ProcessGroups]]:
+    """Yield this rank's shard of a model, without weights, and its process groups."""
+    from rlhf_mc.models.gpt_model import build_model
+    from rlhf_mc.topology.groups import tool_groups
+
+    with tool_groups(*sizes) as groups:
+        mesh = groups.mesh
+        config = MegatronConfig(mesh.tp, mesh.pp, expert_model_parallel_size=mesh.ep, dtype=dtype)  # type: ignore[arg-type]
+        yield build_model(shape, config, groups), groups
 
 
 def is_training_checkpoint(checkpoint: str) -> bool:
@@ -121,14 +130,13 @@ def training_checkpoint_to_hf(
     """Write the model of a role as a Hugging Face checkpoint, as the run would have exported it at that step. Any
     number of processes may do it, whatever the run's layout was: each reads and writes its share of the files.
 
-    hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: that of the run's settings.
-    Raise UserError if the checkpoint is corrupt or has no such role."""
-    prepare_process()
+    hf_path: the checkpoint with which the role began, for config.json and tokenizer; None: the path in the
+    run's settings. Raise UserError if the checkpoint is corrupt or has no such role."""
     import torch
     import torch.distributed as dist
 
     from rlhf_mc.checkpoint import directory
-    from rlhf_mc.checkpoint.hf_export import export_read
+    from rlhf_mc.checkpoint.hf_export import write_hf
     from rlhf_mc.checkpoint.hf_format import read_shape
     from rlhf_mc.checkpoint.training_blocks import Block
     from rlhf_mc.checkpoint.training_state import check_shape, stored_config, stored_models
@@ -153,7 +161,8 @@ def training_checkpoint_to_hf(
         shapes = logical_shapes(shape)
         dtype = getattr(torch, dtype_name)
 
-        def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        def read(names_by_rank: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
+            names = names_by_rank[groups.rank]
             tensors = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
             boxes = {name: tuple((0, size) for size in shapes[name]) for name in names}
             blocks = [Block(f"{role}.weight.{n}", shapes[n], boxes[n], tensors[n], False) for n in names]
@@ -161,9 +170,11 @@ def training_checkpoint_to_hf(
             return tensors
 
         manifest = directory.read_manifest(path)
-        about = {"run_id": manifest.run_id, "step": manifest.step}
-        export_read(read, shape, output, groups.rank, dist.group.WORLD, dtype_name, start, max_shard_bytes, about)
-        _say(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
+        origin = {"run_id": manifest.run_id, "step": manifest.step}
+        rank = groups.rank
+        world = groups.mesh.world
+        write_hf(read, shape, Path(output), rank, world, dist.group.WORLD, dtype_name, start, max_shard_bytes, origin)
+        _report(groups.rank, f"{checkpoint} ({role}, step {manifest.step})", output, shape)
 
 
 def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
@@ -172,23 +183,7 @@ def _initial_checkpoint(role: str, config: dict[str, Any]) -> Path:
     return Path(own or config.get("model", {}).get("path", ""))
 
 
-def conversion_progress() -> contextlib.AbstractContextManager[None]:
-    """Return a context that shows on rank 0's console what the body does."""
-    return phase_progress(RankStatus(phases=["converting"]), wanted=os.environ.get("RANK", "0") == "0")
-
-
-def prepare_process() -> None:
-    """Silence the warnings of libraries, and stay on the CPU: a conversion computes nothing, and a model may exceed the
-    memory of a GPU."""
-    os.environ.setdefault("RLHF_MC_DEVICE", "cpu")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if os.environ.get("RANK", "0") != "0":  # print warnings of this package once
-        logging.getLogger("rlhf_mc").setLevel(logging.ERROR)
-
-
-def _say(rank: int, source: str, output: str, shape: ModelShape) -> None:
+def _report(rank: int, source: str, output: str, shape: ModelShape) -> None:
     from rlhf_mc.reshard.layout import logical_shapes
 
     if rank == 0:

@@ -34,7 +34,6 @@ QUARANTINED = ".quarantined"
 """Suffix of a quarantined directory's name, followed by a number."""
 OLD_QUARANTINED = ".aside"
 """The suffix that earlier versions wrote."""
-_BLOCK_BYTES = 1 << 20
 _AGAIN_SECONDS = 1.0
 T = TypeVar("T")
 
@@ -87,7 +86,7 @@ def check_names(root: Path) -> None:
     repeat what is trained already, or begin anew."""
     newest = max(steps_with_checkpoint(root), default=-1)
     for path, step in sorted(_named(root)):
-        named_step = _step_of(path) if _why_ignored(path, step) else None
+        named_step = _recorded_step(path) if _why_ignored(path, step) else None
         if named_step is not None and named_step > newest:
             raise UserError(
                 f"{path} is a checkpoint of step {named_step}, and no later one is named by its step; rename it to"
@@ -104,13 +103,13 @@ def _named(root: Path) -> Iterator[tuple[Path, int]]:
 def _why_ignored(path: Path, step: int) -> str | None:
     if not (path / MANIFEST).is_file():
         return f"has no {MANIFEST}"
-    if (recorded_step := _step_of(path)) not in (None, step):
+    if (recorded_step := _recorded_step(path)) not in (None, step):
         return f"is a checkpoint of step {recorded_step}"
     right = final_path(path.parent, step).name
     return None if path.name == right else f"is not named {right}"
 
 
-def _step_of(path: Path) -> int | None:
+def _recorded_step(path: Path) -> int | None:
     """Return the step of a checkpoint's manifest; None if it is missing, corrupt or of a newer program, which is
     reported if the checkpoint is chosen."""
     try:
@@ -144,13 +143,9 @@ def write_bytes(path: Path, data: bytes) -> FileDigest:
 
 def digest_file(path: Path) -> FileDigest:
     """Return the digest of a file. hashlib releases the interpreter lock meanwhile."""
-    digest = hashlib.sha256()
-    count = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-            count += len(block)
-    return FileDigest(count, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileDigest(file.tell(), digest.hexdigest())
 
 
 def commit(root: Path, step: int, files: Mapping[str, FileDigest], run_id: str | None = None) -> None:

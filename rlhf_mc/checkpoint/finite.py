@@ -39,11 +39,12 @@ def check_finite(params: Mapping[str, torch.Tensor], describe: Callable[[str, in
 def check_not_zero(params: Mapping[str, torch.Tensor], where: Callable[[str], str]) -> None:
     """Raise UserError on every rank if a matrix is zero on all ranks that hold a part of it. where: returns a local
     name's tensors and their place, alike on these ranks. Every rank must call it."""
-    held = {where(name): param for name, param in params.items() if name.endswith(_NEVER_ZERO) and len(param) > 1}
-    zero = {place for place, param in held.items() if not param.any()}  # len(param) is 1: a value head, which may be
+    # A value head, of which len(param) is 1, may be zero.
+    matrices = {where(name): param for name, param in params.items() if name.endswith(_NEVER_ZERO) and len(param) > 1}
+    zero = {place for place, param in matrices.items() if not param.any()}
     suspects = set().union(*gather_objects(zero))
     if suspects:
-        suspects -= set().union(*gather_objects(held.keys() - zero))
+        suspects -= set().union(*gather_objects(matrices.keys() - zero))
     if suspects:
         more = f" (and {len(suspects) - 1} more)" if len(suspects) > 1 else ""
         raise UserError(f"{min(suspects)}{more}: all values are zero; the checkpoint has not been written completely")

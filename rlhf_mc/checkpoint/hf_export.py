@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS, read_config
+from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, copy_assets, read_config
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
@@ -45,48 +45,25 @@ def export_hf(
     assets_dir: str | os.PathLike[str],
     max_shard_bytes: int = 5_000_000_000,
     bucket_bytes: int = 256 << 20,
-    about: Mapping[str, Any] | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model whose parameters are sharded over the group by `layouts` (one per rank). Every rank must call it.
-
-    File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the tensors of one file at
-    a time. Config and tokenizer are copied from `assets_dir`; `about` (run and step) is written to run.json. Files get
-    their final names after all are written. Raise the same UserError on every rank if one cannot write.
-    """
+    """Write the model whose parameters are sharded over the group by `layouts` (one per rank), as write_hf does. Every
+    rank must call it."""
     dtype: torch.dtype = getattr(torch, dtype_name)
 
     def gather(names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
-        targets = [hf_layout(shape, mine) if mine else EMPTY for mine in names]
+        targets = [hf_layout(shape, of_rank) if of_rank else EMPTY for of_rank in names]
         plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
         tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
         execute(plan.for_rank(rank), params, tensors, point_to_point(group), wire_dtype=dtype)
         return tensors
 
-    _export(
-        gather, shape, Path(out_dir), rank, len(layouts), group, dtype_name, Path(assets_dir), max_shard_bytes, about
-    )
+    world = len(layouts)
+    write_hf(gather, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, origin)
 
 
-def export_read(
-    read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
-    shape: ModelShape,
-    out_dir: str | os.PathLike[str],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    dtype_name: str,
-    assets_dir: str | os.PathLike[str],
-    max_shard_bytes: int,
-    about: Mapping[str, Any],
-) -> None:
-    """Write a checkpoint as export_hf does, of tensors that are read from files. read: a collective that returns the
-    tensors of the given names, of which there are none if the rank has no file to write."""
-    world = dist.get_world_size(group)
-    mine: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]] = lambda names: read(names[rank])  # noqa: E731
-    _export(mine, shape, Path(out_dir), rank, world, group, dtype_name, Path(assets_dir), max_shard_bytes, about)
-
-
-def _export(
-    tensors_of: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]],
+def write_hf(
+    gather: Callable[[Sequence[Sequence[str]]], dict[str, torch.Tensor]],
     shape: ModelShape,
     out: Path,
     rank: int,
@@ -95,21 +72,26 @@ def _export(
     dtype_name: str,
     assets_dir: Path,
     max_shard_bytes: int,
-    about: Mapping[str, Any] | None,
+    origin: Mapping[str, Any] | None,
 ) -> None:
-    """Write the files. tensors_of: a collective from the names of the tensors that each rank writes next, by rank, to
-    the tensors of this rank."""
+    """Write a checkpoint of the tensors that `gather` returns: a collective from the names of the tensors that each
+    rank writes next, by rank, to the tensors of this rank. Every rank must call it.
+
+    File i is gathered and written by rank i modulo the number of ranks, so that a rank holds the tensors of one file at
+    a time. Config and tokenizer are copied from `assets_dir`; `origin` (run and step) is written to run.json. Files get
+    their final names after all are written. Raise the same UserError on every rank if one cannot write.
+    """
     shards = _shards(shape, getattr(torch, dtype_name).itemsize, max_shard_bytes)
     subject = f"export of the Hugging Face checkpoint failed on rank {rank}"
     on_rank_0(lambda: _begin(out, assets_dir), subject, group)
     rounds = range(0, len(shards), world)
     for start in counted(rounds, len(rounds), "rounds of files"):
         names = shards[start : start + world]
-        tensors = tensors_of([*names, *[[]] * (world - len(names))])
+        tensors = gather([*names, *[[]] * (world - len(names))])
         save = functools.partial(_save, tensors, out / STAGING / _shard_name(start + rank, len(shards)), subject)
         on_every_rank(save, subject, group)
         tensors.clear()
-    on_rank_0(lambda: _finish(out, assets_dir, shards, shape, dtype_name, about), subject, group)
+    on_rank_0(lambda: _finish(out, assets_dir, shards, shape, dtype_name, origin), subject, group)
 
 
 def _shards(shape: ModelShape, itemsize: int, max_shard_bytes: int) -> list[list[str]]:
@@ -149,7 +131,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path, subject: str) -> None:
 
 
 def _exported_config(config: dict[str, Any], shape: ModelShape, dtype_name: str) -> dict[str, Any]:
-    """Return config.json of the export: that of the initial checkpoint, updated for the written tensors."""
+    """Return config.json of the export: the file of the initial checkpoint, updated for the written tensors."""
     # transformers 5 writes `dtype` and reads both keys; earlier versions read only `torch_dtype`.
     config = {key: value for key, value in config.items() if key != "dtype"}
     config |= {"tie_word_embeddings": shape.tie_embeddings, "torch_dtype": dtype_name}
@@ -166,7 +148,7 @@ def _finish(
     shards: list[list[str]],
     shape: ModelShape,
     dtype_name: str,
-    about: Mapping[str, Any] | None,
+    origin: Mapping[str, Any] | None,
 ) -> None:
     """Write the other files, then move all files to their final names: config.json, which makes it a checkpoint,
     last."""
@@ -178,12 +160,9 @@ def _finish(
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         files.append(INDEX)
-    for asset in ASSETS:
-        if (assets / asset).exists():
-            shutil.copyfile(assets / asset, staging / asset)
-            files.append(asset)
-    if about is not None:
-        _write_json(staging / RUN_FILE, about)
+    files += copy_assets(assets, staging)
+    if origin is not None:
+        _write_json(staging / RUN_FILE, origin)
         files.append(RUN_FILE)
     _write_json(staging / "config.json", _exported_config(read_config(assets), shape, dtype_name))
     (out / "config.json").unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -82,13 +83,13 @@ class HFReader:
         self._open_files: dict[str, Any] = {}
         has_index, has_weights = ((self.directory / name).exists() for name in (INDEX, WEIGHTS))
         if has_index:
-            self._file_of = self._read_index()
-            if has_weights and WEIGHTS not in self._file_of.values():
+            self._files = self._read_index()
+            if has_weights and WEIGHTS not in self._files.values():
                 raise UserError(
                     f"{self.directory}: holds {WEIGHTS} and {INDEX}, which names other files; remove one of them"
                 )
         elif has_weights:
-            self._file_of = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+            self._files = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
         else:
             other = next((f" (there is {path.name})" for path in sorted(self.directory.glob("*.bin*"))), "")
             raise UserError(
@@ -134,7 +135,7 @@ class HFReader:
     @property
     def names(self) -> Collection[str]:
         """Names of the checkpoint's tensors."""
-        return self._file_of.keys()
+        return self._files.keys()
 
     def slices(self, names: Iterable[str]) -> dict[str, Any]:
         """Return slices by name; `slice[a:b, c:d]` reads a block. Raise UserError if a tensor or its file is
@@ -151,7 +152,7 @@ class HFReader:
                 continue
             stored = tuple(self._slice(name).get_shape())
             if stored != wanted:
-                raise UserError(f"{self.file_of(name)}: {name} has shape {stored}, config.json describes {wanted}")
+                raise UserError(f"{self.file_path(name)}: {name} has shape {stored}, config.json describes {wanted}")
         self._check_files()
         excess = [n for n in self.names if n not in expected and n not in _HEADS and not is_buffer(n)]
         if excess:
@@ -166,9 +167,9 @@ class HFReader:
 
     def _check_files(self) -> None:
         """Raise UserError if a file has a tensor that the index does not list, or lists in another file."""
-        for file in sorted(set(self._file_of.values())):
+        for file in sorted(set(self._files.values())):
             for name in self._open(file).keys():  # noqa: SIM118
-                place = self._file_of.get(name)
+                place = self._files.get(name)
                 if place is None and not is_buffer(name):
                     raise UserError(f"{self.directory / file}: tensor {name} is not in {INDEX}")
                 if place not in (None, file):
@@ -196,17 +197,17 @@ class HFReader:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.directory}: a tensor cannot be read ({first_line(error)})") from error
 
-    def file_of(self, name: str) -> Path:
+    def file_path(self, name: str) -> Path:
         """Return the file of a tensor."""
-        return self.directory / self._file_of[name]
+        return self.directory / self._files[name]
 
     def _slice(self, name: str) -> Any:
-        if name not in self._file_of:
+        if name not in self._files:
             raise UserError(f"{self.directory}: tensor {name} is missing")
         try:
-            return self._open(self._file_of[name]).get_slice(name)
+            return self._open(self._files[name]).get_slice(name)
         except SafetensorError as error:
-            raise UserError(f"{self.file_of(name)}: tensor {name} is missing, though {INDEX} names it") from error
+            raise UserError(f"{self.file_path(name)}: tensor {name} is missing, though {INDEX} names it") from error
 
     def _open(self, file: str) -> Any:
         if file not in self._open_files:
@@ -218,6 +219,14 @@ class HFReader:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path}: not a readable safetensors file, truncated or corrupt ({error})") from error
         return self._open_files[file]
+
+
+def copy_assets(source: Path, target: Path) -> list[str]:
+    """Copy the ASSETS that a checkpoint has. Return their names."""
+    names = [name for name in ASSETS if (source / name).exists()]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
 
 
 def read_config(directory: str | os.PathLike[str], name: str = "config.json") -> dict[str, Any]:
@@ -270,7 +279,7 @@ def _by_type(types: Mapping[str, str]) -> str:
     for name, dtype in types.items():
         names.setdefault(_DTYPES.get(dtype, dtype), []).append(name)
     rarest_first = sorted(names.items(), key=lambda item: len(item[1]))
-    return "tensors of " + ", of ".join(f"{dtype} ({shorten_names(found)})" for dtype, found in rarest_first)
+    return "tensors of " + ", of ".join(f"{dtype} ({shorten_names(group)})" for dtype, group in rarest_first)
 
 
 def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tensor], skip: Collection[str] = ()) -> None:
@@ -296,7 +305,7 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
     def describe(local: str, count: int) -> str:
         for name in tensors[local]:
             if in_file := reader.num_not_finite(name):
-                return f"{reader.file_of(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"
+                return f"{reader.file_path(name)}: {name} has values that are not finite (NaN or infinite): {in_file}"
         dtype = str(params[local].dtype).removeprefix("torch.")
         return f"{reader.directory}: {', '.join(tensors[local])} has values too large for {dtype}: {count}"
 

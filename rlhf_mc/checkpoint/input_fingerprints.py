@@ -8,9 +8,9 @@ blocks; a change of single elements may not.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ from rlhf_mc import json_files
 from rlhf_mc.checkpoint.directory import digest_file
 from rlhf_mc.checkpoint.hf_format import ASSETS, INDEX, WEIGHTS
 from rlhf_mc.config.errors import UserError, error_reason
-from rlhf_mc.config.paths import CUSTOM_FUNCTIONS
-from rlhf_mc.config.schema import Config, reward_models
+from rlhf_mc.config.paths import CUSTOM_FUNCTIONS, input_paths
+from rlhf_mc.config.schema import Config
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import gather_results, on_rank_0
 
@@ -53,11 +53,9 @@ class _File:
 def read_inputs(cfg: Config) -> Inputs:
     """Return the fingerprints of the run's inputs, which the ranks hash in turn. Raise UserError on every rank if a
     file cannot be read. Every rank must call it."""
-    rank = dist.get_rank()
-    world = dist.get_world_size()
     files = on_rank_0(lambda: list(_files(cfg)), "inputs")
-    mine = range(rank, len(files), world)
-    hashed = counted(mine, len(mine), "files", "hashing inputs")
+    numbers = range(dist.get_rank(), len(files), dist.get_world_size())
+    hashed = counted(numbers, len(numbers), "files", "hashing inputs")
     hashes = gather_results(lambda: {number: _hashed(files[number]) for number in hashed})
     by_number = {number: entry for entries in hashes for number, entry in entries.items()}
     inputs: Inputs = {}
@@ -100,40 +98,31 @@ def _phrase(entry: dict[str, Any] | None) -> str:
 
 
 def _files(cfg: Config) -> Iterator[_File]:
-    model = cfg.model
-    for setting, given in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
-        for number, file in enumerate(given, start=1):
-            yield _File(setting, f"file {number}", Path(file))
-    if cfg.data.chat_template_path is not None:
-        yield _File("data.chat_template_path", "file", Path(cfg.data.chat_template_path))
-    yield from _model_files("model.path", model.path, with_weights=model.dist_checkpointing_path is None)
-    yield from _existing("model.tokenizer_path", Path(model.tokenizer_path or model.path), _TOKENIZER)
-    if model.dist_checkpointing_path is not None:
-        yield from _megatron_files("model.dist_checkpointing_path", Path(model.dist_checkpointing_path))
-    if cfg.critic.model_path is not None:
-        yield from _model_files("critic.model_path", cfg.critic.model_path, with_weights=True)
-    for role, scorer in reward_models(cfg).items():
-        assert scorer.model_path is not None
-        yield from _model_files(f"{role}.model_path", scorer.model_path, with_weights=True)
-        if scorer.tokenizer_path is not None:
-            yield from _existing(f"{role}.tokenizer_path", Path(scorer.tokenizer_path), _TOKENIZER)
-        if scorer.chat_template_path is not None:
-            yield _File(f"{role}.chat_template_path", "file", Path(scorer.chat_template_path))
-    for setting, path in (
-        ("custom_reward_function.path", cfg.custom_reward_function.path),
-        ("algorithm.custom_estimator.path", cfg.algorithm.custom_estimator.path),
-        ("actor.policy_loss.custom_loss.path", cfg.actor.policy_loss.custom_loss.path),
-        ("rollout.custom_engine.path", cfg.rollout.custom_engine.path),
-    ):
-        if path is not None:
-            yield _File(setting, "file", Path(path))
+    numbers: Counter[str] = Counter()
+    for setting, given in input_paths(cfg):
+        path = Path(given)
+        name = setting.rpartition(".")[2]
+        if setting in ("data.train_files", "data.val_files"):
+            numbers[setting] += 1
+            yield _File(setting, f"file {numbers[setting]}", path)
+        elif setting == "model.path":
+            yield from _model_files(setting, path, with_weights=cfg.model.dist_checkpointing_path is None)
+        elif name == "model_path":
+            yield from _model_files(setting, path, with_weights=True)
+        elif name == "dist_checkpointing_path":
+            yield from _megatron_files(setting, path)
+        elif name == "tokenizer_path":
+            yield from _existing(setting, path, _TOKENIZER)
+        elif setting != "trainer.resume_from_path":
+            yield _File(setting, "file", path)
+    if cfg.model.tokenizer_path is None:
+        yield from _existing("model.tokenizer_path", Path(cfg.model.path), _TOKENIZER)
 
 
 _TOKENIZER = tuple(name for name in ASSETS if name != "generation_config.json")
 
 
-def _model_files(setting: str, directory: str, with_weights: bool) -> Iterator[_File]:
-    root = Path(directory)
+def _model_files(setting: str, root: Path, with_weights: bool) -> Iterator[_File]:
     yield from _existing(setting, root, ("config.json", "generation_config.json"))
     if with_weights:
         # Like HFReader: the files of the index, if there is one.
@@ -196,21 +185,19 @@ def _middles(header: bytes, data: int) -> set[int]:
     return {data + max(start, (start + end - BLOCK_BYTES) // 2) for start, end in offsets}
 
 
-def warning_lines(changed: dict[str, list[str]]) -> list[str]:
-    """Return one line for each setting whose files have changed."""
-    return [f"{setting} has changed since the checkpoint: {'; '.join(files)}" for setting, files in changed.items()]
-
-
 def check_unchanged(before: Inputs | None, now: Inputs, allowed: bool, where: str) -> list[str]:
     """Return lines of warnings. Raise UserError if an input has changed and this is not allowed. before: fingerprints
     of the checkpoint; None: an earlier version did not record them."""
     if before is None:
         return [f"{where} does not record the run's inputs; they may have changed"]
-    changed = differences(before, now)
-    refused = list(itertools.chain(*(warning_lines({k: v}) for k, v in changed.items() if k not in MAY_CHANGE)))
+    lines = {
+        setting: f"{setting} has changed since the checkpoint: {'; '.join(files)}"
+        for setting, files in differences(before, now).items()
+    }
+    refused = [line for setting, line in lines.items() if setting not in MAY_CHANGE]
     if refused and not allowed:
         raise UserError(
             f"{where}: {' | '.join(refused)} (bytes, SHA-256); give the files that the run began with, or "
             "trainer.resume_changed_inputs=allow to resume with the new ones"
         )
-    return warning_lines(changed)
+    return list(lines.values())

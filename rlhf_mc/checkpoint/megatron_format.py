@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rlhf_mc import json_files
 from rlhf_mc.checkpoint.dcp_metadata import read_metadata
 from rlhf_mc.checkpoint.finite import check_finite, check_not_zero
-from rlhf_mc.checkpoint.hf_format import ASSETS, HFReader
+from rlhf_mc.checkpoint.hf_format import HFReader, copy_assets
 from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.megatron_patches import keep_results_in_process, megatron_calls
@@ -48,26 +48,21 @@ def save_mcore(model: PackedGPT, directory: str | Path, reader: HFReader) -> Non
 
 
 def _begin(directory: Path) -> None:
+    """Make the directory. Delete the files of an older checkpoint and no others, first those without which it is not
+    read."""
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_checkpoint(directory)
-
-
-def _copy_assets(directory: Path, reader: HFReader) -> None:
-    (directory / HF_ASSETS).mkdir()
-    for name in ASSETS:
-        if (reader.directory / name).exists():
-            shutil.copyfile(reader.directory / name, directory / HF_ASSETS / name)
-    config = {**reader.config, "tie_word_embeddings": reader.shape().tie_embeddings}
-    (directory / HF_ASSETS / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _remove_checkpoint(directory: Path) -> None:
-    """Delete the files of an older checkpoint and no others, first those without which it is not read."""
     for name in ("metadata.json", ".metadata", "common.pt"):
         (directory / name).unlink(missing_ok=True)
     for file in directory.glob("__*_*.distcp"):
         file.unlink()
     shutil.rmtree(directory / HF_ASSETS, ignore_errors=True)
+
+
+def _copy_assets(directory: Path, reader: HFReader) -> None:
+    (directory / HF_ASSETS).mkdir()
+    copy_assets(reader.directory, directory / HF_ASSETS)
+    config = {**reader.config, "tie_word_embeddings": reader.shape().tie_embeddings}
+    (directory / HF_ASSETS / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_mcore(model: PackedGPT, directory: str | Path, skip_prefixes: tuple[str, ...] = ()) -> None:
@@ -124,8 +119,8 @@ def _check_is_checkpoint(directory: str | Path) -> None:
                 f"{directory}: not a Megatron checkpoint ({name} is missing); tools/convert_hf_to_mcore.py writes one"
             )
     try:
-        about = json_files.read(Path(directory) / "metadata.json")
-        backends = (about["sharded_backend"], about["common_backend"]) if isinstance(about, dict) else None
+        content = json_files.read(Path(directory) / "metadata.json")
+        backends = (content["sharded_backend"], content["common_backend"]) if isinstance(content, dict) else None
     except (OSError, ValueError, KeyError):
         backends = None
     if backends != ("torch_dist", "torch"):
@@ -158,9 +153,9 @@ def _check_same_model(
 ) -> None:
     """Raise UserError on every rank unless names and global shapes are the model's. dist_checkpointing's own message
     has many lines and does not mention excess tensors. Every rank must call it."""
-    mine = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
+    tensors = {value.key: value for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
     # A pipeline stage has only some of the names.
-    wanted = set().union(*gather_objects(set(mine)))
+    wanted = set().union(*gather_objects(set(tensors)))
 
     def check() -> None:
         for key in sorted(wanted - stored.keys()):
@@ -168,7 +163,7 @@ def _check_same_model(
         for key in sorted(stored.keys() - wanted):
             if not key.removeprefix("model.").startswith(skip_prefixes):
                 raise UserError(f"{directory}: tensor {key} is no part of the model; it is of another architecture")
-        for key, value in mine.items():
+        for key, value in tensors.items():
             if isinstance(value, ShardedTensorFactory):
                 continue  # linear_fc1, whose size is checked by linear_fc2
             stored_shape = tuple(stored[key].global_shape)

@@ -37,7 +37,7 @@ class Block:
     box: Box
     data: torch.Tensor
     """View of the parameter or optimizer state, of the box's shape."""
-    is_mine: bool
+    is_writer: bool
     """True on exactly one of the ranks that hold the block, which writes it."""
 
 
@@ -45,50 +45,50 @@ def model_blocks(model: TrainedModel) -> list[Block]:
     """Return this rank's blocks of a model. Every rank must call it."""
     rank = dist.get_rank()
     parts = model.engine.optimizer_parts()
-    spread = gather_objects({part.local: part.ranks for part in parts})
+    optimizer_ranks = gather_objects({part.local: part.ranks for part in parts})
     shapes = logical_shapes(model.engine.shape)
     shards: dict[str, list[Shard]] = {}
     for shard in model.layouts[rank].shards:
         shards.setdefault(shard.local, []).append(shard)
-    writers = _Writers(model.layouts, spread)
+    writers = _Writers(model.layouts, optimizer_ranks)
     out = []
     for local, param in model.engine.params.items():
         for shard in shards[local]:
             key = f"{model.engine.name}.weight.{shard.tensor}"
-            is_mine = writers.of_weight(shard) == rank
-            out.append(Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_mine))
+            is_writer = writers.weight_writer(shard) == rank
+            out.append(Block(key, shapes[shard.tensor], shard.box, param[_slices(shard)], is_writer))
     for part in parts:
         local_shape = tuple(model.engine.params[part.local].shape)
         for shard in shards[part.local]:
-            is_mine = writers.of_state(shard) == part.ranks
+            is_writer = writers.state_writers(shard) == part.ranks
             for box, run in _runs(shard, local_shape, part.start, part.end):
                 size = tuple(end - start for start, end in box)
                 for name, flat in part.state.items():
                     key = f"{model.engine.name}.{name}.{shard.tensor}"
-                    out.append(Block(key, shapes[shard.tensor], box, flat[run].view(size), is_mine))
+                    out.append(Block(key, shapes[shard.tensor], box, flat[run].view(size), is_writer))
     return out
 
 
 class _Writers:
     """Assignment of blocks to the ranks that write them, computed alike on every rank."""
 
-    def __init__(self, layouts: Sequence[Layout], spread: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-        """Make the assignment. spread: by rank, the ranks that shard the optimizer state of each local parameter."""
+    def __init__(self, layouts: Sequence[Layout], optimizer_ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+        """Assign the blocks. optimizer_ranks: by rank, the ranks that shard each local parameter's optimizer state."""
         self._holders: dict[tuple[str, Box], list[int]] = {}
         self._state: dict[tuple[str, Box], set[tuple[int, ...]]] = {}
         for rank, layout in enumerate(layouts):
             for shard in layout.shards:
                 at = (shard.tensor, shard.box)
                 self._holders.setdefault(at, []).append(rank)
-                if shard.local in spread[rank]:
-                    self._state.setdefault(at, set()).add(spread[rank][shard.local])
+                if shard.local in optimizer_ranks[rank]:
+                    self._state.setdefault(at, set()).add(optimizer_ranks[rank][shard.local])
 
-    def of_weight(self, shard: Shard) -> int:
+    def weight_writer(self, shard: Shard) -> int:
         """Return the rank that writes a block of a weight. Replicas share the work."""
         holders = self._holders[shard.tensor, shard.box]
         return holders[zlib.crc32(f"{shard.tensor}{shard.box}".encode()) % len(holders)]
 
-    def of_state(self, shard: Shard) -> tuple[int, ...]:
+    def state_writers(self, shard: Shard) -> tuple[int, ...]:
         """Return the ranks that together write the optimizer state of a block. Other ranks may hold the same state: of
         a norm on all tensor-parallel ranks, or of a tied embedding on both ends of a pipeline."""
         return min(self._state[shard.tensor, shard.box])
@@ -131,4 +131,4 @@ def _split_at_rows(low: int, high: int, width: int) -> Iterator[tuple[int, int]]
 
 def num_bytes(blocks: Iterable[Block]) -> int:
     """Return the bytes of the blocks that this rank writes."""
-    return sum(block.data.nbytes for block in blocks if block.is_mine)
+    return sum(block.data.nbytes for block in blocks if block.is_writer)

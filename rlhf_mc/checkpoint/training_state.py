@@ -7,7 +7,6 @@ No random state is saved, since all random draws are a function of the seed and 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import platform as python_platform
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, fields
@@ -24,6 +23,7 @@ from rlhf_mc.checkpoint.training_blocks import TrainedModel, model_blocks
 from rlhf_mc.checkpoint.training_tensors import HostBuffers, TensorWriter, read_tensors
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.yaml_reader import parse_yaml
+from rlhf_mc.machine.facts import installed_versions
 from rlhf_mc.topology.consensus import all_ranks, gather_objects, on_every_rank, on_rank_0
 
 STATE = "state.json"
@@ -58,7 +58,7 @@ class Save:
             "loop": loop,
             "models": _models(models),
             "inputs": inputs,
-            "versions": _versions(),
+            "versions": {"python": python_platform.python_version(), **installed_versions(LIBRARIES)},
         }
         self._config = config
         blocks = [block for model in models for block in model_blocks(model)]
@@ -75,7 +75,7 @@ class Save:
         earlier checkpoints then stay untouched."""
         try:
             by_rank = gather_objects(self._writing.finish())
-            files = {name: file for mine in by_rank for name, file in mine.items()}
+            files = {name: file for written in by_rank for name, file in written.items()}
             on_rank_0(lambda: self._commit(files), self._subject)
         except UserError:
             # Frees the space if the disk is full.
@@ -143,16 +143,6 @@ def _models(models: Sequence[TrainedModel]) -> dict[str, Any]:
         }
         for model in models
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": python_platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # one of vLLM's two builds
-            continue
-    return versions
 
 
 def stored_models(path: Path) -> dict[str, Any]:

@@ -65,11 +65,11 @@ class TensorWriter:
         """Plan the write and start it. buffers: destination of copies of the blocks; None: the blocks themselves are
         written, and must not change until `wait` returns. Every rank must call it."""
         self._directory = directory
-        mine = [block for block in blocks if block.is_mine]
-        data = [block.data for block in mine] if buffers is None else buffers.copies(mine)
+        written = [block for block in blocks if block.is_writer]
+        data = [block.data for block in written] if buffers is None else buffers.copies(written)
         strategy = PlannedSave()
         with megatron_calls():
-            strategy.async_save(_sharded(mine, data), str(directory))
+            strategy.async_save(_sharded(written, data), str(directory))
         self._num_bytes = sum(tensor.nbytes for tensor in data)
         self._writer = strategy.writer
         self._plan = strategy.plan

@@ -12,7 +12,7 @@ from dataclasses import fields
 from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.roles import estimator_needs, uses_critic
+from rlhf_mc.config.roles import estimator_needs, prompts_per_batch, uses_critic
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, expand_reward_models, get_setting, reward_models
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
@@ -120,7 +120,7 @@ def _filter_groups(cfg: Config) -> Iterator[str]:
         return
     if cfg.rollout.n < 2:
         yield f"{on}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2"
-    size = data.train_batch_size if data.gen_batch_size is None else data.gen_batch_size
+    size = prompts_per_batch(data)
     most = filtering.max_num_gen_batches
     if 0 < most * size < data.train_batch_size:
         yield (

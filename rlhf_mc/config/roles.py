@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
-from rlhf_mc.config.schema import Config, MegatronConfig, reward_models, roles
+from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, reward_models, roles
 
 PASSES = {
     "old_log_prob": "rollout.log_prob",
@@ -38,6 +38,11 @@ def uses_reference(cfg: Config) -> bool:
 def adapts_kl_loss(cfg: Config) -> bool:
     """Return whether the controller of algorithm.kl_ctrl sets the coefficient of the KL loss."""
     return cfg.algorithm.kl_ctrl.type == "adaptive" and not cfg.algorithm.use_kl_in_reward
+
+
+def prompts_per_batch(data: DataConfig) -> int:
+    """Return the number of prompts that are generated for at once."""
+    return data.train_batch_size if data.gen_batch_size is None else data.gen_batch_size
 
 
 def overlaps_reduction(megatron: MegatronConfig, replicas: int, cuda: bool) -> bool:

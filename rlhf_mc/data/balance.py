@@ -1,7 +1,7 @@
 """Load balancing: the assignment of sequences to data-parallel replicas, and of a replica's sequences to micro-batches.
 
-Arithmetic on lengths alone. Every rank has the lengths of the whole batch and computes the same assignment, so nothing
-here communicates. A sequence is given by its index in the list of lengths.
+Arithmetic on lengths, within limits from the settings; no torch here. Every rank has the lengths of the whole batch and
+computes the same assignment, so nothing here communicates. A sequence is given by its index in the list of lengths.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+
+from rlhf_mc.config.roles import PASSES
+from rlhf_mc.config.schema import Config, get_setting, reward_models
 
 Cost = Callable[[int], float]
 """Cost of a sequence as a function of its number of tokens, > 0, in any unit. Attention makes it grow faster than the
@@ -26,6 +29,19 @@ class Sequences:
 
 Limit = int | Sequences
 """The limit of a micro-batch: a number of tokens, or of sequences."""
+
+
+def micro_batch_limits(cfg: Config) -> dict[str, Limit]:
+    """Return the limit of a micro-batch by phase: the pass's token budget or, without actor.use_dynamic_bsz, its number
+    of sequences, by default the actor's. Phases of models that the run does not have never ask for theirs."""
+    limits: dict[str, Limit] = {}
+    for phase, settings in {**PASSES, **{role: f"{role}.forward" for role in reward_models(cfg)}}.items():
+        limits[phase] = get_setting(cfg, f"{settings}_max_token_len_per_gpu")
+        if not cfg.actor.use_dynamic_bsz:
+            size = get_setting(cfg, f"{settings}_micro_batch_size_per_gpu") or cfg.actor.ppo_micro_batch_size_per_gpu
+            assert size is not None, "config/checks.py ensures it"
+            limits[phase] = Sequences(size)
+    return limits
 
 
 def sequence_costs(seq_lens: Sequence[int], cost: Cost) -> list[float]:
@@ -57,7 +73,7 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
     """
     packed = _first_fit_decreasing(seq_lens, budget)
     count = len(packed) if num_micro_batches is None else num_micro_batches
-    assert count >= len(packed), f"{count} micro-batches of {budget} tokens asked for, {len(packed)} needed"
+    assert count >= len(packed), f"{count} micro-batches of {budget} tokens requested, {len(packed)} needed"
     if count == 0:
         return []
 

@@ -24,7 +24,7 @@ class Prompt:
     token_ids: np.ndarray
     """[tokens] int32: the prompt after the chat template."""
     text: str
-    """The same as text, for samples; empty where load_prompts was not asked for it."""
+    """The same as text, for samples; empty where load_prompts does not keep it."""
     data_source: str
     """The name by which the reward rule is chosen and validation reports accuracy."""
     ground_truth: Any
@@ -36,7 +36,8 @@ class Prompt:
     row: int = 0
     """Row of that file."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """The prompt as chat messages, before the template; empty where load_prompts was not asked for them."""
+    """The prompt as chat messages, before the template; empty where load_prompts does not keep
+    them."""
 
     @property
     def where(self) -> str:
@@ -70,16 +71,6 @@ class Responses(Sequence[Generation]):
     finished: np.ndarray
     """[S] bool: as Generation has it."""
 
-    @staticmethod
-    def of(generations: Sequence[Generation]) -> Responses:
-        """Return these responses."""
-        return Responses(
-            np.array([len(g.token_ids) for g in generations], dtype=np.int64),
-            np.array([t for g in generations for t in g.token_ids], dtype=np.int32),
-            np.array([x for g in generations for x in g.log_probs], dtype=np.float32),
-            np.array([g.finished for g in generations], dtype=np.bool_),
-        )
-
     @functools.cached_property
     def _ends(self) -> np.ndarray:
         return self.lens.cumsum()
@@ -110,6 +101,10 @@ class Responses(Sequence[Generation]):
         """Return these responses, in this order."""
         at = ragged_indices(self.lens, indices)
         return Responses(self.lens[indices], self.tokens[at], self.log_probs[at], self.finished[indices])
+
+
+_PER_SEQUENCE = ("prompt_lens", "response_lens", "finished", "scores", "greedy_scores")
+"""Fields of RaggedBatch with one entry per sequence."""
 
 
 @dataclass(frozen=True)
@@ -168,45 +163,30 @@ class RaggedBatch:
     def with_fields(self, **fields: torch.Tensor) -> RaggedBatch:
         """Return a copy with these per-token [R] or per-sequence [S] fields. Their lengths are checked."""
         for name, value in fields.items():
-            want = self.num_sequences if name in ("scores", "greedy_scores") else int(self.response_lens.sum())
+            want = self.num_sequences if name in _PER_SEQUENCE else int(self.response_lens.sum())
             assert value.shape == (want,), f"{name}: shape {tuple(value.shape)}, expected ({want},)"
         return replace(self, **fields)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> RaggedBatch:
         """Return the batch of these sequences, in this order."""
-        idx = torch.as_tensor(indices, dtype=torch.int64)
-        token_idx = torch.from_numpy(ragged_indices(self.seq_lens.numpy(), idx.numpy()))
-        response_idx = torch.from_numpy(ragged_indices(self.response_lens.numpy(), idx.numpy()))
-        per_token = (
-            "rollout_log_probs",
-            "old_log_probs",
-            "is_weights",
-            "kept",
-            "ref_log_probs",
-            "values",
-            "advantages",
-            "returns",
-        )
-        out: dict[str, torch.Tensor | None] = {}
-        for name in per_token:
-            value = getattr(self, name)
-            out[name] = None if value is None else value.index_select(0, response_idx)
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        positions = torch.from_numpy(ragged_indices(self.response_lens.numpy(), rows.numpy()))
+        places = {"tokens": torch.from_numpy(ragged_indices(self.seq_lens.numpy(), rows.numpy()))}
+        places |= dict.fromkeys(_PER_SEQUENCE, rows)
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return RaggedBatch(
-            tokens=self.tokens.index_select(0, token_idx),
-            prompt_lens=self.prompt_lens[idx],
-            response_lens=self.response_lens[idx],
-            finished=self.finished[idx],
-            scores=None if self.scores is None else self.scores[idx],
-            greedy_scores=None if self.greedy_scores is None else self.greedy_scores[idx],
-            **out,  # type: ignore[arg-type]
+            **{
+                name: None if column is None else column.index_select(0, places.get(name, positions))
+                for name, column in columns.items()
+            }  # type: ignore[arg-type]
         )
 
 
 def concatenate(batches: Sequence[RaggedBatch]) -> RaggedBatch:
     """Return the sequences of all batches, end to end. The batches have the same fields."""
-    columns = {f.name: [getattr(batch, f.name) for batch in batches] for f in fields(RaggedBatch)}
-    found = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
-    return RaggedBatch(**found)  # type: ignore[arg-type]
+    columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(RaggedBatch)}
+    joined = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
+    return RaggedBatch(**joined)  # type: ignore[arg-type]
 
 
 def ragged_indices(lens: np.ndarray, which: np.ndarray) -> np.ndarray:

@@ -115,17 +115,17 @@ def read(directory: str, key: str) -> Tokens | None:
         print_line(f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})")
         return None
     with np.load(io.BytesIO(arrays), allow_pickle=False) as entry:
-        about = json_files.parse(entry["about"].tobytes())
-        return Tokens(entry["tokens"], entry["lens"], entry["rows"], about["texts"], Counts(**about["counts"]))
+        plain = json_files.parse(entry["about"].tobytes())
+        return Tokens(entry["tokens"], entry["lens"], entry["rows"], plain["texts"], Counts(**plain["counts"]))
 
 
 def write(directory: str, key: str, tokens: Tokens) -> None:
     """Write an entry. An error of the file system is a warning: the run needs no cache."""
     path = _path(directory, key)
-    about = json.dumps({"texts": tokens.texts, "counts": asdict(tokens.counts)}).encode()
+    plain = json.dumps({"texts": tokens.texts, "counts": asdict(tokens.counts)}).encode()
     buffer = io.BytesIO()
     arrays = {"tokens": tokens.tokens, "lens": tokens.lens, "rows": tokens.rows}
-    np.savez(buffer, about=np.frombuffer(about, np.uint8), **arrays)  # type: ignore[arg-type]
+    np.savez(buffer, about=np.frombuffer(plain, np.uint8), **arrays)  # type: ignore[arg-type]
     # Another node may write the same entry to the same file system.
     staging = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

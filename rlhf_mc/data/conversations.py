@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.data.template import render
-from rlhf_mc.data.tokenizer import load_tokenizer
+from rlhf_mc.data.tokenizer import load_tokenizer, render
 
 
 class ConversationTokenizer:

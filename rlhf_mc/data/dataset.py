@@ -90,14 +90,14 @@ class Prompts(Sequence[Prompt]):
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts of these indices, each from 0. The rows of each file are read together."""
-        of_file: dict[int, list[int]] = {}
+        indices_by_file: dict[int, list[int]] = {}
         for index in indices:
-            of_file.setdefault(bisect_right(self._firsts, index) - 1, []).append(index)
+            indices_by_file.setdefault(bisect_right(self._firsts, index) - 1, []).append(index)
         prompts: dict[int, Prompt] = {}
-        for number, mine in of_file.items():
+        for number, wanted in indices_by_file.items():
             file = self._files[number]
-            rows = file.source.rows([int(file.rows[index - self._firsts[number]]) for index in mine])
-            prompts.update((index, self._prompt(number, index, row)) for index, row in zip(mine, rows, strict=True))
+            rows = file.source.rows([int(file.rows[index - self._firsts[number]]) for index in wanted])
+            prompts.update((index, self._prompt(number, index, row)) for index, row in zip(wanted, rows, strict=True))
         return [prompts[index] for index in indices]
 
     def _prompt(self, number: int, index: int, row: Mapping[str, Any]) -> Prompt:
@@ -106,6 +106,9 @@ class Prompts(Sequence[Prompt]):
         place = index - self._firsts[number]
         start = self._starts[number][place]
         row_number = int(file.rows[place])
+        messages: Sequence[Mapping[str, Any]] = ()
+        if file.messages_key is not None:
+            messages = chat_messages(row[file.messages_key], f"{file.name}, row {row_number}", file.messages_key)
         return Prompt(
             index=index,
             token_ids=file.tokens[start : start + file.lens[place]],
@@ -115,11 +118,5 @@ class Prompts(Sequence[Prompt]):
             extra_info=row.get(EXTRA) or {},
             file=file.name,
             row=row_number,
-            messages=_messages(file, row, row_number),
+            messages=messages,
         )
-
-
-def _messages(file: FilePrompts, row: Mapping[str, Any], number: int) -> Sequence[Mapping[str, Any]]:
-    """Return the chat messages of a row's prompt, if they are kept."""
-    key = file.messages_key
-    return () if key is None else chat_messages(row[key], f"{file.name}, row {number}", key)

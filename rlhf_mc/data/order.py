@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import DataConfig
 
 
@@ -20,11 +21,6 @@ def indices_of_batch(cfg: DataConfig, file_sizes: Sequence[int], number: int, se
     if cfg.train_file_weights:
         return weighted_indices(file_sizes, cfg.train_file_weights, size, number, seed, cfg.shuffle)
     return prompt_indices(sum(file_sizes), size, number, seed, cfg.shuffle)
-
-
-def prompts_per_batch(cfg: DataConfig) -> int:
-    """Return the number of prompts that are generated for at once."""
-    return cfg.train_batch_size if cfg.gen_batch_size is None else cfg.gen_batch_size
 
 
 def check_weights(cfg: DataConfig, file_sizes: Sequence[int]) -> None:
@@ -49,7 +45,7 @@ def batches_per_epoch(num_prompts: int, batch_size: int) -> int:
 def prompt_indices(num_prompts: int, batch_size: int, number: int, seed: int, shuffle: bool) -> list[int]:
     """Return the indices of the prompts of a batch (from 0), a function of the arguments alone.
 
-    The order of each epoch is drawn from (seed, epoch); without shuffle it is that of the files.
+    The order of each epoch is drawn from (seed, epoch); without shuffle it is the order of the files.
     """
     epoch, batch = divmod(number, batches_per_epoch(num_prompts, batch_size))
     order = np.random.default_rng((seed, epoch)).permutation(num_prompts) if shuffle else np.arange(num_prompts)

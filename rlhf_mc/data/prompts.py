@@ -23,7 +23,7 @@ from rlhf_mc.data.source import EXTRA, REFERENCE, ColumnError, Rows, digest, ope
 from rlhf_mc.data.tokenise import RowTokenizer, TooLongError
 from rlhf_mc.runtime.console import global_rank
 from rlhf_mc.runtime.work import counted
-from rlhf_mc.topology.consensus import all_ranks, gather_objects, my_share, ranks_per_node
+from rlhf_mc.topology.consensus import all_ranks, gather_objects, my_share, on_every_rank, ranks_per_node
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def load_prompts(
     by_rule: bool = True,
     with_messages: bool = False,
 ) -> Prompts:
-    """Return the prompts of all files, in order: those of the first `max_samples` rows, or of all rows if it is -1.
+    """Return the prompts of all files, in order: of the first `max_samples` rows, or of all rows if it is -1.
 
     Chat messages are rendered by the tokenizer's chat template, with the generation prompt added. A plain string is
     one user message if the tokenizer has a chat template, else it is encoded as it is. Prompts of more than
@@ -55,15 +55,15 @@ def load_prompts(
     the first on; None: for all. with_messages: Prompt.messages is kept.
     """
     rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
-    found: list[FilePrompts] = []
+    prompts: list[FilePrompts] = []
     total = Counts()
     for file in files:
         most_rows = None if max_samples < 0 else max_samples - total.num_rows
-        most_texts = None if num_texts is None else max(0, num_texts - sum(len(other.lens) for other in found))
+        most_texts = None if num_texts is None else max(0, num_texts - sum(len(other.lens) for other in prompts))
         where = f"{key} {file}"
-        opened = _open(where, file, cfg, by_rule)
-        rows = opened.rows.first(most_rows)
-        entry = cache.cache_key(opened.content, tokenizer, cfg, by_rule, most_rows, most_texts)
+        all_rows, content = _open(where, file, cfg, by_rule)
+        rows = all_rows.first(most_rows)
+        entry = cache.cache_key(content, tokenizer, cfg, by_rule, most_rows, most_texts)
         tokens = _cached(cfg.cache_dir, entry)
         if tokens is None:
             share = _tokenised_share(where, rows, rows_to_tokens, cfg, most_texts)
@@ -75,20 +75,10 @@ def load_prompts(
         total.num_bad += tokens.counts.num_bad
         messages_key = cfg.prompt_key if with_messages else None
         source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key] if messages_key else [])))
-        found.append(
-            FilePrompts(
-                tokens.tokens,
-                tokens.lens,
-                tokens.rows,
-                source,
-                cfg.reward_fn_key,
-                tokens.texts,
-                where,
-                messages_key,
-            )
-        )
-    _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in found), total, cfg)
-    return Prompts(found)
+        arrays = (tokens.tokens, tokens.lens, tokens.rows)
+        prompts.append(FilePrompts(*arrays, source, cfg.reward_fn_key, tokens.texts, where, messages_key))
+    _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in prompts), total, cfg)
+    return Prompts(prompts)
 
 
 def _check_any(where: str, num_prompts: int, total: Counts, cfg: DataConfig) -> None:
@@ -107,15 +97,12 @@ def _warn(where: str, counts: Counts, cfg: DataConfig) -> None:
     """Warn, on rank 0, of the rows of a file that are no prompts, or no whole ones."""
     if global_rank() != 0:
         return
-    limit = cfg.max_prompt_length
-    if counts.num_overlong:
-        logger.warning(
-            "%s: %d of %d prompts dropped: longer than %d tokens", where, counts.num_overlong, counts.num_rows, limit
-        )
-    if counts.num_truncated:
-        logger.warning(
-            "%s: %d of %d prompts truncated to %d tokens", where, counts.num_truncated, counts.num_rows, limit
-        )
+    for count, what in (
+        (counts.num_overlong, f"dropped: longer than {cfg.max_prompt_length} tokens"),
+        (counts.num_truncated, f"truncated to {cfg.max_prompt_length} tokens"),
+    ):
+        if count:
+            logger.warning("%s: %d of %d prompts %s", where, count, counts.num_rows, what)
     if counts.num_bad:
         more = "; ..." if counts.num_bad > len(counts.problems) else ""
         logger.warning(
@@ -127,37 +114,23 @@ def _warn(where: str, counts: Counts, cfg: DataConfig) -> None:
 # ---------------------------------------------------------------- one file
 
 
-@dataclass
-class _Opened:
-    """A file as one rank finds it."""
+def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> tuple[Rows, str]:
+    """Return the rows of a file, and its SHA-256. Raise the same UserError on every rank if one cannot read it, or has
+    another file. Every rank must call it."""
 
-    rows: Rows
-    content: str
-    """Its SHA-256."""
-
-
-def _open(where: str, file: str, cfg: DataConfig, by_rule: bool) -> _Opened:
-    """Return the rows of a file. Raise the same UserError on every rank if one cannot read it, or has another file.
-    Every rank must call it."""
-    opened = error = None
-    try:
+    def read() -> tuple[Rows, str]:
         with error_prefix(f"{where}:"):
-            opened = _Opened(open_rows(file, cfg, by_rule), digest(file))
-    except UserError as caught:
-        error = caught
-    opened_by_rank = gather_objects((error, None if opened is None else (len(opened.rows), opened.content)))
-    for other, _ in opened_by_rank:
-        if other is not None:
-            raise other
-    contents = [cast(tuple[int, str], content) for _, content in opened_by_rank]
-    for rank, (num_rows, content) in enumerate(contents):
-        if content != contents[0][1]:
+            return open_rows(file, cfg, by_rule), digest(file)
+
+    rows, content = on_every_rank(read)
+    sizes, contents = zip(*gather_objects((len(rows), content)), strict=True)
+    for rank, (num_rows, other) in enumerate(zip(sizes, contents, strict=True)):
+        if other != contents[0]:
             raise UserError(
-                f"{where}: {contents[0][0]} rows on rank 0 and {num_rows} on rank {rank}, SHA-256"
-                f" {contents[0][1][:8]} and {content[:8]}; every node must have the same file"
+                f"{where}: {sizes[0]} rows on rank 0 and {num_rows} on rank {rank}, SHA-256"
+                f" {contents[0][:8]} and {other[:8]}; every node must have the same file"
             )
-    assert opened is not None
-    return opened
+    return rows, content
 
 
 def _cached(directory: str | None, entry: str) -> Tokens | None:
@@ -170,7 +143,7 @@ def _cached(directory: str | None, entry: str) -> Tokens | None:
 
 @dataclass
 class _Share:
-    """A rank's part of the prompts of one file, or the error that it found first."""
+    """A rank's part of the prompts of one file, or the first error in it."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     """The tokens of its prompts, end to end."""
@@ -181,7 +154,7 @@ class _Share:
     counts: Counts = field(default_factory=Counts)
     error: UserError | None = None
     order: tuple[int, int] = (0, 0)
-    """Of the errors of all ranks, that of the lowest order is raised: a column's, then a row's."""
+    """Of the errors of all ranks, the one of the lowest order is raised: a column's, then a row's."""
 
 
 def _tokenised_share(
@@ -189,8 +162,10 @@ def _tokenised_share(
 ) -> _Share:
     """Return this rank's share of a file's prompts."""
     share = _Share()
-    mine = my_share(len(rows))
-    read = counted(zip(mine, rows.read(mine), strict=True), len(mine), "rows", f"tokenising {Path(where).name}")
+    numbers = my_share(len(rows))
+    read = counted(
+        zip(numbers, rows.read(numbers), strict=True), len(numbers), "rows", f"tokenising {Path(where).name}"
+    )
     try:
         for number, row in read:
             share.order = (1, number)

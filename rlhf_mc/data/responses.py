@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Responses
+from rlhf_mc.topology.consensus import gather_vectors
 
 
-def exchange_responses(mine: Responses, engines: Sequence[Sequence[int]], num_responses: int) -> Responses:
+def exchange_responses(own: Responses, engines: Sequence[Sequence[int]], num_responses: int) -> Responses:
     """Return all responses, on every rank. Every rank must call it.
 
-    mine: the responses of this rank's engine; engine e has generated numbers e, e + number of engines, ...
+    own: the responses of this rank's engine; engine e has generated numbers e, e + number of engines, ...
     engines: the ranks of each engine. All of them have the engine's responses, and each sends an equal part.
 
     Every rank receives 8 bytes a token, and the padding to the engine with most tokens. gloo's all-gather is a ring:
@@ -27,30 +28,23 @@ def exchange_responses(mine: Responses, engines: Sequence[Sequence[int]], num_re
     Raise UserError, on all ranks, if the ranks of one engine have different tokens."""
     rank = dist.get_rank()
     engine = next(e for e, ranks in enumerate(engines) if rank in ranks)
-    message = _encode(mine)
-    heads = _all_gather(torch.cat([torch.tensor([len(message)]), _digest(mine)]))
+    message = _encode(own)
+    heads = gather_vectors(torch.cat([torch.tensor([len(message)]), _digest(own)]))
     _check_same_tokens(engines, heads[:, 1:])
     sizes = [int(heads[ranks[0], 0]) for ranks in engines]
     part = max(-(-size // len(ranks)) for size, ranks in zip(sizes, engines, strict=True))
     padded = torch.zeros(len(engines[engine]), part, dtype=torch.int32)
     padded.view(-1)[: len(message)] = message
-    parts = _all_gather(padded[engines[engine].index(rank)])
+    parts = gather_vectors(padded[engines[engine].index(rank)])
     counts = [len(range(e, num_responses, len(engines))) for e in range(len(engines))]
-    found = [
+    by_engine = [
         _decode(parts[list(ranks)].view(-1)[:size], count)
         for ranks, size, count in zip(engines, sizes, counts, strict=True)
     ]
-    by_engine = Responses(*(np.concatenate([getattr(r, f.name) for r in found]) for f in fields(Responses)))
+    joined = Responses(*(np.concatenate([getattr(r, f.name) for r in by_engine]) for f in fields(Responses)))
     firsts = np.cumsum([0, *counts])[:-1]
     turn, e = np.divmod(np.arange(num_responses), len(engines))
-    return by_engine.select(firsts[e] + turn)
-
-
-def _all_gather(value: torch.Tensor) -> torch.Tensor:
-    """Return the vectors of all ranks, [ranks, len(value)]: on the CPU, where they are needed."""
-    out = value.new_empty(dist.get_world_size(), len(value))
-    dist.all_gather(list(out), value)
-    return out
+    return joined.select(firsts[e] + turn)
 
 
 def _encode(responses: Responses) -> torch.Tensor:

@@ -1,16 +1,21 @@
-"""The rows of one file of prompts, parquet or JSONL, and the columns that a run needs. No torch here."""
+"""Files of prompts in verl's schema, parquet or JSONL: their rows, and the columns that a run needs. No torch here."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+from array import array
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from rlhf_mc import json_files
 from rlhf_mc.config.errors import NodeError, UserError, error_reason
 from rlhf_mc.config.schema import Config, DataConfig, reward_models
-from rlhf_mc.data import jsonl, parquet
 
 REFERENCE = "reward_model"
 """Column of the reference answer: {"ground_truth": ...}."""
@@ -45,9 +50,15 @@ class Rows(Protocol):
 
 
 class ColumnError(NodeError):
-    """A column that cannot be read. number: its place in the file's order."""
+    """A column that cannot be read."""
 
-    number = 0
+    def __init__(self, message: str, number: int = 0) -> None:
+        """number: the column's place in the file's order."""
+        super().__init__(message)
+        self.number = number
+
+
+# ---------------------------------------------------------------- parquet
 
 
 class ParquetRows:
@@ -65,14 +76,7 @@ class ParquetRows:
     def read(self, numbers: range) -> Iterator[dict[str, Any] | UserError]:
         names = self._table.column_names
         part = self._table.slice(numbers.start, len(numbers))
-        columns = []
-        for number, name in enumerate(names):
-            try:
-                columns.append(parquet.column_values(part, name))
-            except NodeError as error:
-                column_error = ColumnError(str(error))
-                column_error.number = number
-                raise column_error from error
+        columns = [_column_values(part, number) for number in range(len(names))]
         for values in zip(*columns, strict=True):
             yield dict(zip(names, values, strict=True))
 
@@ -91,8 +95,57 @@ class ParquetRows:
         return ParquetRows(self._table.select([name for name in self._table.column_names if name in columns]))
 
 
+def _column_values(table: pa.Table, number: int) -> list[Any]:
+    """Return a column as Python values. Raise ColumnError if a value has no Python form, such as a text that is not
+    UTF-8 or a date out of Python's range."""
+    try:
+        values: list[Any] = table.column(number).to_pylist()
+    except (pa.ArrowException, ValueError, ArithmeticError, LookupError, TypeError) as error:
+        column = table.schema.field(number)
+        reason = " ".join(str(error).split())
+        raise ColumnError(f"column {column.name!r} of type {column.type} cannot be read ({reason})", number) from error
+    return values
+
+
+@contextlib.contextmanager
+def _parquet_file(path: str, required: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file, of which the footer is read. Raise NodeError if it cannot be read, or a required column is
+    missing or not unique."""
+    if not os.path.isfile(path):
+        raise NodeError("no such file")
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            for name in required:
+                if name not in names:
+                    raise NodeError(f"no column {name!r}; its columns are {', '.join(names)[:1000] or 'none'}")
+                if names.count(name) > 1:
+                    raise NodeError(f"{names.count(name)} columns {name!r}; one is expected")
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise NodeError(f"not a readable parquet file ({reason})") from error
+
+
+def write_prompts(path: str | os.PathLike[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows to a parquet file. A missing directory is created.
+
+    Each row: prompt (list of {role, content}), usually data_source (str), ability (str), reward_model {style,
+    ground_truth} and extra_info {split, index, ...}, and any others; the same in all rows. Parquet has one type per
+    field, so ground_truth must be of one type in all rows.
+    """
+    assert rows, f"{path}: no rows to write"
+    for i, row in enumerate(rows):
+        assert row.keys() == rows[0].keys(), f"row {i} has keys {sorted(row)}, row 0 has {sorted(rows[0])}"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+
+
+# ---------------------------------------------------------------- JSONL
+
+
 class JsonlRows:
-    """The rows of a JSONL file. A line is parsed when its row is read."""
+    """The rows of a JSONL file: one object in each line. A line is parsed when its row is read."""
 
     def __init__(self, lines: pa.LargeBinaryArray, numbers: Sequence[int]) -> None:
         """lines: the lines that are not blank. numbers: of each, from 1."""
@@ -116,7 +169,7 @@ class JsonlRows:
         return [self._row(number) for number in numbers]
 
     def _row(self, number: int) -> dict[str, Any]:
-        return jsonl.parse(self._lines[number].as_py())
+        return _parsed(self._lines[number].as_py())
 
     def place(self, number: int) -> str:
         return f"row {number} (line {self._numbers[number]})"
@@ -125,8 +178,50 @@ class JsonlRows:
         return self
 
 
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return the object of a line. Raise UserError if it is not one."""
+    try:
+        row = json_files.parse(line)
+    except ValueError as error:
+        raise UserError(f"not valid JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"expected an object, found {repr(row)[:60]}")
+    return row
+
+
+def _check_first_object(path: str, required: Sequence[str]) -> None:
+    """Raise NodeError unless the file can be read and the first object in it has the columns. Lines before it, which
+    are no objects, are bad rows."""
+    for number, line in _lines(path):
+        try:
+            row = _parsed(line)
+        except UserError:
+            continue
+        for name in required:
+            if name not in row:
+                raise NodeError(f"no column {name!r} in line {number}; it has {', '.join(row)[:1000] or 'none'}")
+        return
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the content of each line that is not blank. Raise NodeError if the file cannot be
+    read."""
+    if not os.path.isfile(path):
+        raise NodeError("no such file")
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise NodeError(f"cannot be read ({error_reason(error)})") from error
+
+
+# ---------------------------------------------------------------- either format
+
+
 def is_jsonl(path: str) -> bool:
-    """Return whether the file's name is that of a JSONL file; any other is read as parquet."""
+    """Return whether the name is a JSONL file's; any other file is read as parquet."""
     return path.endswith((".jsonl", ".json"))
 
 
@@ -147,19 +242,27 @@ def check_columns(path: str, required: Sequence[str]) -> None:
     """Raise NodeError unless the file can be read and has the columns. Of a parquet file the footer is read, of a JSONL
     file the first line."""
     if is_jsonl(path):
-        jsonl.check_columns(path, required)
-    else:
-        parquet.check_columns(path, required)
+        _check_first_object(path, required)
+        return
+    with _parquet_file(path, required):
+        pass
 
 
 def open_rows(path: str, cfg: DataConfig, by_rule: bool) -> Rows:
     """Return the rows of a file. Raise NodeError if it is missing, cannot be read, or lacks a required column."""
     required = needed_columns(cfg, by_rule)
     if is_jsonl(path):
-        jsonl.check_columns(path, required)
-        return JsonlRows(*jsonl.read_lines(path))
-    optional = [name for name in (*needed_columns(cfg), EXTRA) if name not in required]
-    return ParquetRows(parquet.read_table(path, required, optional))
+        _check_first_object(path, required)
+        numbers = array("q")
+        lines = []
+        for number, line in _lines(path):
+            numbers.append(number)
+            lines.append(line)
+        return JsonlRows(pa.array(lines, pa.large_binary()), numbers)
+    with _parquet_file(path, required) as file:
+        others = [name for name in (*needed_columns(cfg), EXTRA) if name not in required]
+        optional = [name for name in others if name in file.schema_arrow.names]
+        return ParquetRows(file.read(columns=[*required, *optional]))
 
 
 def digest(path: str) -> str:

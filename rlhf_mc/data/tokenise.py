@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.source import EXTRA, REFERENCE
-from rlhf_mc.data.template import render
+from rlhf_mc.data.tokenizer import render
 
 _RESERVED = {"conversation", "tokenize", "add_generation_prompt", "return_dict"}
 """Arguments of apply_chat_template that the program sets."""

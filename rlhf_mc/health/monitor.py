@@ -82,11 +82,6 @@ class StepHealth:
     acting: tuple[Event, ...]
     """The rules whose response is more than a warning."""
 
-    @property
-    def acting_bits(self) -> int:
-        """The acting rules as bits, in the order of RULES."""
-        return sum(1 << RULES.index(event.rule) for event in self.acting)
-
 
 class Monitor:
     """The state of all rules. It is a function of the metrics of the steps so far, so that a resumed run rebuilds it

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +142,11 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each of the packages that is installed."""
+    return {name: version for name in packages if (version := installed_version(name)) is not None}
 
 
 def imported(package: str, code: str) -> tuple[Library, str]:

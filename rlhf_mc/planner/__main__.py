@@ -20,34 +20,35 @@ if __name__ == "__main__":
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, read_settings
-from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, parse_gpu
+from rlhf_mc.planner.gpus import GPUS, NETWORK_BANDWIDTH, Machine, parse_gpu
 from rlhf_mc.planner.host_memory import plan_host_memory
 from rlhf_mc.planner.lengths import expected_lengths
-from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.published import add_model_option, with_model
-from rlhf_mc.planner.report import as_json, host_table, table, traffic_table
+from rlhf_mc.planner.report import (
+    NO_TIMES,
+    as_json,
+    check_new_file,
+    host_table,
+    search_json,
+    search_table,
+    table,
+    times_json,
+    times_table,
+    traffic_table,
+    write_config,
+)
 from rlhf_mc.planner.search import search
-from rlhf_mc.planner.search_report import check_new_file, search_json, search_table, write_config
 from rlhf_mc.planner.start import Capacity, check_fit, fit_error, plan_run, planned_shapes
 from rlhf_mc.planner.storage import STORAGE_BANDWIDTH, plan_storage
 from rlhf_mc.planner.times import plan_times
-from rlhf_mc.planner.times_report import NO_TIMES, times_json, times_table
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, plan_traffic
-from rlhf_mc.runtime.exit_codes import EXIT_USER_ERROR
+from rlhf_mc.runtime.exit_codes import exit_code
 
 
 def main(argv: Sequence[str]) -> int:
     """Return the exit code."""
     arguments = _parser().parse_intermixed_args(argv)
-    try:
-        if arguments.search:
-            _search(arguments, argv)
-        else:
-            _plan(arguments)
-    except UserError as error:
-        print(f"rlhf_mc: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return 0
+    return exit_code("rlhf_mc", lambda: _search(arguments, argv) if arguments.search else _plan(arguments))
 
 
 def _capacity(arguments: argparse.Namespace) -> Capacity:
@@ -133,7 +134,9 @@ def _parser() -> Parser:
         metavar="BYTES",
         help="bytes per second that each GPU sends to other nodes (default 50e9: a 400 Gb/s adapter for each)",
     )
-    parser.add_argument("--host-memory", type=_bytes, metavar="BYTES", help="host memory of a node, to judge (2e12)")
+    parser.add_argument(
+        "--host-memory", type=_bytes, metavar="BYTES", help="host memory that a node has, to be compared (2e12)"
+    )
     parser.add_argument(
         "--storage-bandwidth",
         type=_bandwidth,
@@ -142,8 +145,8 @@ def _parser() -> Parser:
         help="bytes per second between a node and the checkpoints' storage (default 5e9)",
     )
     for name in ("prompt", "response"):
-        about = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"
-        parser.add_argument(f"--mean-{name}-length", type=whole_number(1, 1 << 30), metavar="N", help=about)
+        text = f"tokens of a typical {name}, for the times (default: data.max_{name}_length)"
+        parser.add_argument(f"--mean-{name}-length", type=whole_number(1, 1 << 30), metavar="N", help=text)
     parser.add_argument("--search", action="store_true", help="list the settings with the shortest step that fit")
     parser.add_argument(
         "--top", type=whole_number(1, 1000), default=10, metavar="N", help="number of plans to list (default 10)"

@@ -1,7 +1,8 @@
 """Bytes of the activations that a training pass stores for its backward pass, on one rank.
 
-The sums follow the operations of one layer: for Transformer Engine's layers those of its modules (saved_tensors of
-LayerNormLinear, Linear, attention), for Megatron-Core's local layers those that torch's autograd saves on a CPU.
+The sums follow the operations of one layer: for Transformer Engine's layers the operations of its modules
+(saved_tensors of LayerNormLinear, Linear, attention), for Megatron-Core's local layers what torch's autograd saves on a
+CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class LayerBytes:
 
 def layer_bytes(shape: ModelShape, megatron: MegatronConfig, transformer_engine: bool) -> LayerBytes:
     """Return the bytes per token of a layer. With experts: for evenly routed tokens."""
-    sizes = _Sizes.of(shape, megatron)
+    sizes = _Sizes(shape, megatron)
     all_of_it = sizes.transformer_engine() if transformer_engine else sizes.local()
     if megatron.recompute_granularity == "full":
         stored = sizes.states * sizes.itemsize
@@ -44,49 +45,32 @@ def layer_bytes(shape: ModelShape, megatron: MegatronConfig, transformer_engine:
     return LayerBytes(all_of_it - log_sum_exp, log_sum_exp + sizes.queries * sizes.itemsize)
 
 
-@dataclass(frozen=True)
 class _Sizes:
     """Elements per token on one rank."""
 
-    itemsize: int
-    states: float
-    """The hidden states between layers: with sequence parallelism a shard."""
-    queries: float
-    keys: float
-    """Keys, and as many for values."""
-    heads: float
-    ffn: float
-    """The product of gate and up, of the experts that a token has together."""
-    expert_inputs: float
-    """Inputs of a token's experts; 0 for dense layers."""
-    num_experts: int
-    routing: int
-    """Bytes of a router's indices, probabilities and masks."""
-    qk_norm: bool
-    silu: bool
-    """The activation is SiLU."""
-    torch_norms: bool
-    """On a CPU, torch computes the norms and their gradient operation by operation (models/norms.py)."""
-
-    @classmethod
-    def of(cls, shape: ModelShape, megatron: MegatronConfig) -> _Sizes:
+    def __init__(self, shape: ModelShape, megatron: MegatronConfig) -> None:
         tp = megatron.tensor_model_parallel_size
         experts = shape.experts_per_token
-        return cls(
-            itemsize=ITEMSIZES[megatron.dtype],
-            states=shape.hidden_size / (tp if megatron.sequence_parallel else 1),
-            queries=shape.num_heads * shape.head_dim / tp,
-            keys=max(shape.num_kv_heads / tp, 1) * shape.head_dim,
-            heads=shape.num_heads / tp,
-            ffn=shape.active_ffn_size / tp,
-            # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
-            expert_inputs=float(experts * shape.hidden_size),
-            num_experts=shape.num_experts,
-            routing=24 * experts + 5 * shape.num_experts,
-            qk_norm=shape.qk_norm,
-            silu=shape.activation == "silu",
-            torch_norms=shape.zero_centered_norms or megatron.dtype != "float32",
-        )
+        self.itemsize = ITEMSIZES[megatron.dtype]
+        self.states = shape.hidden_size / (tp if megatron.sequence_parallel else 1)
+        """The hidden states between layers: with sequence parallelism a shard."""
+        self.queries = shape.num_heads * shape.head_dim / tp
+        self.keys = max(shape.num_kv_heads / tp, 1) * shape.head_dim
+        """Keys, and as many for values."""
+        self.heads = shape.num_heads / tp
+        self.ffn = shape.active_ffn_size / tp
+        """The product of gate and up, of the experts that a token has together."""
+        # The dispatcher gathers the tokens of all tensor-parallel ranks, each of which has a part of every expert.
+        self.expert_inputs = float(experts * shape.hidden_size)
+        """Inputs of a token's experts; 0 for dense layers."""
+        self.num_experts = shape.num_experts
+        self.routing = 24 * experts + 5 * shape.num_experts
+        """Bytes of a router's indices, probabilities and masks."""
+        self.qk_norm = shape.qk_norm
+        self.silu = shape.activation == "silu"
+        """The activation is SiLU."""
+        self.torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
+        """On a CPU, torch computes the norms and their gradient operation by operation (models/norms.py)."""
 
     def transformer_engine(self) -> float:
         """Return the bytes of a layer of Transformer Engine without recomputation: inputs and outputs of both norms;
@@ -136,11 +120,11 @@ def update_peak(
 ) -> float:
     """Return the bytes of activations and gradients of activations at the peak of an update, on a rank of the stage.
     cuda: on a GPU, with Transformer Engine. entropy: the loss needs the entropy's gradient."""
-    sizes = _Sizes.of(shape, megatron)
+    sizes = _Sizes(shape, megatron)
     layer = layer_bytes(shape, megatron, cuda)
     stored = layers_in_flight(shape.num_layers, mesh, stage, work.num_micro_batches) * layer.stored
     # A layer's backward pass begins with the gradients of its output, of the residual, and of the MLP's product; of
-    # experts also with those of their outputs, twice: in the order of the tokens and in that of the experts.
+    # experts also with the gradients of their outputs, twice: in the order of the tokens and of the experts.
     first = 2 * sizes.states + sizes.ffn + 2 * sizes.expert_inputs
     # With sequence parallelism the states of all tensor-parallel ranks are gathered, and so is their gradient.
     gathered = 2 * shape.hidden_size if megatron.sequence_parallel else 0
@@ -159,7 +143,7 @@ def update_peak(
 
 def forward_peak(shape: ModelShape, megatron: MegatronConfig, mesh: Mesh, stage: int, work: Pass, cuda: bool) -> float:
     """Return the bytes of activations at the peak of a pass without gradients, on a rank of the stage."""
-    sizes = _Sizes.of(shape, megatron)
+    sizes = _Sizes(shape, megatron)
     # Of one layer: the residual, the norm's output with sequence parallelism gathered, gate, up and their product.
     layer = sizes.states + shape.hidden_size + 3 * sizes.ffn + 2 * sizes.expert_inputs
     num_bytes = work.tokens * layer * sizes.itemsize

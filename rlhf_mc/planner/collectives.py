@@ -15,7 +15,7 @@ from typing import Literal
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.planner.model_state import ITEMSIZES, buffers_of
+from rlhf_mc.planner.model_state import ITEMSIZES, model_buffers
 from rlhf_mc.reshard.layout import Layout
 from rlhf_mc.topology.mesh import Axis, Mesh
 
@@ -85,29 +85,29 @@ class Passes:
         self._cuda = cuda
         self._stage = mesh.coordinate(rank).pp
         self._itemsize = ITEMSIZES[megatron.dtype]
-        self._tp = mesh.group_of(rank, "tp")
-        self._ep = mesh.group_of(rank, "ep")
-        self._pp = mesh.group_of(rank, "pp")
+        self._tp = mesh.group_along(rank, "tp")
+        self._ep = mesh.group_along(rank, "ep")
+        self._pp = mesh.group_along(rank, "pp")
         self._layers = sum(map(len, mesh.chunk_layers(shape.num_layers, self._stage)))
         self._is_first = self._stage == 0
         self._is_last = self._stage == mesh.pp - 1
 
     def forward(self, work: PassTokens) -> list[Collective]:
-        """Return those of a pass without gradients. All ranks get its results."""
+        """Return the collectives of a pass without gradients. All ranks get its results."""
         results = Collective("results", "all_reduce", tuple(range(self._mesh.world)), work.all_results * _FLOAT32, 1)
         return _merged([*self._forward(work), *self._stages(work, backward=False), results])
 
     def update(self, work: PassTokens, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
-        """Return those of one optimizer step. layout: the rank's; all parameters are trained."""
+        """Return the collectives of one optimizer step. layout: the rank's; all parameters are trained."""
         return _merged([*self.forward_and_backward(work), *self.gradients(layout, overlaps_reduction)])
 
     def forward_and_backward(self, work: PassTokens) -> list[Collective]:
-        """Return those of one optimizer step without `gradients`: they grow with the tokens."""
+        """Return the collectives of one optimizer step that grow with the tokens: all but `gradients`."""
         collectives = [*self._forward(work), *self._backward(work), *self._recomputation(work)]
         return _merged([*collectives, *self._stages(work, backward=False), *self._stages(work, backward=True)])
 
     def gradients(self, layout: Layout, overlaps_reduction: bool) -> list[Collective]:
-        """Return those of gradients and new parameters in one optimizer step, as `update`."""
+        """Return the collectives of gradients and new parameters in one optimizer step, as `update`."""
         return _merged(list(self._gradients(layout, overlaps_reduction)))
 
     def _forward(self, work: PassTokens) -> Iterator[Collective]:
@@ -196,9 +196,9 @@ class Passes:
         """Yield the sums of gradients, in float32: over replicas, of norms over tensor-parallel ranks, of a tied
         embedding over both ends of the pipeline. With the distributed optimizer new parameters are gathered."""
         shares = self._shape.shares_embeddings
-        for buffer in buffers_of(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
+        for buffer in model_buffers(layout, self._megatron, self._mesh, self._stage, (), overlaps_reduction, shares):
             axes: tuple[Axis, ...] = ("expert_dp",) if buffer.is_of_experts else ("ep", "expert_dp")
-            group = self._mesh.group_of(self._rank, *axes)
+            group = self._mesh.group_along(self._rank, *axes)
             calls = len(buffer.buckets)
             if not self._megatron.use_distributed_optimizer:
                 yield Collective("gradients", "all_reduce", group, buffer.numel * _FLOAT32, calls)

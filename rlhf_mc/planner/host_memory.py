@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.lengths import responses_per_prompt
-from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.memory import RankMemory, sum_by_name
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.planner.storage import TRAINED, weight_bytes
 from rlhf_mc.topology.mesh import Mesh, training_mesh
@@ -49,19 +49,18 @@ def plan_host_memory(
     world = sum(len(ranks.ranks) for ranks in plan)
     nodes: dict[int, dict[str, float]] = {}
     for ranks in plan:
-        mine = _rank_bytes(cfg, shapes, ranks, world)
+        rank_bytes = _rank_bytes(cfg, shapes, ranks, world)
         for rank in ranks.ranks:
             parts = nodes.setdefault(rank // gpus_per_node, {})
-            for name, size in mine.items():
-                parts[name] = parts.get(name, 0.0) + size
+            parts.update(sum_by_name([*parts.items(), *rank_bytes.items()]))
     export = weight_bytes(shapes["actor"], cfg.actor.megatron)
-    found = []
+    planned = []
     for node, parts in nodes.items():
         # File i of an export is gathered by rank i.
         before = min(node * gpus_per_node * EXPORT_FILE, export)
         parts["export"] = min(export - before, gpus_per_node * EXPORT_FILE)
-        found.append(NodeMemory(node, {name: size for name, size in parts.items() if size}))
-    return max(found, key=lambda node: node.total)
+        planned.append(NodeMemory(node, {name: size for name, size in parts.items() if size}))
+    return max(planned, key=lambda node: node.total)
 
 
 def _rank_bytes(cfg: Config, shapes: Mapping[str, ModelShape], ranks: RankMemory, world: int) -> dict[str, float]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.data.balance import Limit, Sequences
-from rlhf_mc.data.micro_batch_limits import micro_batch_limits
+from rlhf_mc.data.balance import Limit, Sequences, micro_batch_limits
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks
@@ -36,21 +35,29 @@ _ROLES_OF_PASSES = {
 }
 """The model of each pass; the others are named after it."""
 _QUANTIZED = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
-"""Weights that rollout.quantization quantizes: those of linear layers, without embeddings and router."""
+"""Weights that rollout.quantization quantizes: of linear layers, without embeddings and router."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Device memory of one rank in one phase."""
+    """Device memory of one rank in one phase, or the time of a phase (times.py)."""
 
     name: str
     parts: Mapping[str, float]
-    """Bytes by what takes them."""
+    """Bytes or seconds by what takes them."""
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
+        """All parts together."""
         return sum(self.parts.values())
+
+
+def sum_by_name(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the sum of the amounts of each name."""
+    totals: dict[str, float] = {}
+    for name, amount in amounts:
+        totals[name] = totals.get(name, 0.0) + amount
+    return totals
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ def plan_memory(
     one_of_each_stage: bool = False,
 ) -> list[RankMemory]:
     """Return the memory of each class of ranks of a run. one_of_each_stage: of one rank of each class of pipeline
-    stages, which is nearly that of its tensor-parallel group.
+    stages, which is nearly the memory of its tensor-parallel group.
 
     shapes: of the run's models, by role. cuda: on GPUs with Transformer Engine; otherwise on CPUs, where device_bytes
     are a rank's share of the memory of its node."""
@@ -202,9 +209,7 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
             continue
         model = models[role]
         if phase in ("update_actor", "update_critic"):
-            mini_batch = cfg.actor.ppo_mini_batch_size
-            if role == "critic":
-                mini_batch = cfg.critic.ppo_mini_batch_size or mini_batch
+            mini_batch = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
             size = model.update(_pass(cfg, limit, model.replicas, mini_batch), role == "actor" and entropy)
         else:

@@ -60,7 +60,7 @@ class Buffer:
     """A flat buffer of parameters, given in the order of named_parameters, that have the same data-parallel group."""
 
     is_of_experts: bool
-    """Its group is that of the replicas of an expert."""
+    """Its group consists of the replicas of an expert."""
     ranks: int
     """Data-parallel size."""
     is_sharded: bool
@@ -134,17 +134,17 @@ def trained_state(
     """Return the bytes of a trained model on that data-parallel rank of this stage which updates most elements.
 
     layout: the rank's. frozen: names of its parameters that are not trained. overlaps_reduction, tied_embedding: see
-    `buffers_of`."""
+    `model_buffers`."""
     itemsize = ITEMSIZES[megatron.dtype]
     copies = _MOMENTS + (megatron.dtype != "float32")
-    buffers = list(buffers_of(layout, megatron, mesh, stage, frozen, overlaps_reduction, tied_embedding))
+    buffers = list(model_buffers(layout, megatron, mesh, stage, frozen, overlaps_reduction, tied_embedding))
     not_trained = sum(math.prod(size) for name, size in layout.shapes.items() if name in frozen)
     numel = sum(buffer.numel for buffer in buffers)
     shares = sum(buffer.largest_share() for buffer in buffers)
     return ModelState((not_trained + numel) * itemsize, numel * _FLOAT32, shares * copies * _FLOAT32)
 
 
-def buffers_of(
+def model_buffers(
     layout: Layout,
     megatron: MegatronConfig,
     mesh: Mesh,
@@ -158,17 +158,18 @@ def buffers_of(
 
     overlaps_reduction: gradients are reduced during the backward pass. tied_embedding: the output layer is the
     embedding."""
-    own_bucket = {name for name in layout.shapes if tied_embedding and mesh.pp > 1 and _is_at_an_end(name)}
+    own_bucket = {name for name in layout.shapes if "word_embeddings" in name or "output_layer" in name}
+    own_bucket = own_bucket if tied_embedding and mesh.pp > 1 else set()
     for sizes in _chunks(layout).values():
         trained = [(name, numel) for name, numel in sizes if name not in frozen]
         is_expert = [mesh.ep > 1 and ".experts." in name for name, _ in trained]
         for ranks, expert in ((mesh.dp, False), (mesh.dp // mesh.ep, True)):
-            mine = [found for found, e in zip(trained, is_expert, strict=True) if e == expert]
+            members = [size for size, e in zip(trained, is_expert, strict=True) if e == expert]
             # Stages after the first reduce all gradients at once.
             bucket = max(_BUCKET_NUMEL, 1_000_000 * mesh.dp) if overlaps_reduction and stage == 0 else None
             buffer = Buffer(expert, ranks, megatron.use_distributed_optimizer, bucket, own_bucket)
-            buffer.fill(mine)
-            if mine:
+            buffer.fill(members)
+            if members:
                 yield buffer
 
 
@@ -190,7 +191,3 @@ def _place(name: str) -> tuple[int, ...]:
         word, number = re.fullmatch(r"(\D*)(\d*)", part).groups()  # type: ignore[union-attr]
         key += [_ORDER.get(word, 0), int(number or 0)]
     return tuple(key)
-
-
-def _is_at_an_end(name: str) -> bool:
-    return "word_embeddings" in name or "output_layer" in name

@@ -42,10 +42,10 @@ def with_model(source: str, overrides: Sequence[str], model: str | None) -> list
             raise UserError(f"{key}: {path} cannot be read; {advice}")
     if model is None:
         return list(overrides)
-    return [*overrides, *(f"{key}={json.dumps(str(_directory_of(model)))}" for key in replaced)]
+    return [*overrides, *(f"{key}={json.dumps(str(_model_directory(model)))}" for key in replaced)]
 
 
-def _directory_of(model: str) -> Path:
+def _model_directory(model: str) -> Path:
     """Return the directory with the config.json that --model means."""
     name = model.lower()
     path = Path(model)

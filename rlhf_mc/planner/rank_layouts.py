@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.model_schema import MegatronConfig
@@ -20,6 +20,14 @@ from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.layout import Layout, RankLayout
 from rlhf_mc.reshard.placement import training_layout
 from rlhf_mc.topology.mesh import Coordinate, Mesh
+
+SomeSettings = tuple[tuple[str, Any], ...]
+"""Name and value of some settings of a MegatronConfig: a key of a cache, which other settings do not change."""
+
+
+def some_settings(megatron: MegatronConfig, *names: str) -> SomeSettings:
+    """Return these settings."""
+    return tuple((name, getattr(megatron, name)) for name in names)
 
 
 def model_coordinate(mesh: Mesh, rank: int) -> Coordinate:
@@ -60,24 +68,23 @@ def rank_state(
     None: the model is never trained."""
     overlaps = overlaps_reduction(megatron, mesh.dp, cuda)
     patterns = None if freeze is None else tuple(freeze)
-    settings = (megatron.dtype, megatron.use_distributed_optimizer, overlaps)
-    return _state_of(role, shape, mesh, place, patterns, cuda, *settings)
+    settings = some_settings(megatron, "dtype", "use_distributed_optimizer")
+    return _cached_state(role, shape, settings, mesh, place, patterns, cuda, overlaps)
 
 
 @functools.lru_cache(maxsize=4096)
-def _state_of(
+def _cached_state(
     role: str,
     shape: ModelShape,
+    settings: SomeSettings,
     mesh: Mesh,
     place: Coordinate,
     freeze: tuple[str, ...] | None,
     cuda: bool,
-    dtype: Literal["float32", "bfloat16"],
-    use_distributed_optimizer: bool,
     overlaps: bool,
 ) -> ModelState:
     layout = layout_at(shape, mesh, place, cuda)
-    megatron = MegatronConfig(dtype=dtype, use_distributed_optimizer=use_distributed_optimizer)
+    megatron = MegatronConfig(**dict(settings))
     if freeze is None:
         return frozen_state(layout, megatron)
     frozen = frozen_parameters(frozen_tensors(f"{role}.freeze", freeze, shape), layout) if freeze else ()

@@ -1,94 +1,43 @@
-"""The verdict on a plan, and its text."""
+"""The texts of a plan: tables, plain data for JSON, and the best choice of a search as a config file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rlhf_mc.config.roles import uses_critic
+from rlhf_mc.config.errors import UserError, error_reason
+from rlhf_mc.config.load import nest_settings
 from rlhf_mc.config.schema import Config
+from rlhf_mc.config.yaml_reader import yaml_document
 from rlhf_mc.planner.host_memory import NodeMemory
-from rlhf_mc.planner.memory import Phase, RankMemory
+from rlhf_mc.planner.lengths import Lengths
+from rlhf_mc.planner.memory import RankMemory, sum_by_name
+from rlhf_mc.planner.search import EQUAL, Choice
+from rlhf_mc.planner.start import GB, MemoryFit, rank_text
 from rlhf_mc.planner.storage import Storage
+from rlhf_mc.planner.times import StepTimes
 from rlhf_mc.planner.traffic import Traffic
 
-GB = 10**9
-KV_CACHE = "kv_cache"
-HOST_MEMORY = "host_memory"
-
-
-@dataclass(frozen=True)
-class MemoryFit:
-    """The verdict on a plan."""
-
-    problem: str | None
-    """A sentence on the memory that is too small; None: the run fits."""
-    phase: str
-    """The fullest phase; KV_CACHE where the engine has too little memory in its share."""
-    spare: float
-    """Device memory that the fullest phase leaves, in bytes; negative where it does not fit."""
-
-
-def memory_fit(
-    cfg: Config, plan: Sequence[RankMemory], device_bytes: int, cuda: bool = True, ranks_per_node: int = 1
-) -> MemoryFit:
-    """Return the verdict on a plan. cuda: of a run on GPUs, each with device_bytes; otherwise the ranks of a node share
-    the memory of all of them."""
-    ranks: Sequence[int]
-    if cuda:
-        ranks, phase = max(((alike.ranks, alike.fullest) for alike in plan), key=lambda found: found[1].total)
-    else:
-        ranks, phase = _fullest_node(plan, ranks_per_node)
-        device_bytes *= len(ranks)
-    spare = device_bytes - phase.total
-    if spare < 0:
-        largest = max(phase.parts, key=lambda part: phase.parts[part])
-        problem = (
-            f"phase {phase.name} on {_ranks(ranks)} takes {phase.total / GB:.1f} GB of {device_bytes / GB:.1f},"
-            f" {-spare / GB:.1f} too much; the largest part is {largest}, {phase.parts[largest] / GB:.1f} GB"
-        )
-        return MemoryFit(problem, phase.name, spare)
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    for alike in plan:
-        rollout = alike.rollout
-        needed = longest * rollout.kv_bytes_per_token
-        if rollout.kv_cache < needed:
-            key = "gpu_memory_utilization" if cuda else "cpu_kvcache_space_gb"
-            problem = (
-                f"rollout.{key} {getattr(cfg.rollout, key)} gives vLLM"
-                f" {rollout.budget / GB:.1f} GB on {_ranks(alike.ranks)}: {rollout.weights / GB:.1f} of weights and"
-                f" {rollout.activations / GB:.1f} of activations leave {max(rollout.kv_cache, 0) / GB:.2f} for keys"
-                f" and values, and one sequence of {longest} tokens needs {needed / GB:.2f}"
-            )
-            return MemoryFit(problem, KV_CACHE, spare)
-    return MemoryFit(None, phase.name, spare)
-
-
-def _fullest_node(plan: Sequence[RankMemory], ranks_per_node: int) -> tuple[Sequence[int], Phase]:
-    """Return the ranks of the node whose fullest phase takes most, and that phase with the bytes of all of them."""
-    of_rank = {rank: ranks.phases for ranks in plan for rank in ranks.ranks}
-    found: list[tuple[Sequence[int], Phase]] = []
-    for first in range(0, len(of_rank), ranks_per_node):
-        ranks = range(first, min(first + ranks_per_node, len(of_rank)))
-        for phases in zip(*(of_rank[rank] for rank in ranks), strict=True):
-            parts: dict[str, float] = {}
-            for part, size in (item for phase in phases for item in phase.parts.items()):
-                parts[part] = parts.get(part, 0.0) + size
-            found.append((ranks, Phase(phases[0].name, parts)))
-    return max(found, key=lambda node: node[1].total)
-
-
-def with_host(fit: MemoryFit, host: NodeMemory, node_bytes: float) -> MemoryFit:
-    """Return the verdict on a plan that must also fit the host memory of a node."""
-    if fit.problem is not None or host.total <= node_bytes:
-        return fit
-    largest = max(host.parts, key=lambda part: host.parts[part])
-    problem = (
-        f"node {host.node} needs {host.total / GB:.0f} GB of host memory of {node_bytes / GB:.0f}; the largest part is"
-        f" {largest}, {host.parts[largest] / GB:.0f} GB"
-    )
-    return MemoryFit(problem, HOST_MEMORY, fit.spare)
+NO_TIMES = "no times: of a GPU that is given by its bytes no rates are known"
+_COLUMNS = (
+    "rank",
+    "step s",
+    "tokens/s/GPU",
+    "GB left",
+    "TP",
+    "PP",
+    "chunks",
+    "EP",
+    "rollout TP",
+    "update tokens",
+    "other tokens",
+    "recompute",
+    "offload",
+    "vLLM",
+    "sequences",
+)
 
 
 def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
@@ -96,10 +45,9 @@ def table(cfg: Config, plan: Sequence[RankMemory], device_bytes: int) -> str:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     lines = []
     for ranks in plan:
-        lines.append(f"{_ranks(ranks.ranks)}, GB of {device_bytes / GB:.1f} on each device:")
+        lines.append(f"{rank_text(ranks.ranks)}, GB of {device_bytes / GB:.1f} on each device:")
         for phase in ranks.phases:
-            parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in phase.parts.items() if size >= GB / 20)
-            lines.append(f"  {phase.name:<16} {phase.total / GB:6.1f}   {parts}")
+            lines.append(f"  {phase.name:<16} {phase.total / GB:6.1f}   {_gigabytes(phase.parts)}")
         rollout = ranks.rollout
         cache = max(rollout.kv_cache, 0.0)
         count = cache / rollout.kv_bytes_per_token / longest
@@ -118,15 +66,13 @@ def traffic_table(transfers: Sequence[Traffic]) -> str:
         "traffic of a step, max over ranks of the GB received in the node, from other nodes; by purpose: in | from"
     ]
     for phase in dict.fromkeys(transfer.phase for transfer in transfers):
-        mine = [transfer for transfer in transfers if transfer.phase == phase]
+        of_phase = [transfer for transfer in transfers if transfer.phase == phase]
         sides = [
-            _by_purpose([(t.name, t.intra_node) for t in mine]),
-            _by_purpose([(t.name, t.inter_node) for t in mine]),
+            sum_by_name((transfer.name, transfer.intra_node) for transfer in of_phase),
+            sum_by_name((transfer.name, transfer.inter_node) for transfer in of_phase),
         ]
         totals = "".join(f" {sum(side.values()) / GB:8.1f}" for side in sides)
-        texts = [
-            ", ".join(f"{name} {size / GB:.1f}" for name, size in side.items() if size >= GB / 20) for side in sides
-        ]
+        texts = [_gigabytes(side) for side in sides]
         lines.append(f"  {phase:<16}{totals}   {' | '.join(texts) if texts[1] else texts[0]}")
     return "\n".join(lines)
 
@@ -134,9 +80,8 @@ def traffic_table(transfers: Sequence[Traffic]) -> str:
 def host_table(host: NodeMemory, storage: Storage) -> str:
     """Return the text of host memory and files: a line for each."""
     is_offload = {name: name.endswith((" params", " optimizer")) for name in host.parts}
-    sizes = _by_purpose([("offloads" if is_offload[name] else name, size) for name, size in host.parts.items()])
-    parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= GB / 20)
-    lines = [f"host memory of node {host.node}, GB: {host.total / GB:.1f}: {parts}"]
+    sizes = sum_by_name(("offloads" if is_offload[name] else name, size) for name, size in host.parts.items())
+    lines = [f"host memory of node {host.node}, GB: {host.total / GB:.1f}: {_gigabytes(sizes)}"]
     if storage.checkpoints == 0:
         lines.append(f"no training checkpoints (trainer.save_freq); an export has {storage.export / GB:.1f} GB")
         return "\n".join(lines)
@@ -148,11 +93,28 @@ def host_table(host: NodeMemory, storage: Storage) -> str:
     return "\n".join(lines)
 
 
-def _by_purpose(sizes: Sequence[tuple[str, float]]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for name, size in sizes:
-        totals[name] = totals.get(name, 0.0) + size
-    return totals
+def times_table(times: StepTimes, lengths: Lengths) -> str:
+    """Return the text: each phase with its lower bound, its share of the step, and its parts."""
+    lines = [
+        f"lower bounds of a step's times, for prompts of {lengths.prompt:g} and responses of {lengths.response:g}"
+        f" tokens ({times.sequences_at_a_time} sequences at a time in each engine):"
+    ]
+    for phase in times.phases:
+        parts = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in phase.parts.items() if seconds > 0)
+        lines.append(f"  {phase.name:<16} {_duration(phase.total):>9} {phase.total / times.seconds:5.0%}   {parts}")
+    lines.append(
+        f"  step             {_duration(times.seconds):>9}        {times.tokens_per_gpu:.0f} tokens/s on each GPU,"
+        f" {times.tokens_per_gpu * times.world:.0f} in all; pipeline bubble {times.bubble_share:.1%}"
+    )
+    return "\n".join(lines)
+
+
+def _gigabytes(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= GB / 20)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traffic]) -> dict[str, Any]:
@@ -174,93 +136,87 @@ def as_json(plan: Sequence[RankMemory], fit: MemoryFit, transfers: Sequence[Traf
     }
 
 
-def remedy(cfg: Config, phase: str, cuda: bool, fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
-    """Return settings that make the run fit: one change that is enough alone, else changes of which each is needed;
-    None: no changes of the list are enough. cuda: on GPUs. fits: whether the config with these overrides does."""
-    roles = ["actor", "critic"] if uses_critic(cfg) else ["actor"]
-    of_engine = list(_engine_settings(cfg, phase) if cuda else _engine_settings_on_cpu(cfg, phase))
-    of_updates = list(_remedies_of_updates(cfg, roles)) if phase in ("update_actor", "update_critic") else []
-    known = (list(_offloads(cfg, roles)) if cuda else []) + of_updates + of_engine
-    if phase == HOST_MEMORY:
-        known = list(_remedies_of_host(cfg, roles))
-    for settings in known:
-        if fits(settings):
-            return settings
-    together: dict[str, str] = {}  # a later value of a key replaces an earlier one
-    for settings in known:
-        together |= {setting.partition("=")[0]: setting for setting in settings}
-        if fits(list(together.values())):
-            break
-    else:
-        return None
-    for key in list(together):
-        rest = [setting for other, setting in together.items() if other != key]
-        if fits(rest):
-            del together[key]
-    return list(together.values())
+def times_json(times: StepTimes, lengths: Lengths) -> dict[str, Any]:
+    """Return the times as plain data, in seconds."""
+    return {
+        "prompt_length": lengths.prompt,
+        "response_length": lengths.response,
+        "sequences_at_a_time": times.sequences_at_a_time,
+        "phases": {phase.name: dict(phase.parts) for phase in times.phases},
+        "shares": {phase.name: phase.total / times.seconds for phase in times.phases},
+        "step_seconds": times.seconds,
+        "tokens_per_second": times.tokens_per_gpu * times.world,
+        "tokens_per_second_per_gpu": times.tokens_per_gpu,
+        "bubble_share": times.bubble_share,
+    }
 
 
-# Each yields changes that reduce memory, from those that cost least time to those that cost most.
+# ---------------------------------------------------------------- a search
 
 
-def _offloads(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
-    if not cfg.rollout.free_cache_engine:
-        yield ["rollout.free_cache_engine=true"]
-    for part in ("grad", "optimizer", "param"):
-        if part == "param" and cfg.reshard.share_weights:
-            continue  # the actor's weights are then the engine's too
-        if unset := _unset(cfg, roles, f"{part}_offload", True):
-            yield unset
+def search_table(choices: Sequence[Choice], lengths: Lengths) -> str:
+    """Return the table, the best choice first."""
+    rows = [_COLUMNS, *(_row(number, choice) for number, choice in enumerate(choices, 1))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    title = (
+        f"plans that fit, by the lower bound of a step with prompts of {lengths.prompt:g} and responses of"
+        f" {lengths.response:g} tokens (those within {EQUAL:.0%}: by less offload and recomputation):"
+    )
+    return "\n".join([title, *lines])
 
 
-def _remedies_of_host(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
-    if cfg.trainer.async_save:
-        yield ["trainer.async_save=false"]
-    for part in ("param", "optimizer"):
-        if unset := _unset(cfg, roles, f"{part}_offload", False):
-            yield unset
+def _row(number: int, choice: Choice) -> tuple[str, ...]:
+    cfg = choice.cfg
+    actor = cfg.actor.megatron
+    budgets = (str(cfg.actor.ppo_max_token_len_per_gpu), str(cfg.rollout.log_prob_max_token_len_per_gpu))
+    offloads = [name for name in ("grad", "optimizer", "param") if getattr(actor, f"{name}_offload")]
+    return (
+        str(number),
+        f"{choice.times.seconds:.1f}",
+        f"{choice.times.tokens_per_gpu:.0f}",
+        f"{choice.fit.spare / 1e9:.1f}",
+        str(actor.tensor_model_parallel_size),
+        str(actor.pipeline_model_parallel_size),
+        str(actor.virtual_pipeline_model_parallel_size or 1),
+        str(actor.expert_model_parallel_size),
+        str(cfg.rollout.tensor_model_parallel_size),
+        *(budgets if cfg.actor.use_dynamic_bsz else ("", "")),
+        actor.recompute_granularity or "none",
+        "+".join(offloads) or "none",
+        f"{cfg.rollout.gpu_memory_utilization:g}",
+        str(choice.times.sequences_at_a_time),
+    )
 
 
-def _remedies_of_updates(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
-    if cfg.actor.megatron.tensor_model_parallel_size > 1 and not cfg.actor.megatron.sequence_parallel:
-        yield _unset(cfg, roles, "sequence_parallel", True)
-    if cfg.actor.megatron.recompute_granularity is None:
-        yield _unset(cfg, roles, "recompute_granularity", "selective")
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
-    if cfg.actor.use_dynamic_bsz and min(budgets.values()) >= longest:
-        yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
-    if unset := _unset(cfg, roles, "recompute_granularity", "full"):
-        yield unset
+def search_json(choices: Sequence[Choice], lengths: Lengths) -> list[dict[str, Any]]:
+    """Return the choices as plain data: settings by dotted key, bytes, seconds."""
+    return [
+        {
+            "settings": dict(choice.settings),
+            "spare_bytes": choice.fit.spare,
+            "fullest_phase": choice.fit.phase,
+            "times": times_json(choice.times, lengths),
+        }
+        for choice in choices
+    ]
 
 
-def _engine_settings(cfg: Config, phase: str) -> Iterator[list[str]]:
-    share = cfg.rollout.gpu_memory_utilization
-    for tenth in range(9, 1, -1):
-        if tenth / 10 < share and phase != KV_CACHE:
-            yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
-    for tenth in range(2, 10):
-        if tenth / 10 > share and phase == KV_CACHE:
-            yield [f"rollout.gpu_memory_utilization={tenth / 10}"]
+def check_new_file(path: str) -> None:
+    """Raise UserError if a config cannot be written to this path: it exists, or its directory does not."""
+    if os.path.lexists(path):
+        raise UserError(f"--write: {path} exists; name a new file, or remove it")
+    if not Path(path).parent.is_dir():
+        raise UserError(f"--write: {path}: no directory {Path(path).parent}; create it")
 
 
-def _engine_settings_on_cpu(cfg: Config, phase: str) -> Iterator[list[str]]:
-    size = cfg.rollout.cpu_kvcache_space_gb
-    for factor in (2, 4, 8):
-        other = size * factor if phase == KV_CACHE else size // factor
-        if other:
-            yield [f"rollout.cpu_kvcache_space_gb={other}"]
-
-
-def _unset(cfg: Config, roles: Sequence[str], name: str, value: str | bool) -> list[str]:
-    """Return the overrides that give megatron.<name> this value for the roles that have another."""
-    text = str(value).lower()
-    return [f"{role}.megatron.{name}={text}" for role in roles if getattr(getattr(cfg, role).megatron, name) != value]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:3]))}, ...)"
+def write_config(path: str, command: str, settings: Mapping[str, Any], choice: Choice) -> None:
+    """Write the user's settings with the chosen ones as a new config file. command: the one that was run. Raise
+    UserError if it cannot be written."""
+    head = f"# Written by: {command}\n# Settings of the planner's search replace those of its config.\n"
+    text = f"{head}\n{yaml_document(nest_settings({**settings, **choice.settings}))}"
+    try:
+        with Path(path).open("x") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"--write: {path} cannot be written ({error_reason(error)})") from error

@@ -1,9 +1,9 @@
 """Search for the settings with the shortest step that fit: layouts of training and rollout, token budgets,
-recomputation, offload, the rollout engine's share. All other settings are the user's, also those of megatron sections
-other than the actor's, which inherit what they leave out.
+recomputation, offload, the rollout engine's share. All other settings are the user's. Megatron sections other than the
+actor's inherit what they leave out.
 
 Candidates are visited by a bound of their step time that takes an unlimited KV cache and no offload, so that the search
-ends once no candidate can be better than those found.
+ends once no candidate can be better.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config, nest_settings
 from rlhf_mc.config.schema import Config, reward_models
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
+from rlhf_mc.planner.gpus import Machine
 from rlhf_mc.planner.lengths import Lengths
-from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.memory import RankMemory, plan_memory
 from rlhf_mc.planner.model_state import ModelState
 from rlhf_mc.planner.rank_layouts import planned_layouts
-from rlhf_mc.planner.start import Capacity, check_fit, plan_run, planned_shapes
+from rlhf_mc.planner.start import Capacity, MemoryFit, check_fit, plan_run, planned_shapes
 from rlhf_mc.planner.times import StepTimes, largest_states, passes, plan_times
 from rlhf_mc.planner.traffic import weight_update
 from rlhf_mc.reshard.layout import logical_shapes
@@ -35,15 +35,15 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.mesh import training_mesh
 
 MARGIN = 0.05
-"""Share of the device memory that a found plan leaves: activations are planned within 10 %, fragmentation is not."""
+"""Share of the device memory that a plan leaves: activations are planned within 10 %, fragmentation is not."""
 EQUAL = 0.03
 """Share of a time by which two bounds do not differ: they leave more out than that. The simpler settings then come
 first."""
 SECONDS = 45.0
-"""Time after which a search begins nothing new and returns the best that it has found."""
+"""Time after which a search begins nothing new and returns the best so far."""
 MOST_RANKS = 4096
 """Ranks beyond which a search leaves out the weight update, whose plan for all of them takes minutes."""
-_SAID_EVERY = 5.0
+_PRINT_SECONDS = 5.0
 _SHARES = [twentieth / 20 for twentieth in range(2, 20)]
 _MOST_CHUNKS = 8
 _LARGEST_BUDGET = 1 << 16
@@ -77,13 +77,10 @@ class Choice:
     """Settings that fit."""
 
     settings: Settings
-    """Those that were searched for."""
+    """Settings that were searched for."""
     cfg: Config
     times: StepTimes
-    spare: float
-    """Bytes of device memory that the fullest phase leaves."""
-    phase: str
-    """The fullest phase."""
+    fit: MemoryFit
     offload: int
     """Number of the offload settings, in the order in which they are tried."""
 
@@ -104,13 +101,13 @@ class _Candidate:
 def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Lengths, top: int) -> list[Choice]:
     """Return the best choices, the best first, at most `top`, each with another layout or recomputation. settings: the
     user's. Raise UserError if none fits, or if the settings are wrong whatever the layout."""
-    found = _Search(settings, machine, capacity, lengths)
-    choices = found.best(top, beyond_node=False) or found.best(top, beyond_node=True)
-    if found.time.is_up:
+    run = _Search(settings, machine, capacity, lengths)
+    choices = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
+    if run.time.is_up:
         print_line(
             f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all"
         )
-    if found.time.is_up and not choices:
+    if run.time.is_up and not choices:
         raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
     if machine.world > MOST_RANKS:
         print_line(
@@ -130,15 +127,15 @@ class _Time:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._said = self._start
+        self._printed = self._start
         self.is_up = False
         """The search has left something out."""
 
     def is_over(self, share: float, done: str) -> bool:
-        """Return whether this share of the time is over. done: what the search has done, which it says at times."""
+        """Return whether this share of the time is over. done: what the search has done, which is printed at times."""
         now = time.monotonic()
-        if now - self._said >= _SAID_EVERY:
-            self._said = now
+        if now - self._printed >= _PRINT_SECONDS:
+            self._printed = now
             print_line(f"search: {done} ({now - self._start:.0f} s)")
         is_over = now - self._start > share * SECONDS
         self.is_up |= is_over
@@ -174,11 +171,9 @@ class _Search:
             if enough and candidate.bound > enough[0] * (1 + EQUAL):
                 break
             choice = self._fitting(candidate)
-            if choice is None:
-                continue
-            key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
-            both = [choice, *([best[key]] if key in best else [])]
-            best[key] = _ranked(both)[0]
+            if choice is not None:
+                key = (*candidate.layout.values(), candidate.rollout_tp, candidate.recompute)
+                best[key] = _ranked([choice, best.get(key, choice)])[0]
         complete: list[Choice] = []
         for choice in _ranked(list(best.values())):
             if len(complete) == top or (
@@ -187,8 +182,6 @@ class _Search:
                 break
             complete += filter(None, [self._complete(choice)])
         return _ranked(complete)
-
-    # ---------------------------------------------------------------- candidates
 
     def _candidates(self, beyond_node: bool) -> Iterator[_Candidate]:
         """Yield all candidates whose layout the models, and the config's other settings, allow."""
@@ -201,8 +194,8 @@ class _Search:
             except UserError:
                 continue
             cfg = self._config({_ROLLOUT_TP: rollout_tp})
-            held = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
-            parts = generation(cfg, self._shapes["actor"], self._machine, self._lengths, held)
+            decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
+            parts = generation(cfg, self._shapes["actor"], self._machine, self._lengths, decoded)
             rollouts[rollout_tp] = sum(parts.values())
         budget = self._budget_sizes()[-1]
         is_any = False
@@ -220,7 +213,7 @@ class _Search:
                 continue
             is_any = True
             for one, (rollout_tp, seconds) in itertools.product(
-                self._of_layout(layout, max(rollouts)), rollouts.items()
+                self._layout_candidates(layout, max(rollouts)), rollouts.items()
             ):
                 if beyond_node and max(layout[_TP], rollout_tp) <= self._machine.gpus_per_node:
                     continue
@@ -228,9 +221,9 @@ class _Search:
         if not is_any and error is not None and not beyond_node:
             raise error
 
-    def _of_layout(self, layout: Settings, rollout_tp: int) -> Iterator[_Candidate]:
-        """Yield the candidates of a training layout, with the bound of all but generation. rollout_tp: that with least
-        memory."""
+    def _layout_candidates(self, layout: Settings, rollout_tp: int) -> Iterator[_Candidate]:
+        """Yield the candidates of a training layout, with the bound of all but generation. rollout_tp: the size with
+        least memory."""
         states = self._smallest({**layout, _ROLLOUT_TP: rollout_tp})
         if states is None:
             return
@@ -241,8 +234,8 @@ class _Search:
             for budget in self._budget_sizes():
                 cfg = self._config({**chosen, **self._budgets(budget, budget)})
                 phases = passes(cfg, self._shapes, states, self._machine, self._lengths)
-                update[budget] = sum(phase.seconds for phase in phases if phase.name.startswith("update_"))
-                forward[budget] = sum(phase.seconds for phase in phases) - update[budget]
+                update[budget] = sum(phase.total for phase in phases if phase.name.startswith("update_"))
+                forward[budget] = sum(phase.total for phase in phases) - update[budget]
             quickest = min(forward.values())
             largest = max(budget for budget, seconds in forward.items() if seconds <= quickest * (1 + EQUAL))
             for budget, seconds in update.items():
@@ -278,7 +271,7 @@ class _Search:
         """Return the token budgets to try, ascending: one sequence, powers of two, and the user's."""
         longest = self._base.data.max_prompt_length + self._base.data.max_response_length
         if not self._base.actor.use_dynamic_bsz:
-            return [longest]  # micro-batches are those of the user's numbers of sequences
+            return [longest]  # micro-batches have the user's numbers of sequences
         sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu}
         sizes |= {1 << power for power in range(_LARGEST_BUDGET.bit_length())}
         return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
@@ -293,7 +286,8 @@ class _Search:
         return {key: value for key, value in budgets.items() if not key.startswith(absent)}
 
     def _levels(self) -> list[dict[str, Any]]:
-        """Return the settings that offload, from those that free least to those that free most and take most time."""
+        """Return the settings that offload: first the ones that free least, last the ones that free most and take most
+        time."""
         shares = self._base.rollout.quantization is None
         offloads = ("grad_offload", "optimizer_offload", "param_offload")
         levels = []
@@ -304,8 +298,6 @@ class _Search:
         if not self._base.rollout.free_cache_engine:
             levels.insert(0, {**levels[0], "rollout.free_cache_engine": False})
         return levels
-
-    # ---------------------------------------------------------------- memory
 
     def _smallest(self, layout: Settings) -> dict[str, ModelState] | None:
         """Return the states of the models in a layout; None where it does not fit with all that saves memory."""
@@ -368,13 +360,17 @@ class _Search:
 
     def _with_share(self, chosen: Settings, level: int) -> Choice | None:
         cfg = self._config(chosen)
-        # Host memory is that of all ranks of a node.
+        # Host memory is summed over all ranks of a node.
         plan = self._plan(cfg, one_of_each_stage=self._capacity.host_bytes is None)
-        fit = check_fit(cfg, self._shapes, plan, self._capacity)
-        if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
+        fit = self._checked_fit(cfg, plan)
+        if fit is None:
             return None
-        times = plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths)
-        return Choice(chosen, cfg, times, fit.spare, fit.phase, level)
+        return Choice(chosen, cfg, plan_times(cfg, self._shapes, plan, (), self._machine, self._lengths), fit, level)
+
+    def _checked_fit(self, cfg: Config, plan: Sequence[RankMemory]) -> MemoryFit | None:
+        """Return the fit of a plan; None: it does not fit, or leaves less than MARGIN."""
+        fit = check_fit(cfg, self._shapes, plan, self._capacity)
+        return None if fit.problem is not None or fit.spare < MARGIN * self._device_bytes else fit
 
     def _room_of_engine(self, plan: Sequence[RankMemory]) -> float | None:
         """Return the share of the device that the rollout engine may take; None: even without its KV cache a phase does
@@ -390,10 +386,11 @@ class _Search:
     def _share(self, cfg: Config, plan: Sequence[RankMemory], room: float) -> float:
         """Return rollout.gpu_memory_utilization. room: the most it may be."""
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        held = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
+        decoded = sequences_at_a_time(cfg, self._machine.world, self._lengths, _UNLIMITED)
         rollouts = [ranks.rollout for ranks in plan]
         needed = max(
-            rollout.weights + rollout.activations + held * longest * rollout.kv_bytes_per_token for rollout in rollouts
+            rollout.weights + rollout.activations + decoded * longest * rollout.kv_bytes_per_token
+            for rollout in rollouts
         )
         fitting = [share for share in _SHARES if share <= room]
         enough = [share for share in fitting if share * self._device_bytes >= needed]
@@ -406,17 +403,17 @@ class _Search:
             plan = plan_run(choice.cfg, self._shapes, self._capacity)
         except UserError:
             return None
-        fit = check_fit(choice.cfg, self._shapes, plan, self._capacity)
-        if fit.problem is not None or fit.spare < MARGIN * self._device_bytes:
-            return None
+        fit = self._checked_fit(choice.cfg, plan)
         machine = self._machine
+        if fit is None:
+            return None
         if machine.world > MOST_RANKS:
-            return replace(choice, spare=fit.spare, phase=fit.phase)
+            return replace(choice, fit=fit)
         shape = self._shapes["actor"]
-        held = planned_layouts(shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True)
-        weights = weight_update(choice.cfg, shape, held, machine.gpus_per_node)
+        layouts = planned_layouts(shape, training_mesh(choice.cfg.actor.megatron, machine.world), cuda=True)
+        weights = weight_update(choice.cfg, shape, layouts, machine.gpus_per_node)
         times = plan_times(choice.cfg, self._shapes, plan, weights, machine, self._lengths)
-        return replace(choice, times=times, spare=fit.spare, phase=fit.phase)
+        return replace(choice, times=times, fit=fit)
 
     def _plan(self, cfg: Config, one_of_each_stage: bool = True) -> list[RankMemory]:
         world = self._machine.world

@@ -60,9 +60,9 @@ def plan_storage(
     nodes = max(1, sum(len(ranks.ranks) for ranks in plan) // gpus_per_node)
     read: dict[int, int] = {}
     for ranks in plan:
-        mine = sum(ranks.states[role].params + ranks.states[role].optimizer for role in settings)
+        rank_bytes = sum(ranks.states[role].params + ranks.states[role].optimizer for role in settings)
         for rank in ranks.ranks:
-            read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + mine
+            read[rank // gpus_per_node] = read.get(rank // gpus_per_node, 0) + rank_bytes
     kept = trainer.max_ckpt_to_keep
     checkpoints = 0 if trainer.save_freq < 1 else None if kept is None else kept + trainer.keep_best + 1
     return Storage(

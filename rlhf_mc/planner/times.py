@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rlhf_mc.architectures.operations import BACKWARD, ForwardFlops, forward_flops, output_flops
 from rlhf_mc.architectures.spec import ModelShape
@@ -20,11 +19,11 @@ from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import Config, layouts
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.generation_time import generation, sequences_at_a_time
+from rlhf_mc.planner.gpus import Machine, ProductRate
 from rlhf_mc.planner.lengths import Lengths
-from rlhf_mc.planner.machine import Machine, ProductRate
-from rlhf_mc.planner.memory import RankMemory
+from rlhf_mc.planner.memory import Phase, RankMemory, sum_by_name
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
-from rlhf_mc.planner.rank_layouts import layout_at, model_coordinate
+from rlhf_mc.planner.rank_layouts import SomeSettings, layout_at, model_coordinate, some_settings
 from rlhf_mc.planner.traffic import UPDATE_WEIGHTS, PhasePasses, Traffic, phase_work
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
@@ -32,24 +31,11 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class PhaseTime:
-    """The time of a phase."""
-
-    name: str
-    parts: Mapping[str, float]
-    """Seconds by what takes them, one after the other."""
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of all parts."""
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
 class StepTimes:
     """The times of a step."""
 
-    phases: tuple[PhaseTime, ...]
+    phases: tuple[Phase, ...]
+    """Seconds by what takes them, one after the other."""
     tokens: float
     """Prompts and responses of the batch that the step trains on, as perf/total_num_tokens counts them."""
     world: int
@@ -59,7 +45,7 @@ class StepTimes:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return sum(phase.seconds for phase in self.phases)
+        return sum(phase.total for phase in self.phases)
 
     @property
     def tokens_per_gpu(self) -> float:
@@ -83,8 +69,16 @@ def plan_times(
     """Return the times of a step whose memory is planned. shapes: of the run's models, by role. weights: transfers of
     the weight update."""
     states = largest_states(plan)
-    kv_tokens = min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan)
-    return step_times(cfg, shapes, states, weights, machine, lengths, max(kv_tokens, 0.0))
+    kv_tokens = max(0.0, min(ranks.rollout.kv_cache / ranks.rollout.kv_bytes_per_token for ranks in plan))
+    decoded = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
+    phases = [Phase("gen", generation(cfg, shapes["actor"], machine, lengths, decoded))]
+    phases += passes(cfg, shapes, states, machine, lengths)
+    onload = onload_bytes(cfg, states, [phase.name for phase in phases]) / machine.rates.host
+    received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
+    phases += [Phase(UPDATE_WEIGHTS, {"weights": received})] if received else []
+    phases += [Phase("offload", {"onload": onload})] if onload else []
+    tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total
+    return StepTimes(tuple(phases), tokens, machine.world, decoded)
 
 
 def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
@@ -93,42 +87,21 @@ def largest_states(plan: Sequence[RankMemory]) -> dict[str, ModelState]:
     return {role: max((of[role] for of in states), key=lambda one: one.params + one.optimizer) for role in states[0]}
 
 
-def step_times(
-    cfg: Config,
-    shapes: Mapping[str, ModelShape],
-    states: Mapping[str, ModelState],
-    weights: Sequence[Traffic],
-    machine: Machine,
-    lengths: Lengths,
-    kv_tokens: float,
-) -> StepTimes:
-    """Return the times of a step. states: of each model on the rank that holds most. kv_tokens: tokens for which an
-    engine's KV cache has room. For the others see plan_times."""
-    held = sequences_at_a_time(cfg, machine.world, lengths, kv_tokens)
-    phases = [PhaseTime("gen", generation(cfg, shapes["actor"], machine, lengths, held))]
-    phases += passes(cfg, shapes, states, machine, lengths)
-    onload = onload_bytes(cfg, states, [phase.name for phase in phases]) / machine.rates.host
-    received = sum(machine.seconds(transfer.intra_node, transfer.inter_node) for transfer in weights)
-    phases += [PhaseTime(UPDATE_WEIGHTS, {"weights": received})] if received else []
-    phases += [PhaseTime("offload", {"onload": onload})] if onload else []
-    tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.total
-    return StepTimes(tuple(phases), tokens, machine.world, held)
-
-
 def passes(
     cfg: Config,
     shapes: Mapping[str, ModelShape],
     states: Mapping[str, ModelState],
     machine: Machine,
     lengths: Lengths,
-) -> list[PhaseTime]:
-    """Return the times of the phases in which a model computes. Arguments as of step_times."""
-    passes = []
+) -> list[Phase]:
+    """Return the times of the phases in which a model computes. states: of each model, by role, on the rank that holds
+    most. The other arguments are plan_times's."""
+    times = []
     for work in phase_work(cfg, shapes, machine.world, lengths):
         model = _Model(shapes[work.role], layouts(cfg)[work.role], machine, lengths)
         parts = model.update(work, states[work.role]) if work.is_update else model.forward(work)
-        passes.append(PhaseTime(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
-    return passes
+        times.append(Phase(work.phase, {part: work.passes * seconds for part, seconds in parts.items()}))
+    return times
 
 
 class _Model:
@@ -155,7 +128,7 @@ class _Model:
         seconds = self._pipelined(work, backward=True)
         sums = self._sums_of_gradients()
         if overlaps_reduction(self._megatron, self._mesh.dp, True):
-            last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.share.micro_batches
+            last = seconds["products"] * BACKWARD / (1 + BACKWARD) / work.micro_batches
             sums["gradients"] = max(0.0, sums["gradients"] - last)
         return {**seconds, **sums, "optimizer": self._optimizer_bytes(state) / self._machine.rates.memory}
 
@@ -165,29 +138,29 @@ class _Model:
         The slowest stage works on one micro-batch after the other. Before its first and after its last it waits for
         the first chunks of the other stages: (p - 1) / (v m) of the time of m micro-batches, with p equal stages of v
         chunks (arXiv 2104.04473, section 2.2)."""
-        share = work.share
         stages = range(self._mesh.pp)
-        of_one = [self._stage(stage, share.sequences / share.micro_batches, work.results, backward) for stage in stages]
-        seconds = [sum(parts.values()) for parts in of_one]
+        sequences = work.sequences / work.micro_batches
+        one_micro_batch = [self._stage(stage, sequences, work.results, backward) for stage in stages]
+        seconds = [sum(parts.values()) for parts in one_micro_batch]
         slowest = max(stages, key=seconds.__getitem__)
-        found = {part: share.micro_batches * time for part, time in of_one[slowest].items()}
+        parts = {part: work.micro_batches * time for part, time in one_micro_batch[slowest].items()}
         if self._mesh.pp > 1:
-            found["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
-        if share.dummies:
-            found["dummies"] = share.dummies * sum(self._stage(slowest, 1, work.results, backward).values())
-        return found
+            parts["bubble"] = (sum(seconds) - seconds[slowest]) / self._mesh.vpp
+        if work.dummies:
+            parts["dummies"] = work.dummies * sum(self._stage(slowest, 1, work.results, backward).values())
+        return parts
 
     def _stage(self, stage: int, sequences: float, results: float, backward: bool) -> dict[str, float]:
         """Return the parts of a micro-batch on a stage: products, and communication that they wait for."""
         products = self._products(stage, sequences, results, backward)
-        settings = (self._megatron.dtype, self._megatron.sequence_parallel, self._megatron.recompute_granularity)
-        work = PassTokens(self._lengths.total, results, 0.0, 1)
-        communication = _communication(self._shape, self._mesh, stage, *settings, work, self._machine, backward)
-        found = {name: sequences * seconds for name, seconds in communication.items()}
+        settings = some_settings(self._megatron, "dtype", "sequence_parallel", "recompute_granularity")
+        tokens = PassTokens(self._lengths.total, results, 0.0, 1)
+        of_sequence = _communication(self._shape, settings, self._mesh, stage, tokens, self._machine, backward)
+        communication = {name: sequences * seconds for name, seconds in of_sequence.items()}
         if self._mesh.vpp > 1:
             # Messages overlap with the products of other virtual pipeline chunks (models/gpt_model.py).
-            found["pipeline"] = max(0.0, found["pipeline"] - products)
-        return {"products": products, **found}
+            communication["pipeline"] = max(0.0, communication["pipeline"] - products)
+        return {"products": products, **communication}
 
     def _products(self, stage: int, sequences: float, results: float, backward: bool) -> float:
         """Return the seconds of a micro-batch's products on a stage, or of its weights' memory if that is longer. A
@@ -213,15 +186,14 @@ class _Model:
 
     def _sums_of_gradients(self) -> dict[str, float]:
         """Return the seconds of gradients and of new parameters, on the stage that takes longest."""
-        megatron = self._megatron
-        settings = (megatron.dtype, megatron.sequence_parallel, megatron.use_distributed_optimizer)
-        overlaps = overlaps_reduction(megatron, self._mesh.dp, True)
-        stages: list[Mapping[str, float]] = [
-            _sums_of_gradients(self._shape, self._mesh, stage, *settings, overlaps, self._machine)
+        settings = some_settings(self._megatron, "dtype", "sequence_parallel", "use_distributed_optimizer")
+        overlaps = overlaps_reduction(self._megatron, self._mesh.dp, True)
+        stages = [
+            _sums_of_gradients(self._shape, settings, self._mesh, stage, overlaps, self._machine)
             for stage in range(self._mesh.pp)
         ]
-        slowest = max(stages, key=lambda parts: sum(parts.values()))
-        return dict(slowest)
+        slowest = max(range(self._mesh.pp), key=lambda stage: sum(stages[stage].values()))
+        return dict(stages[slowest])
 
     def _recomputed_seconds(self, layers: ForwardFlops) -> float:
         """Return the seconds of the recomputation of layers (models/gpt_model.py: recompute_modules): full, all of it;
@@ -235,8 +207,7 @@ class _Model:
         return self._rate.seconds(ForwardFlops(0.0, layers.feed_forward, 0.0, 0.0))
 
     def _layer_weights(self) -> float:
-        """Return the weights of a layer on all tensor-parallel ranks, of the experts those of one expert-parallel
-        rank."""
+        """Return the weights of a layer on all tensor-parallel ranks, with the experts of one expert-parallel rank."""
         shape = self._shape
         q = shape.num_heads * shape.head_dim
         kv = shape.num_kv_heads * shape.head_dim
@@ -254,12 +225,10 @@ class _Model:
 @functools.lru_cache(maxsize=4096)
 def _communication(
     shape: ModelShape,
+    settings: SomeSettings,
     mesh: Mesh,
     stage: int,
-    dtype: Literal["float32", "bfloat16"],
-    sequence_parallel: bool,
-    recompute: Literal["selective", "full"] | None,
-    work: PassTokens,
+    tokens: PassTokens,
     machine: Machine,
     backward: bool,
 ) -> Mapping[str, float]:
@@ -268,52 +237,30 @@ def _communication(
     Of the tensor-parallel collectives of a backward pass as many as a forward pass has overlap with
     the products of column-parallel layers: the sum of the input's gradient, and the second gather of the input
     (tensor_parallel/layers.py; Transformer Engine's layers do the same)."""
-    megatron = MegatronConfig(
-        dtype=dtype,
-        tensor_model_parallel_size=mesh.tp,
-        sequence_parallel=sequence_parallel,
-        recompute_granularity=recompute,
-    )
     rank = stage * mesh.tp * mesh.dp
-    of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
-    forward = _by_purpose(of_rank.forward(work), rank, machine)
-    found = forward
+    of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
+    forward = _seconds_by_purpose(of_rank.forward(tokens), rank, machine)
+    times = forward
     if backward:
-        found = _by_purpose(of_rank.forward_and_backward(work), rank, machine)
+        times = _seconds_by_purpose(of_rank.forward_and_backward(tokens), rank, machine)
         if mesh.tp > 1:
-            found["tensor parallel"] -= forward["tensor parallel"]
-    return {name: seconds for name, seconds in found.items() if name in ("tensor parallel", "experts", "pipeline")}
+            times["tensor parallel"] -= forward["tensor parallel"]
+    return {name: seconds for name, seconds in times.items() if name in ("tensor parallel", "experts", "pipeline")}
 
 
 @functools.lru_cache(maxsize=4096)
 def _sums_of_gradients(
-    shape: ModelShape,
-    mesh: Mesh,
-    stage: int,
-    dtype: Literal["float32", "bfloat16"],
-    sequence_parallel: bool,
-    use_distributed_optimizer: bool,
-    overlaps: bool,
-    machine: Machine,
+    shape: ModelShape, settings: SomeSettings, mesh: Mesh, stage: int, overlaps: bool, machine: Machine
 ) -> Mapping[str, float]:
-    megatron = MegatronConfig(
-        dtype=dtype,
-        tensor_model_parallel_size=mesh.tp,
-        sequence_parallel=sequence_parallel,
-        use_distributed_optimizer=use_distributed_optimizer,
-    )
     rank = stage * mesh.tp * mesh.dp
-    of_rank = Passes(shape, megatron, mesh, rank, cuda=True)
+    of_rank = Passes(shape, MegatronConfig(**dict(settings)), mesh, rank, cuda=True)
     layout = layout_at(shape, mesh, model_coordinate(mesh, rank), True)
-    return {"gradients": 0.0, **_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}
+    return {"gradients": 0.0, **_seconds_by_purpose(of_rank.gradients(layout, overlaps), rank, machine)}
 
 
-def _by_purpose(collectives: Iterable[Collective], rank: int, machine: Machine) -> dict[str, float]:
+def _seconds_by_purpose(collectives: Iterable[Collective], rank: int, machine: Machine) -> dict[str, float]:
     """Return the seconds of the collectives on this rank, by purpose, one after the other."""
-    totals: dict[str, float] = {}
-    for one in collectives:
-        totals[one.name] = totals.get(one.name, 0.0) + machine.seconds(*one.received(rank, machine.gpus_per_node))
-    return totals
+    return sum_by_name((one.name, machine.seconds(*one.received(rank, machine.gpus_per_node))) for one in collectives)
 
 
 def onload_bytes(cfg: Config, states: Mapping[str, ModelState], phases: Sequence[str]) -> float:

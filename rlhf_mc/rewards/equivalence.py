@@ -138,7 +138,7 @@ def _load():  # type: ignore[no-untyped-def]
 
     def same(answer: str, truth: str) -> bool:
         random.seed(0)  # SymPy evaluates expressions at random points; the result must not depend on earlier rows
-        gold, given = ([number(found) for found in parsed(text)] for text in (truth, answer))
+        gold, given = ([number(expression) for expression in parsed(text)] for text in (truth, answer))
         return bool(verify(gold, given, _DECIMALS, allow_set_relation_comp=True, timeout_seconds=None))
 
     same(r"\frac{1}{2}", "0.5")  # the first use builds the parser's tables

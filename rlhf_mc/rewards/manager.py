@@ -10,7 +10,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.mixture import Mixture, row_problem
-from rlhf_mc.rewards.results import Failure, RewardRow, Score
+from rlhf_mc.rewards.results import DEFAULT, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import Names
 from rlhf_mc.rewards.scoring import custom_score_name
 from rlhf_mc.rewards.worker import Worker
@@ -18,8 +18,6 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
 
 Scores = list[Score]
-DEFAULT = "default_score"
-"""The part of a row that could not be scored."""
 _COUNT_SECONDS = 0.5
 """Time between two counts of the rows that are scored."""
 _MAX_REPORTED = 5
@@ -116,7 +114,7 @@ class RewardManager:
         """Send the responses to the workers. prompts[i] is the prompt of responses[i], repeated if a prompt has several
         responses. Errors are raised by PendingScores.result.
 
-        training: by the weights of training, else by those of validation. Parts of reward models are not added here.
+        training: by the weights of training, else of validation. Parts of reward models are not added here.
         texts: the prompts as text, with `needs_prompts`."""
         texts = [""] * len(prompts) if texts is None else texts
         rows = [

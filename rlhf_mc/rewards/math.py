@@ -57,7 +57,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def score_answer(answer: str | None, ground_truth: Any) -> dict[str, float]:
-    """Return compute_score's result for an answer that was found in a response."""
+    """Return compute_score's result for an answer that was taken from a response."""
     if answer is None:
         return {"score": 0.0, "undecided": 0.0}
     truth = str(ground_truth)

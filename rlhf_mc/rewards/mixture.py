@@ -11,10 +11,10 @@ from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, WITHOUT_RULE, of_source
-from rlhf_mc.rewards.results import CUSTOM, DEFAULT, FUNCTIONS, REMOTE, RewardRow
+from rlhf_mc.rewards.registry import RULE_OF_SOURCE, RULES, WITHOUT_RULE, match_source
+from rlhf_mc.rewards.results import CUSTOM, DEFAULT, FUNCTIONS, OVERLONG, REMOTE, RewardRow
 
-RESERVED = ("overlong", DEFAULT, "num_failed", "num_truncated")
+RESERVED = (OVERLONG, DEFAULT, "num_failed", "num_truncated")
 """Names in the metrics of what is no part of a mixture."""
 OTHERS = "*"
 """Key of reward.mixture for the data sources that it does not list."""
@@ -32,7 +32,9 @@ class Mixture:
         for part, key in self._models.items():
             if part in (*FUNCTIONS, *RESERVED):
                 raise UserError(f"{key}: {part!r} is the name of another part of the score (docs/rewards.md)")
-        self._weights = {source: _weights_of(source, parts, self._models) for source, parts in reward.mixture.items()}
+        self._weights = {
+            source: _checked_weights(source, parts, self._models) for source, parts in reward.mixture.items()
+        }
         self._math_rule = reward.math_rule
         self._has_custom = custom.path is not None
         self._has_remote = reward.remote.url is not None
@@ -79,13 +81,13 @@ class Mixture:
         return self._default(data_source) if listed is None else listed
 
     def validation(self, data_source: str) -> Mapping[str, float]:
-        """Return the weights of the functions that score a validation response: those of training, or the default where
-        training has reward models alone."""
+        """Return the weights of the functions that score a validation response: the weights of training, or the default
+        where training has reward models alone."""
         listed = self._listed(data_source) or {}
         return self.functions(listed) or self._default(data_source)
 
     def functions(self, parts: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the parts that functions compute: all but those of reward models."""
+        """Return the parts that functions compute: all but the parts of reward models."""
         return {part: weight for part, weight in parts.items() if part not in self._models}
 
     def is_by_models(self, parts: Mapping[str, float]) -> bool:
@@ -100,11 +102,11 @@ class Mixture:
             return {CUSTOM: 1.0}
         if self._has_remote:
             return {REMOTE: 1.0}
-        rule = of_source(RULE_OF_SOURCE, data_source)
+        rule = match_source(RULE_OF_SOURCE, data_source)
         return {} if rule is None else {self._math_rule if rule == "math" else rule: 1.0}
 
 
-def _weights_of(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, float]:
+def _checked_weights(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, float]:
     where = f"reward.mixture: {source!r}"
     if not isinstance(parts, dict) or not parts:
         raise UserError(f"{where} is {parts!r}; it must be a mapping {{part: weight}}")
@@ -118,7 +120,7 @@ def _weights_of(source: str, parts: Any, models: Iterable[str]) -> Mapping[str, 
 
 
 def check_sources(listed: Iterable[str], sources: Collection[str]) -> None:
-    """Raise UserError for a data source that reward.mixture lists and no row has. found: those of the rows."""
+    """Raise UserError for a data source that reward.mixture lists and no row has. sources: of the rows."""
     for source in sorted(set(listed) - set(sources)):
         near = difflib.get_close_matches(source, sources, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the rows have {', '.join(map(repr, sorted(sources)[:8]))}"
@@ -130,7 +132,7 @@ def check_sources(listed: Iterable[str], sources: Collection[str]) -> None:
 def row_problem(row: RewardRow) -> str | None:
     """Return why the parts cannot score the row, whatever the response is, or None."""
     if not row.parts:
-        if module := of_source(WITHOUT_RULE, row.data_source):
+        if module := match_source(WITHOUT_RULE, row.data_source):
             return (
                 f"no reward rule for this data source; verl has one in verl/utils/reward_score/{module}: with verl"
                 " installed, point custom_reward_function.path to a file with the line `from verl.utils.reward_score"

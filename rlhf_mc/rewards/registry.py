@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from rlhf_mc.rewards import gsm8k, text_rules, verl_rules
 from rlhf_mc.rewards import math as math_rule
+from rlhf_mc.rewards import text_rules, verl_rules
 
 RewardFunction = Callable[..., Any]
 """compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}"""
@@ -30,8 +30,8 @@ class RewardRule:
 
 
 RULES = {
-    "gsm8k_strict": RewardRule(gsm8k.strict, ("openai/gsm8k",), answer=gsm8k.extract_answer),
-    "gsm8k_flexible": RewardRule(gsm8k.flexible, answer=gsm8k.extract_number),
+    "gsm8k_strict": RewardRule(text_rules.gsm8k_strict, ("openai/gsm8k",), answer=text_rules.gsm8k_answer),
+    "gsm8k_flexible": RewardRule(text_rules.gsm8k_flexible, answer=text_rules.last_number),
     "math": RewardRule(
         math_rule.compute_score,
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
@@ -66,6 +66,6 @@ WITHOUT_RULE = {
 """Data sources, or patterns of them, that verl scores and no rule here -> verl's module in verl/utils/reward_score."""
 
 
-def of_source(table: Mapping[str, str], data_source: str) -> str | None:
+def match_source(table: Mapping[str, str], data_source: str) -> str | None:
     """Return the entry of RULE_OF_SOURCE or WITHOUT_RULE for a data source, or None."""
     return next((entry for pattern, entry in table.items() if fnmatchcase(data_source, pattern)), None)

@@ -18,7 +18,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.masking import HIDDEN, masked, one_line
 from rlhf_mc.config.reward_schema import RemoteRewardConfig
 from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.results import RewardRow, RowFailure
+from rlhf_mc.rewards.results import Failure, RewardRow
 from rlhf_mc.rewards.returned import checked
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RemoteReward:
         self._limit = limit_seconds
         self.name = f"reward.remote.url {masked(str(cfg.url))}"
         """The endpoint, for messages."""
-        self._key = None if cfg.api_key_env is None else _key_of(cfg.api_key_env)
+        self._key = None if cfg.api_key_env is None else _read_key(cfg.api_key_env)
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
         if self._key is not None:
             self._headers["Authorization"] = f"Bearer {self._key}"
@@ -75,26 +75,24 @@ class RemoteReward:
             timeout=None, limits=httpx.Limits(max_connections=None), headers=self._headers, auth=self._login
         )
 
-    async def score(
-        self, rows: Sequence[RewardRow], answered: Callable[[], None]
-    ) -> list[dict[str, float] | RowFailure]:
-        """Return for each row the endpoint's numbers with "score", or a RowFailure. Call `answered` after each. At most
+    async def score(self, rows: Sequence[RewardRow], answered: Callable[[], None]) -> list[dict[str, float] | Failure]:
+        """Return for each row the endpoint's numbers with "score", or a Failure. Call `answered` after each. At most
         max_concurrency requests are under way."""
         places = asyncio.Semaphore(self._cfg.max_concurrency)
 
-        async def score_one(row: RewardRow) -> dict[str, float] | RowFailure:
+        async def score_one(row: RewardRow) -> dict[str, float] | Failure:
             async with places:
                 try:
                     async with asyncio.timeout(self._limit):
                         return await self._score_one(client, row)
-                except RowFailure as failure:
-                    return RowFailure(failure.failure.kind, self._without_key(failure.failure.problem), self.name)
+                except Failure as failure:
+                    return Failure(failure.kind, self._without_key(failure.problem), self.name)
                 except TimeoutError:
                     problem = f"no score after {self._limit:g} s (reward.timeout_seconds)"
-                    return RowFailure("endpoint", problem, self.name)
+                    return Failure("endpoint", problem, self.name)
                 except Exception as error:  # the endpoint chooses the answer: a library may raise anything
                     problem = self._without_key(f"raised {describe_error(error)}")
-                    return RowFailure("endpoint", problem, self.name)
+                    return Failure("endpoint", problem, self.name)
                 finally:
                     answered()
 
@@ -133,7 +131,7 @@ class RemoteReward:
         }
 
     async def _post(self, client: httpx.AsyncClient, body: str) -> bytes:
-        """Return the endpoint's answer. Raise RowFailure if it has none after max_retries repetitions."""
+        """Return the endpoint's answer. Raise Failure if it has none after max_retries repetitions."""
         wait = FIRST_WAIT_SECONDS
         for attempt in range(self._cfg.max_retries + 1):
             status, text = await self._attempt(client, body)
@@ -149,13 +147,13 @@ class RemoteReward:
 
     async def _attempt(self, client: httpx.AsyncClient, body: str) -> tuple[int | None, bytes]:
         """Return status and body of the answer to one request; None and the problem if there is no answer in time.
-        Raise RowFailure if the answer is too large."""
+        Raise Failure if the answer is too large."""
         import httpx
 
         seconds = self._cfg.timeout_seconds
         try:
             async with asyncio.timeout(seconds), client.stream("POST", self._url, content=body) as answer:
-                return answer.status_code, await _body_of(answer)
+                return answer.status_code, await _read_body(answer)
         except TimeoutError:
             return None, f"no complete answer after {seconds:g} s (reward.remote.timeout_seconds)".encode()
         except (httpx.HTTPError, OSError) as error:
@@ -166,7 +164,7 @@ class RemoteReward:
         return problem if self._key is None else problem.replace(self._key, HIDDEN)
 
 
-def _key_of(variable: str) -> str:
+def _read_key(variable: str) -> str:
     """Return the key in an environment variable. Raise UserError if there is none, or none that a header may have."""
     key = os.environ.get(variable)
     if not key:
@@ -180,8 +178,8 @@ def _key_of(variable: str) -> str:
     return key
 
 
-async def _body_of(answer: httpx.Response) -> bytes:
-    """Return the body of an answer, decompressed. Raise RowFailure if it is larger than MOST_BYTES."""
+async def _read_body(answer: httpx.Response) -> bytes:
+    """Return the body of an answer, decompressed. Raise Failure if it is larger than MOST_BYTES."""
     body = bytearray()
     async for piece in answer.aiter_raw():
         body += piece
@@ -201,5 +199,5 @@ async def _body_of(answer: httpx.Response) -> bytes:
     return text
 
 
-def _failure(problem: str) -> RowFailure:
-    return RowFailure("endpoint", problem)
+def _failure(problem: str) -> Failure:
+    return Failure("endpoint", problem)

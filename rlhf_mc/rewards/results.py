@@ -1,11 +1,15 @@
-"""The records of rewards/: a row to score, its score, and the failure to score it. No torch here."""
+"""The records of rewards/: a row to score, its score, and the failure to score it. Penalties and metrics of scores. No
+torch here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rlhf_mc.config.reward_schema import OverlongBufferConfig
 from rlhf_mc.rewards.registry import RULES
 
 FailureKind = Literal["raised", "timeout", "exited", "invalid", "endpoint", "no_rule"]
@@ -17,8 +21,10 @@ REMOTE = "remote"
 """The part that the endpoint of reward.remote computes."""
 DEFAULT = "default_score"
 """The part of a row that could not be scored."""
+OVERLONG = "overlong"
+"""The part of a score that is the penalty of a long response."""
 FUNCTIONS = frozenset({*RULES, CUSTOM, REMOTE})
-"""The parts that reward functions compute. All others of a mixture are those of reward models."""
+"""The parts that reward functions compute. Reward models compute all others of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Score:
 
     @property
     def by_functions(self) -> float:
-        """The sum of the parts that reward functions gave, without those of reward models and `overlong`."""
+        """The sum of the parts that reward functions gave, without reward models and `overlong`."""
         return sum(value for part, value in self.parts.items() if part in FUNCTIONS or part == DEFAULT)
 
     @property
@@ -88,20 +94,64 @@ class Score:
         return replace(self, score=self.score + contribution, parts={**self.parts, part: contribution})
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a row has no score."""
-
-    kind: FailureKind
-    problem: str
-    """One line, without the row."""
-    origin: str | None = None
-    """The setting that failed; None: the user's function or the rule."""
-
-
-class RowFailure(Exception):
-    """Raised while one row is scored; becomes a Failure."""
+class Failure(Exception):
+    """The reason why a row has no score. It is raised while the row is scored."""
 
     def __init__(self, kind: FailureKind, problem: str, origin: str | None = None) -> None:
-        super().__init__(problem)
-        self.failure = Failure(kind, problem, origin)
+        """problem: one line, without the row. origin: the setting that failed; None: the user's function or the
+        rule."""
+        super().__init__(kind, problem, origin)
+        self.kind = kind
+        self.problem = problem
+        self.origin = origin
+
+
+# ---------------------------------------------------------------- scores of a step
+
+
+def overlong_penalty(length: int, max_length: int, buffer_len: int, penalty_factor: float) -> float:
+    """Return DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13), times penalty_factor: 0
+    up to max_length - buffer_len tokens, then linear, -penalty_factor at max_length. Lengths are in tokens."""
+    excess = length - (max_length - buffer_len)
+    return -penalty_factor * min(excess, buffer_len) / buffer_len if excess > 0 else 0.0
+
+
+def penalize_overlong(
+    scores: Sequence[Score], response_lens: Sequence[int], max_response_length: int, cfg: OverlongBufferConfig
+) -> list[Score]:
+    """Return the scores with the part `overlong`. response_lens: tokens of each response."""
+    return [
+        score.plus(OVERLONG, overlong_penalty(length, max_response_length, cfg.len, cfg.penalty_factor))
+        for score, length in zip(scores, response_lens, strict=True)
+    ]
+
+
+def reward_metrics(data_sources: Sequence[str], scores: Sequence[Score]) -> dict[str, float]:
+    """Return of each data source: score (mean, max, min), mean contribution of each part of the score, mean of each
+    further number that a reward function returned, and the failures by kind. data_sources, scores: one entry per
+    response."""
+    by_source: dict[str, list[Score]] = defaultdict(list)
+    for source, score in zip(data_sources, scores, strict=True):
+        by_source[source].append(score)
+    metrics: dict[str, float] = {"reward/num_failed": sum(score.failure is not None for score in scores)}
+    for source, group in sorted(by_source.items()):
+        values = [score.score for score in group]
+        metrics[f"critic/score/{source}/mean"] = sum(values) / len(values)
+        metrics[f"critic/score/{source}/max"] = max(values)
+        metrics[f"critic/score/{source}/min"] = min(values)
+        for part, total in _sums(score.parts.items() for score in group).items():
+            metrics[f"reward/{source}/{part}"] = total / len(group)
+        times = Counter(name for score in group for name in score.extra)
+        for name, total in _sums(score.extra.items() for score in group).items():
+            metrics[f"reward_extra/{source}/{name}"] = total / times[name]
+        for kind, count in sorted(Counter(score.failure for score in group if score.failure).items()):
+            metrics[f"reward/{source}/num_failed/{kind}"] = count
+    return metrics
+
+
+def _sums(rows: Iterable[Iterable[tuple[str, float]]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for name, value in row:
+            sums[name] += value
+    return sums

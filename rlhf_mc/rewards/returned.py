@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rlhf_mc.config.masking import one_line
-from rlhf_mc.rewards.results import RowFailure, Score
+from rlhf_mc.rewards.results import Failure, Score
 from rlhf_mc.runtime.console import print_line
 
 MAX_FLOAT32 = 3.4028234663852886e38
@@ -33,7 +33,7 @@ class Names:
         self._is_full = False
 
     def limit(self, scores: Sequence[Score]) -> list[Score]:
-        """Return the scores without the numbers of further names. The first time, say so on rank 0."""
+        """Return the scores without the numbers of further names. The first time, warn on rank 0."""
         return [self._limited(score) for score in scores]
 
     def _limited(self, score: Score) -> Score:
@@ -58,12 +58,12 @@ def checked(result: Any) -> dict[str, float]:
     if not isinstance(result, dict):
         return {"score": _number("", result)}
     if "score" not in result:
-        found = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
-        raise RowFailure("invalid", f"returned a dict without 'score'; its keys are {found}")
+        keys = one_line(str(sorted(map(str, result))), _MOST_CHARACTERS)
+        raise Failure("invalid", f"returned a dict without 'score'; its keys are {keys}")
     first = sorted(result, key=lambda key: key not in _KEPT)
-    keys = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
-    names = [one_line(str(key), _MOST_CHARACTERS) for key in keys]
-    return {name: _number(f"{name}: ", result[key]) for name, key in zip(names, keys, strict=True)}
+    numeric = [key for key in first if key == "score" or _is_number(result[key])][: MOST_NAMES + 1 + len(_KEPT)]
+    names = [one_line(str(key), _MOST_CHARACTERS) for key in numeric]
+    return {name: _number(f"{name}: ", result[key]) for name, key in zip(names, numeric, strict=True)}
 
 
 def _number(key: str, value: Any) -> float:
@@ -74,12 +74,12 @@ def _number(key: str, value: Any) -> float:
     except (OverflowError, ValueError) as error:
         refuse(key, value, f"expected a number: {error}")
     if not abs(number) <= MAX_FLOAT32:
-        raise RowFailure("invalid", f"returned {key}{number}, expected a finite number (of 32 bits)")
+        raise Failure("invalid", f"returned {key}{number}, expected a finite number (of 32 bits)")
     return number
 
 
 def refuse(key: str, value: Any, expected: str) -> NoReturn:
-    raise RowFailure("invalid", f"returned {key}{one_line(repr(value), _MOST_CHARACTERS)}, {expected}")
+    raise Failure("invalid", f"returned {key}{one_line(repr(value), _MOST_CHARACTERS)}, {expected}")
 
 
 def _is_number(value: Any) -> bool:

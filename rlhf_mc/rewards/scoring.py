@@ -7,21 +7,75 @@ This is the boundary to the user's code: its result becomes a Score, its excepti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfig
-from rlhf_mc.config.user_function import describe_error
-from rlhf_mc.rewards.custom import BATCH_ARGUMENTS, CustomFunction, load_reward_function
+from rlhf_mc.config.user_function import describe_error, load_attribute
 from rlhf_mc.rewards.mixture import row_problem
-from rlhf_mc.rewards.registry import RULES
+from rlhf_mc.rewards.registry import RULES, RewardFunction
 from rlhf_mc.rewards.remote import RemoteReward
-from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, RowFailure, Score
+from rlhf_mc.rewards.results import CUSTOM, FUNCTIONS, REMOTE, Failure, RewardRow, Score
 from rlhf_mc.rewards.returned import MAX_FLOAT32, checked, refuse
 
 Done = Callable[[int, Score | Failure], None]
 """Callback for each row, with its index among the given rows."""
+ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Arguments of a function that takes all rows of a worker in one call, as of verl's batch reward manager."""
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """A user's function, or the object of a user's class."""
+
+    function: RewardFunction
+    is_async: bool
+    is_batched: bool
+    """It takes lists (BATCH_ARGUMENTS) and returns one score for each row."""
+    kwargs: Mapping[str, Any]
+    """Further arguments of each call."""
+
+
+def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
+    """Return the function of cfg.path, or an object of its class. Raise UserError if the file is missing, if importing
+    it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
+    where = f"custom_reward_function.path {cfg.path}"
+    name = cfg.name
+    function = load_attribute("custom_reward_function", str(cfg.path), name)
+    kwargs = cfg.reward_kwargs
+    if inspect.isclass(function):
+        try:
+            function = function(**kwargs)
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            raise UserError(f"{where}: building the object of {name} raised {describe_error(error)}") from error
+        kwargs = {}
+    if not callable(function):
+        raise UserError(f"{where}: {name!r} is not a function but {type(function).__name__}")
+    is_batched = _check_signature(function, where, name, kwargs)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return CustomFunction(function, is_async, is_batched, kwargs)
+
+
+def _check_signature(function: RewardFunction, where: str, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the function takes lists. Raise UserError if it can be called in neither form."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have no signature; the first call shows whether it works
+        return False
+    is_batched = "solution_strs" in signature.parameters
+    arguments = BATCH_ARGUMENTS if is_batched else ROW_ARGUMENTS
+    try:
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"{where}: {name}{signature} cannot be called as"
+            f" {name}({', '.join(f'{argument}=' for argument in (*arguments, *kwargs))}): {error}"
+        ) from error
+    return is_batched
 
 
 def custom_score_name(cfg: CustomRewardFunctionConfig) -> str:
@@ -46,9 +100,9 @@ class Scorer:
         """Call `done` for each row. Before, call `progress` for each answer of the remote endpoint."""
         from_remote = {}
         if self._remote is not None:
-            mine = [i for i, row in enumerate(rows) if REMOTE in row.parts]
-            answers = asyncio.run(self._remote.score([rows[i] for i in mine], progress))
-            from_remote = dict(zip(mine, answers, strict=True))
+            indices = [i for i, row in enumerate(rows) if REMOTE in row.parts]
+            answers = asyncio.run(self._remote.score([rows[i] for i in indices], progress))
+            from_remote = dict(zip(indices, answers, strict=True))
         scoring = self._score_all(rows, from_remote, done)
         if self._custom is not None and self._custom.is_async:
             asyncio.run(scoring)
@@ -64,8 +118,8 @@ class Scorer:
         async def score_one(i: int, row: RewardRow) -> None:
             try:
                 outcome: Score | Failure = await self._score_one(row, from_batch.get(i), from_remote.get(i))
-            except RowFailure as failure:
-                outcome = failure.failure
+            except Failure as failure:
+                outcome = failure
             except UserError:
                 raise
             except Exception as error:  # the user's own number class
@@ -80,9 +134,9 @@ class Scorer:
 
     async def _score_one(self, row: RewardRow, from_batch: Any, from_remote: Any) -> Score:
         """Return the weighted sum of the row's parts. from_batch, from_remote: the result of the batched function and
-        of the remote endpoint for the row, or a RowFailure."""
+        of the remote endpoint for the row, or a Failure."""
         if problem := row_problem(row):
-            raise RowFailure("no_rule", problem)
+            raise Failure("no_rule", problem)
         parts: dict[str, float] = {}
         extra: dict[str, float] = {}
         pred = None
@@ -106,7 +160,7 @@ class Scorer:
             extra = result | extra
         total = sum(parts.values())
         if not abs(total) <= MAX_FLOAT32:
-            raise RowFailure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
+            raise Failure("invalid", f"the weighted sum of its parts is {total}, expected a finite number")
         return Score(total, parts, extra, pred)
 
     async def _call_custom(self, row: RewardRow, from_batch: Any) -> Any:
@@ -117,26 +171,26 @@ class Scorer:
         try:
             result = custom.function(**row.arguments(), **custom.kwargs)
         except BaseException as error:  # the user's code may raise anything, SystemExit included
-            raise RowFailure("raised", f"raised {describe_error(error)}") from error
+            raise Failure("raised", f"raised {describe_error(error)}") from error
         return await self._await(result) if custom.is_async else result
 
     async def _call_batched(self, custom: CustomFunction, rows: Sequence[RewardRow]) -> dict[int, Any]:
         """Return the result of each row that has the part CUSTOM, by index: what the function returned, or the
-        RowFailure of the whole call."""
-        mine = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
-        columns = zip(*(rows[i].arguments().values() for i in mine), strict=True)
-        if not mine:
+        Failure of the whole call."""
+        indices = [i for i, row in enumerate(rows) if CUSTOM in row.parts]
+        columns = zip(*(rows[i].arguments().values() for i in indices), strict=True)
+        if not indices:
             return {}
         try:
             arguments = dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True))
             results = custom.function(**arguments, **custom.kwargs)
-            results = score_list(await self._await(results) if custom.is_async else results, len(mine))
-        except RowFailure as failure:
-            return dict.fromkeys(mine, failure)
+            results = score_list(await self._await(results) if custom.is_async else results, len(indices))
+        except Failure as failure:
+            return dict.fromkeys(indices, failure)
         except BaseException as error:  # as in _call_custom
-            problem = f"the call for this row and {len(mine) - 1} others raised {describe_error(error)}"
-            return dict.fromkeys(mine, RowFailure("raised", problem))
-        return dict(zip(mine, results, strict=True))
+            problem = f"the call for this row and {len(indices) - 1} others raised {describe_error(error)}"
+            return dict.fromkeys(indices, Failure("raised", problem))
+        return dict(zip(indices, results, strict=True))
 
     async def _await(self, result: Awaitable[Any]) -> Any:
         """Return what the user's coroutine returns within the time limit."""
@@ -146,11 +200,11 @@ class Scorer:
                 return await result
         except BaseException as error:  # as in _call_custom
             if limit.expired():
-                raise RowFailure("timeout", f"no score after {self._limit:g} s (reward.timeout_seconds)") from None
+                raise Failure("timeout", f"no score after {self._limit:g} s (reward.timeout_seconds)") from None
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the program ends the scoring
-            raise RowFailure("raised", f"raised {describe_error(error)}") from error
+            raise Failure("raised", f"raised {describe_error(error)}") from error
 
 
 def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -163,8 +217,8 @@ def _run_at_once(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def _raised(result: Any) -> Any:
-    """Return a result that was computed before, or raise it if it is a RowFailure."""
-    if isinstance(result, RowFailure):
+    """Return a result that was computed before, or raise it if it is a Failure."""
+    if isinstance(result, Failure):
         raise result
     return result
 
@@ -178,7 +232,7 @@ def _apply_rule(part: str, row: RewardRow) -> dict[str, float]:
     except UserError:
         raise
     except Exception as error:
-        raise RowFailure("raised", f"the rule {part} raised {describe_error(error)}") from error
+        raise Failure("raised", f"the rule {part} raised {describe_error(error)}") from error
     return {"acc": result["score"], **result} if rule.needs_truth else result
 
 
@@ -188,5 +242,5 @@ def score_list(results: Any, count: int) -> list[Any]:
         refuse("", results, f"expected a list of {count} scores")
     scores = list(results)
     if len(scores) != count:
-        raise RowFailure("invalid", f"returned {len(scores)} scores for {count} responses")
+        raise Failure("invalid", f"returned {len(scores)} scores for {count} responses")
     return scores

@@ -1,5 +1,5 @@
-"""Rules on texts: exact match, token F1, multiple choice, and the format of a response. Each takes time linear in the
-response's length and raises nothing, whatever the response is.
+"""Rules on texts: GSM8K, exact match, token F1, multiple choice, and the format of a response. Each takes time linear
+in the response's length and raises nothing, whatever the response is.
 """
 
 from __future__ import annotations
@@ -16,9 +16,44 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CHOICE_AFTER_MARK = re.compile(r"(?i:answer|choice|option)(?i:\s+is)?[\s:*]*[(\[]?([A-Z]|[0-9])\b[)\].]?")
 _BARE_CHOICE = re.compile(r"[(\[]?([A-Z]|[0-9])[)\].]?")
 _TAIL_CHARS = 300
-"""Characters at the end of a response that are searched for a choice."""
+"""Characters at the end of a response that are searched for a choice or, as in verl, for GSM8K's answer."""
 _THINK = re.compile(r"<(/?)think>")
 _GSM8K_MARK = re.compile(r"#### -?[0-9]")
+_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+def gsm8k_strict(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the number after `#### ` equals the ground truth, character for character, else 0.0."""
+    return float(gsm8k_answer(solution_str) == _gsm8k_truth(ground_truth))
+
+
+def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return 1.0 if the last number of the response equals the ground truth, character for character, else 0.0. Unlike
+    verl's flexible rule it ignores thousands commas and a full stop after the number."""
+    return float(last_number(solution_str) == _gsm8k_truth(ground_truth))
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """Return the last number that follows `#### `, without thousands commas, or None.
+
+    It is as strict as verl's: after `#### $18` there is no number, and `#### 18.` gives "18.", which is not "18".
+    """
+    return _last_match(_GSM8K_ANSWER, text)
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number, without thousands commas, or None."""
+    return _last_match(_NUMBER, text)
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    matches = pattern.findall(text[-_TAIL_CHARS:])
+    return matches[-1].replace(",", "") if matches else None
+
+
+def _gsm8k_truth(ground_truth: Any) -> str:
+    return str(ground_truth).strip().replace(",", "")
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:

@@ -1,5 +1,5 @@
 r"""verl's own rules for mathematics: `math_string`, its comparison of MATH answers as strings, and `math_dapo`, DAPO's
-"Answer:" form. Their verdicts are verl's (2026-08), which tests/unit/verl_answers.py holds. `numina` takes the answer
+"Answer:" form. Their results are verl's (2026-08), which tests/unit/verl_answers.py holds. `numina` takes the answer
 where PRIME's rule takes it and compares as the rule `math` does.
 """
 

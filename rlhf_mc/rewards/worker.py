@@ -5,11 +5,8 @@ needs.
 
 from __future__ import annotations
 
-import functools
-import mmap
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -24,19 +21,6 @@ from rlhf_mc.rewards.results import Failure, RewardRow, Score
 from rlhf_mc.rewards.scoring import Scorer, custom_score_name
 from rlhf_mc.runtime import guard
 
-_READY = 1
-"""Message that the user's function is loaded."""
-_ERROR = 2
-"""Message of a UserError."""
-_PROGRESS = 3
-"""Message that the remote endpoint has answered."""
-_SCORES = 4
-"""Message with scores and failures of rows, by their place among those sent."""
-_PLACE = struct.Struct("q")
-"""The place of the row that the worker scores, in memory that it shares with the rank."""
-BUNDLE_SECONDS = 0.01
-"""Least time between two messages with scores: each wakes a thread of the rank, which at that time launches the kernels
-of a forward pass."""
 IMPORT_SECONDS = 60.0
 """Least time that a worker has to import the user's file: the limit of a response may be shorter."""
 _EXTRA_SECONDS = 1.0
@@ -55,21 +39,17 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        number = os.memfd_create("rlhf_mc_reward_row")
-        os.truncate(number, _PLACE.size)
-        self._current_row = mmap.mmap(number, _PLACE.size)
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from rlhf_mc.rewards.worker import main\nmain({theirs.fileno()}, {number}, {os.getpid()})"
+            f"from rlhf_mc.rewards.worker import main\nmain({theirs.fileno()}, {os.getpid()})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
-            pass_fds=[theirs.fileno(), number],
+            pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # torchrun kills the rank's group, and with it the guard
         )
         theirs.close()
-        os.close(number)
         self._loading = True
         self._scores_together = False
         self._connection.send((self._custom, self._reward))
@@ -83,24 +63,26 @@ class Worker:
         try:
             if not self._wait_for_message(limit):
                 raise UserError(f"{name}: not imported after {limit:g} s (reward.timeout_seconds)")
-            self._scores_together = bool(self._receive()[1])
+            self._scores_together = self._receive()
         except (EOFError, OSError):
             raise UserError(f"{name}: importing it ended the worker process, {self._describe_end()}") from None
         self._loading = False
 
     def score(self, rows: Sequence[RewardRow], failed: Callable[[RewardRow, Failure], Score]) -> list[Score]:
-        """Return each row's score; that of a row without one is failed(row, reason). The worker cannot be used any more
-        after an exception, of `failed` or another.
+        """Return each row's score; the score of a row without one is failed(row, reason). The worker cannot be used any
+        more after an exception, of `failed` or another.
 
-        Where a row does not return in time, or ends the process, another process scores the remaining ones, those again
-        whose scores it had not sent yet. Rows that are scored together with it and have no score yet fail with it."""
+        Where a row does not return in time, or ends the process, another process scores the remaining ones. Rows that
+        are scored together with it and have no score yet fail with it."""
         scores: dict[int, Score] = {}
         self.num_scored = 0
         while left := [i for i in range(len(rows)) if i not in scores]:
             self.load()
             failure = self._receive_scores(rows, left, scores, failed)
             if failure is not None:
-                for i in self._rows_at_fault(left, scores):
+                unscored = [i for i in left if i not in scores]
+                # Rows that are not scored together are scored in order.
+                for i in unscored if self._scores_together else unscored[:1]:
                     scores[i] = failed(rows[i], failure)
                 self.close()
                 self._start()
@@ -120,31 +102,20 @@ class Worker:
         keeps_limit = self._scores_together or self._reward.remote.url is not None
         patience = limit + _EXTRA_SECONDS + 0.1 * limit if keeps_limit else limit
         try:
-            _PLACE.pack_into(self._current_row, 0, 0)
             self._connection.send([rows[i] for i in left])
-            missing = len(left)
-            while missing > 0:
+            while len(scores) < len(rows):
                 if not self._wait_for_message(patience):
                     return Failure("timeout", f"no score after {limit:g} s (reward.timeout_seconds)")
-                kind, outcomes = self._receive()
-                if kind == _PROGRESS:
+                message = self._receive()
+                if message is None:
                     continue
-                missing -= len(outcomes)
-                for place, outcome in outcomes:
-                    i = left[place]
-                    scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
+                place, outcome = message
+                i = left[place]
+                scores[i] = outcome if isinstance(outcome, Score) else failed(rows[i], outcome)
                 self.num_scored = len(scores)
         except (EOFError, OSError):
             return Failure("exited", f"its worker process ended, {self._describe_end()}")
         return None
-
-    def _rows_at_fault(self, sent: list[int], scores: dict[int, Score]) -> list[int]:
-        """Return which of the rows `sent` fail with the process: the one that it was scoring, or, where rows are scored
-        together, all without a score."""
-        if self._scores_together:
-            return [i for i in sent if i not in scores]
-        (place,) = _PLACE.unpack(self._current_row)
-        return [sent[min(place, len(sent) - 1)]]
 
     def close(self) -> None:
         """End the process and all that it has started."""
@@ -155,7 +126,6 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._connection.close()
-        self._current_row.close()
 
     def _wait_for_message(self, seconds: float) -> bool:
         """Return whether a message arrives within that time. Raise EOFError if the process has ended.
@@ -170,13 +140,14 @@ class Worker:
                 raise EOFError
         return self._connection.poll()
 
-    def _receive(self) -> tuple[int, Any]:
-        """Return _SCORES with the outcomes of rows, _PROGRESS, or _READY with Scorer.scores_together. Raise UserError
-        if the worker has sent one."""
-        kind, content = self._connection.recv()
-        if kind == _ERROR:
-            raise UserError(content)
-        return kind, content
+    def _receive(self) -> Any:
+        """Return a message: Scorer.scores_together once the user's function is loaded; (place among the rows that were
+        sent, Score or Failure) of a row; None where the remote endpoint has answered. Raise a UserError that the worker
+        has sent."""
+        message = self._connection.recv()
+        if isinstance(message, UserError):
+            raise message
+        return message
 
     def _describe_end(self) -> str:
         """Wait for the end of the process. Return its exit code or signal as text."""
@@ -187,37 +158,10 @@ class Worker:
         return f"by {signal.Signals(-code).name}{why}"
 
 
-class _Bundles:
-    """Collects the scores and failures of rows into messages."""
-
-    def __init__(self, current_row: mmap.mmap, send: Callable[[list[tuple[int, Score | Failure]]], None]) -> None:
-        self._current_row = current_row
-        self._send = send
-        self._outcomes: list[tuple[int, Score | Failure]] = []
-        self._sent = time.monotonic()
-
-    def add(self, place: int, outcome: Score | Failure) -> None:
-        """Add a row's outcome. Where rows are scored one after the other, the row after it is the current one."""
-        _PLACE.pack_into(self._current_row, 0, place + 1)
-        self._outcomes.append((place, outcome))
-        if time.monotonic() - self._sent >= BUNDLE_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what is collected."""
-        if self._outcomes:
-            self._send(self._outcomes)
-        self._outcomes = []
-        self._sent = time.monotonic()
-
-
-def main(descriptor: int, row_descriptor: int, parent: int) -> None:
-    """Score the rows that the rank sends, until it ends. This is the worker process's program. row_descriptor: of the
-    shared memory with the place of the current row."""
-    guard.guarded(parent, (descriptor, row_descriptor))
+def main(descriptor: int, parent: int) -> None:
+    """Score the rows that the rank sends, until it ends. This is the worker process's program."""
+    guard.guarded(parent, (descriptor,))
     connection = Connection(descriptor)
-    current_row = mmap.mmap(row_descriptor, _PLACE.size)
-    os.close(row_descriptor)
     for number in guard.GROUP_SIGNALS:
         signal.signal(number, lambda number, frame: None)
     # Processes that a reward function starts must have the default handling, since the function may want to end them.
@@ -226,9 +170,9 @@ def main(descriptor: int, row_descriptor: int, parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.register_at_fork(after_in_child=lambda: _restore_signals(connection))
 
-    def send(kind: int, content: object) -> None:
+    def send(message: object) -> None:
         try:
-            connection.send((kind, content))
+            connection.send(message)
         except OSError:  # the rank has ended
             os._exit(0)
 
@@ -236,19 +180,17 @@ def main(descriptor: int, row_descriptor: int, parent: int) -> None:
     try:
         custom, reward = connection.recv()
         scorer = Scorer(custom, reward)
-        send(_READY, scorer.scores_together)
+        send(scorer.scores_together)
         while True:
             rows = connection.recv()
-            bundles = _Bundles(current_row, functools.partial(send, _SCORES))
-            scorer.score(rows, bundles.add, lambda: send(_PROGRESS, None))
-            bundles.flush()
+            scorer.score(rows, lambda *scored: send(scored), lambda: send(None))
     except EOFError:  # the rank has ended
         return
     except UserError as error:
-        send(_ERROR, str(error))
+        send(UserError(str(error)))
     except BaseException as error:  # user code outside of the call: its own number class, a task not awaited
         if custom is not None:
-            send(_ERROR, f"{custom_score_name(custom)}: raised {describe_error(error)}")
+            send(UserError(f"{custom_score_name(custom)}: raised {describe_error(error)}"))
 
 
 def _restore_signals(connection: Connection) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
+from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.architectures.hf_config import check_architecture
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
@@ -21,12 +21,12 @@ from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
-from rlhf_mc.config.roles import adapts_kl_loss, uses_critic, uses_reference
+from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
+from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
-from rlhf_mc.data.micro_batch_limits import micro_batch_limits
-from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights, prompts_per_batch
+from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
 from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
@@ -318,5 +318,5 @@ def _kl_controller(cfg: Config) -> KLController:
     control = cfg.algorithm.kl_ctrl
     if control.type == "adaptive":
         initial = cfg.actor.kl_loss_coef if adapts_kl_loss(cfg) else control.kl_coef
-        return AdaptiveKLController(initial, control.target_kl, control.horizon)
-    return FixedKLController(control.kl_coef)
+        return KLController(initial, control.target_kl, control.horizon)
+    return KLController(control.kl_coef)

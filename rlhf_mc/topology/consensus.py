@@ -5,11 +5,10 @@ No Megatron here, so that the early checks of a run do not wait for its import.
 
 from __future__ import annotations
 
-import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,6 @@ from rlhf_mc.config.errors import UserError, disk_errors
 T = TypeVar("T")
 _CONTINUES = "rlhf_mc/continues"
 _HAVE_LEFT = "rlhf_mc/have_left"
-_FIRST_BYTES = 1 << 15
-"""Bytes of all ranks' objects together that `gather_objects` exchanges before it knows their sizes."""
-_LEAST_FIRST_BYTES = 256
-"""Bytes of one rank's object among them."""
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -31,26 +26,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     rank. Every rank of the group must call it."""
     if not dist.is_initialized():
         return [value]
-    world = dist.get_world_size(group)
-    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    # all_gather_object gathers the sizes first. Here they come with the first bytes, which mostly are all.
-    size = max(_FIRST_BYTES // world, _LEAST_FIRST_BYTES)
-    head = torch.zeros(8 + size, dtype=torch.uint8)
-    head[:8] = torch.tensor([len(pickled)]).view(torch.uint8)
-    head[8 : 8 + len(pickled)] = pickled[:size]
-    heads = head.new_empty(world, len(head))  # on the CPU, whatever the device is
-    dist.all_gather_into_tensor(heads.view(-1), head, group)
-    sizes = heads[:, :8].contiguous().view(torch.int64)[:, 0].tolist()
-    missing = max(0, max(sizes) - size)
-    rests = head.new_empty(world, missing)
-    if missing > 0:
-        rest = torch.zeros(missing, dtype=torch.uint8)
-        rest[: max(len(pickled) - size, 0)] = pickled[size:]
-        dist.all_gather_into_tensor(rests.view(-1), rest, group)
-    return [
-        pickle.loads(b"".join((first[8 : 8 + n].numpy(), more[: max(n - size, 0)].numpy())))
-        for first, more, n in zip(heads, rests, sizes, strict=True)
-    ]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -62,14 +40,6 @@ def all_ranks(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     everywhere = torch.tensor([flag], dtype=torch.int32)  # on the CPU, whatever the device is
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
     return bool(everywhere)
-
-
-def first_of_ranks(value: T | None, group: dist.ProcessGroup | None = None) -> T | None:
-    """Return, on every rank of the group, the value of the first rank that has one; None, at the cost of `all_ranks`,
-    if none has. Every rank of the group must call it."""
-    if all_ranks(value is None, group):
-        return None
-    return next(other for other in gather_objects(value, group) if other is not None)
 
 
 def gather_vectors(vector: torch.Tensor) -> torch.Tensor:
@@ -87,8 +57,8 @@ def on_every_rank(action: Callable[[], T], subject: str = "", group: dist.Proces
 
     subject: begins the message of the UserError that is raised in place of an OSError."""
     result, error = _attempt(action, subject)
-    if (first := first_of_ranks(error, group)) is not None:
-        raise first
+    if not all_ranks(error is None, group):
+        raise next(other for other in gather_objects(error, group) if other is not None)
     return cast(T, result)
 
 
@@ -120,16 +90,6 @@ def _attempt(action: Callable[[], T], subject: str) -> tuple[T | None, UserError
             return action(), None
     except UserError as error:
         return None, error
-
-
-def integers_of_rank_0(values: Sequence[int]) -> list[int]:
-    """Return rank 0's integers on every rank: one small broadcast. Every rank must call it with the same number of
-    them."""
-    if not dist.is_initialized():
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.int64)  # on the CPU, whatever the device is
-    dist.broadcast(tensor, src=0)
-    return [int(value) for value in tensor]
 
 
 def my_share(count: int) -> range:

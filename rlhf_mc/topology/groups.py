@@ -80,7 +80,7 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
     everyone = tuple(range(dist.get_world_size()))
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
 
-    def mine(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
+    def own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup | None:
         """Return the group of this rank, or None if the rank is in none of them."""
         for ranks in map(tuple, rank_lists):
             if ranks not in made:
@@ -92,7 +92,7 @@ def build_role_groups(meshes: Mapping[str, Mesh], timeout_seconds: int | None = 
     def groups(mesh: Mesh) -> ProcessGroups:
         collection = ProcessGroupCollection(hcp=None)
         for name, rank_lists in _group_ranks(mesh).items():
-            setattr(collection, name, mine(rank_lists))
+            setattr(collection, name, own_group(rank_lists))
         return ProcessGroups(mesh, dist.get_rank(), collection)
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
@@ -113,7 +113,7 @@ def _connect(groups: Sequence[dist.ProcessGroup | None], seconds: float) -> None
     it the first batch_isend_irecv, in which not every rank takes part, would be undefined (torch's documentation).
     Raise UserError if it does not end within its timeout, `seconds`.
 
-    The other remedy, init_process_group(device_id=...), splits every later group off the world, which all ranks must
+    The alternative, init_process_group(device_id=...), splits every later group off the world, which all ranks must
     take part in: it hangs with groups of gloo alone, which vLLM makes, and with use_local_synchronization."""
     failures: list[BaseException] = []
 

@@ -64,7 +64,7 @@ class Mesh:
         at = self._indices(rank)
         return Coordinate(tp=at["tp"], dp=at["expert_dp"] * self.ep + at["ep"], pp=at["pp"], ep=at["ep"])
 
-    def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+    def group_along(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks, this one included, whose coordinates differ from this rank's only along these axes."""
         at = self._indices(rank)
         ranks = [0]
@@ -78,7 +78,7 @@ class Mesh:
     def groups_along(self, *axes: Axis) -> list[list[int]]:
         """Return the lists of ranks whose coordinates differ only along these axes."""
         first_ranks = (rank for rank in range(self.world) if not any(self._indices(rank)[axis] for axis in axes))
-        return [list(self.group_of(rank, *axes)) for rank in first_ranks]
+        return [list(self.group_along(rank, *axes)) for rank in first_ranks]
 
     def _indices(self, rank: int) -> dict[Axis, int]:
         """Return the rank's index along each axis."""
@@ -104,19 +104,10 @@ class Mesh:
     def chunk_layers(self, num_layers: int, pp: int) -> list[range]:
         """Return the global layer indices of each chunk of pipeline stage pp. The first chunks of all stages hold the
         first layers, in the order of the stages, then come the second chunks."""
-        if self.vpp == 1:
-            return [self.stage_layers(num_layers, pp)]
-        assert self.stage_sizes(num_layers) is not None, f"{num_layers} layers, {self.pp} x {self.vpp} chunks"
-        size = num_layers // (self.pp * self.vpp)
-        starts = ((chunk * self.pp + pp) * size for chunk in range(self.vpp))
-        return [range(start, start + size) for start in starts]
-
-    def stage_layers(self, num_layers: int, pp: int) -> range:
-        """Return the global layer indices of pipeline stage pp, which has one chunk."""
         sizes = self.stage_sizes(num_layers)
-        assert sizes is not None, f"{num_layers} layers cannot be spread over {self.pp} stages"
-        start = sum(sizes[:pp])
-        return range(start, start + sizes[pp])
+        assert sizes is not None, f"{num_layers} layers cannot be spread over {self.pp} stages of {self.vpp} chunks"
+        starts = [(chunk * num_layers + sum(sizes[:pp])) // self.vpp for chunk in range(self.vpp)]
+        return [range(start, start + sizes[pp] // self.vpp) for start in starts]
 
     def stage_sizes(self, num_layers: int) -> list[int] | None:
         """Return the number of layers of each stage: first and last stage as set, the other layers evenly. With several

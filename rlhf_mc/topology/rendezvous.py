@@ -17,8 +17,8 @@ from rlhf_mc.topology.open_files import raise_limit
 from rlhf_mc.torch_patches import GLOO_GROUPS
 
 JOIN_SECONDS = 300.0
-"""Timeout of the rendezvous, unless that of collectives is shorter. A rank joins after its import of torch, which is
-slow on a cold file system."""
+"""Timeout of the rendezvous, unless the timeout of collectives is shorter. A rank joins after its import of torch,
+which is slow on a cold file system."""
 MOST_NAMED = 8
 """Maximum number of missing ranks that a message names; the others are counted."""
 _LONGEST_PAUSE = 0.5

@@ -20,7 +20,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
-from rlhf_mc.topology.consensus import gather_objects, integers_of_rank_0
+from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.trainer.checkpointing import Checkpoints
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.run import Run
@@ -78,19 +78,15 @@ class HealthWatch:
         on them yet."""
         if not self._cfg.enable:
             return
-        mine = [0, 0, 1]
-        texts: list[str] = []
+        health = Health()
+        num_active = 0
         if self._monitor is not None:
             step_health = self._monitor.step(state.step, state.metrics)
             self._acting = step_health.acting
-            texts = [event.text for event in step_health.acting]
-            mine = [step_health.acting_bits, step_health.num_active, int(step_health.is_healthy)]
-        mask, num_active, is_healthy = integers_of_rank_0(mine)
-        state.metrics["health/num_active"] = num_active
-        acting = [rule.name for i, rule in enumerate(RULES) if mask >> i & 1]
-        if acting:  # on every rank
-            texts = gather_objects(texts)[0]
-        self.last = Health(bool(is_healthy), tuple(zip(acting, texts, strict=True)))
+            num_active = step_health.num_active
+            acting = tuple((event.rule.name, event.text) for event in step_health.acting)
+            health = Health(step_health.is_healthy, acting)
+        self.last, state.metrics["health/num_active"] = gather_objects((health, num_active))[0]
 
     def rolled_back(self, rule: str, to: int) -> None:
         """Record in health.jsonl that a rule of the last complete step has rolled the run back to a step. A resume from

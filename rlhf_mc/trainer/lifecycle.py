@@ -237,7 +237,7 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
             dist.group.WORLD,
             run.config.actor.megatron.dtype,
             run.config.model.path,
-            about=None if run_id is None else {"run_id": run_id, "step": state.step},
+            origin=None if run_id is None else {"run_id": run_id, "step": state.step},
         )
 
 

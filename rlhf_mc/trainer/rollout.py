@@ -12,9 +12,10 @@ import torch
 
 from rlhf_mc.config.algorithm_schema import GroupMetric
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
-from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
+from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rewards.manager import PendingScores
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.console import print_line

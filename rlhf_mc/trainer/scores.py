@@ -16,9 +16,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
-from rlhf_mc.rewards.results import Score
-from rlhf_mc.rewards.score_metrics import reward_metrics
-from rlhf_mc.rewards.shaping import penalize_overlong
+from rlhf_mc.rewards.results import Score, penalize_overlong, reward_metrics
 from rlhf_mc.run_files import TRAIN_GENERATIONS
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.topology.consensus import gather_results

@@ -15,10 +15,11 @@ import torch
 from rlhf_mc import platform
 from rlhf_mc.architectures.operations import forward_flops, training_flops
 from rlhf_mc.architectures.spec import ModelShape
+from rlhf_mc.config.roles import prompts_per_batch
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Cost, assign_to_replicas, sequence_costs
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.data.order import batches_per_epoch, prompts_per_batch
+from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.machine.facts import available_memory, memory
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.gpt_model import DTYPES

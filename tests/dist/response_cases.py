@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ragged import to_responses
 
-from rlhf_mc.data.batch import Generation, Responses
+from rlhf_mc.data.batch import Generation
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.patching import replaced
 
@@ -38,11 +39,11 @@ def exchange(
     if dist.get_rank() == other_token_on:
         mine[-1].token_ids[-1] += 1
     sent: list[int] = []
-    original = dist.all_gather
+    original = dist.all_gather_into_tensor
 
     def all_gather(out: Any, value: torch.Tensor) -> None:
         sent.append(value.nbytes)
         original(out, value)
 
-    with replaced(dist, "all_gather", all_gather):
-        return list(exchange_responses(Responses.of(mine), engines, count)), sum(sent)
+    with replaced(dist, "all_gather_into_tensor", all_gather):
+        return list(exchange_responses(to_responses(mine), engines, count)), sum(sent)

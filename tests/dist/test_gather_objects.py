@@ -1,24 +1,11 @@
-"""gather_objects: one collective for small objects, a second one for what is larger on any rank."""
+"""gather_objects: objects of any size, in groups, and errors."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import cases
 import pytest
-
-from rlhf_mc.topology.consensus import _FIRST_BYTES, _LEAST_FIRST_BYTES
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
-def test_objects_about_the_size_of_the_first_bytes(pool: Any, world: int, beyond: int) -> None:
-    first = max(_FIRST_BYTES // world, _LEAST_FIRST_BYTES)
-    length = first + beyond - (len(pickle.dumps("a" * first)) - first)
-    assert len(pickle.dumps("a" * length)) == first + beyond
-    wanted = ["abcd"[rank] * length for rank in range(world)]
-    assert pool(world).run(cases.gather_strings, sizes=[length] * world) == [wanted] * world
 
 
 @pytest.mark.parametrize("sizes", [(1_000_000, 0, 3, 0), (0, 1, 2, 1_000_000), (5, 70_000, 9_000, 1)])

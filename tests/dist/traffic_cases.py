@@ -129,7 +129,7 @@ def saved(checkpoint: str, role: Role, mesh: dict[str, int], freeze: Sequence[st
         save = Save(root, 1, [model], {}, {}, {}, "", buffers)
         save.commit()
         files = [path for path in directory.final_path(root, 1).iterdir() if path.name.startswith(f"__{groups.rank}_")]
-        blocks = [block for block in model_blocks(model) if block.is_mine]
+        blocks = [block for block in model_blocks(model) if block.is_writer]
         engine.offload.offload_all_but(())
         arenas = {name: group._host.num_bytes for name, group in engine.offload._groups.items()}
         return {

@@ -18,8 +18,7 @@ from gpu_parts.sizes import SMALL, Sizes
 
 from rlhf_mc.patching import replaced
 
-LEAST = dataclasses.replace(
-    SMALL,
+LEAST = SMALL._replace(
     checksum_elements=(1, 1003),
     families={"qwen2": {}},
     vocabulary=1000,
@@ -193,7 +192,7 @@ FAULTS = {
         "gpu_parts.engines",
         "engine_layouts",
         _of_other_layers,
-        "parameters are not those of the layout",
+        "parameters differ from the layout",
     ),
     "other rotary frequencies": Fault(
         "models_bfloat16", "rlhf_mc.models.gpt_model", "_set_rope", _other_theta, "qwen2_actor: gradient error"
@@ -204,7 +203,7 @@ FAULTS = {
         "uses_transformer_engine",
         _false,
         "the layers are not Transformer Engine's",
-        dataclasses.replace(LEAST, families={}),
+        LEAST._replace(families={}),
     ),
     "local layers in float32": Fault(
         "models_te_float32",
@@ -212,7 +211,7 @@ FAULTS = {
         "uses_transformer_engine",
         _false,
         "the layers are not Transformer Engine's",
-        dataclasses.replace(LEAST, families={}),
+        LEAST._replace(families={}),
     ),
     "log-probs of 1 % more": Fault("heads_152k", _HEADS, "log_probs", _scaled(1.01), "float32 log_prob: off by"),
     "a load without tensors": Fault(
@@ -224,7 +223,7 @@ FAULTS = {
         "rlhf_mc.checkpoint.training_tensors:HostBuffers",
         "copies",
         _zeros,
-        "tensors are not those of the beginning of the save",
+        "tensors are not as at the beginning of the save",
     ),
     "an error that is not known": Fault(
         "out_of_memory", "rlhf_mc.platform", "is_out_of_memory", _nothing, "can't allocate memory"

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_mc.algorithms.estimators import EstimatorInputs
 from rlhf_mc.config.schema import CustomRewardFunctionConfig
-from rlhf_mc.rewards.custom import load_reward_function
+from rlhf_mc.rewards.scoring import load_reward_function
 
 pytestmark = pytest.mark.system
 

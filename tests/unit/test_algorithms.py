@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_mc.algorithms.estimators import gae, token_rewards, whiten
-from rlhf_mc.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate, mean_sequence_kl
+from rlhf_mc.algorithms.kl import KLController, kl_estimate, mean_sequence_kl
 
 
 def random_responses(seed: int, num_responses: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_mean_sequence_kl_averages_tokens_then_sequences() -> None:
 
 
 def test_adaptive_controller_by_hand() -> None:
-    controller = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    controller = KLController(value=0.1, target=0.5, horizon=1000)
     controller.update(0.55, n_sequences=100)  # error 0.1: 0.1 * (1 + 0.1 * 0.1) = 0.101
     assert controller.value == pytest.approx(0.101)
     controller.update(5.0, n_sequences=500)  # error 9, clipped to 0.2: 0.101 * 1.1 = 0.1111
@@ -117,22 +117,22 @@ def test_adaptive_controller_by_hand() -> None:
 
 
 def test_adaptive_controller_rejects_nan() -> None:
-    controller = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    controller = KLController(value=0.1, target=0.5, horizon=1000)
     with pytest.raises(AssertionError):
         controller.update(math.nan, 10)
     assert controller.value == 0.1
 
 
 def test_controllers_resume_from_their_state() -> None:
-    before = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    before = KLController(value=0.1, target=0.5, horizon=1000)
     before.update(1.0, 250)
-    resumed = AdaptiveKLController(value=0.1, target=0.5, horizon=1000)
+    resumed = KLController(value=0.1, target=0.5, horizon=1000)
     resumed.load_state_dict(before.state_dict())
     before.update(0.2, 250)
     resumed.update(0.2, 250)
     assert resumed.value == before.value != 0.1
 
-    fixed = FixedKLController(0.3)
+    fixed = KLController(0.3)
     fixed.update(100.0, 1000)
     assert fixed.state_dict() == {"value": 0.3}
     fixed.load_state_dict(before.state_dict())

@@ -13,7 +13,7 @@ import pytest
 from rlhf_mc.api import Trainer
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig
-from rlhf_mc.rewards.custom import load_reward_function
+from rlhf_mc.rewards.scoring import load_reward_function
 
 FACTOR = 3
 

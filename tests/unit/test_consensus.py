@@ -21,7 +21,6 @@ def test_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert consensus.gather_results(lambda: 7) == [7]
     with pytest.raises(UserError, match="mine"):
         consensus.gather_results(fail)
-    assert consensus.first_of_ranks(None) is None
     assert consensus.all_ranks(True) and not consensus.all_ranks(False)
     monkeypatch.setattr(consensus, "all_ranks", lambda flag, group=None: False)
     monkeypatch.setattr(consensus, "gather_objects", lambda value, group=None: [value, UserError("of rank 1")])

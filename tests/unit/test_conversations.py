@@ -13,8 +13,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
-from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.source import write_prompts
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tiny import make_prompts, make_tokenizer

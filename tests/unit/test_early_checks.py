@@ -18,7 +18,7 @@ from rlhf_mc.config import paths
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import dotted_keys, load_config
 from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
 from rlhf_mc.runtime import error_report
 from rlhf_mc.setup.early_checks import check_early
 

@@ -19,8 +19,8 @@ from tiny import make_checkpoint
 from rlhf_mc.architectures.spec import FAMILIES, ModelShape
 from rlhf_mc.checkpoint.hf_format import INDEX, WEIGHTS, HFReader
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.source import write_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.reshard.layout import check_mcore, logical_shapes
 from rlhf_mc.rollout.vllm_layout import check_vllm

@@ -21,7 +21,7 @@ def test_rank_order_is_tp_then_dp_then_pp() -> None:
         Coordinate(tp=0, dp=0, pp=1),
         Coordinate(tp=1, dp=1, pp=1),
     ]
-    assert [list(mesh.stage_layers(6, pp)) for pp in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
+    assert [list(*mesh.chunk_layers(6, pp)) for pp in (0, 1)] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_smaller_rollout_tp_takes_ranks_at_a_stride() -> None:
@@ -64,7 +64,7 @@ def test_uneven_stages() -> None:
     assert sizes(5, 2, first=3, last=2) == [3, 2]
     assert sizes(5, 2) is sizes(5, 2, first=3, last=3) is sizes(4, 3, first=4) is sizes(6, 3, first=1) is None
     mesh = Mesh(world=4, tp=1, pp=4, first_stage_layers=3, last_stage_layers=1)
-    assert [list(mesh.stage_layers(8, pp)) for pp in range(4)] == [[0, 1, 2], [3, 4], [5, 6], [7]]
+    assert [list(*mesh.chunk_layers(8, pp)) for pp in range(4)] == [[0, 1, 2], [3, 4], [5, 6], [7]]
 
 
 def test_virtual_pipeline_chunks_interleave_layers() -> None:

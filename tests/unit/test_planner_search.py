@@ -16,9 +16,8 @@ from test_shipped_configs import REPO
 from rlhf_mc.config.load import read_settings
 from rlhf_mc.planner import search as search_module
 from rlhf_mc.planner.__main__ import main
-from rlhf_mc.planner.gpus import GPUS
+from rlhf_mc.planner.gpus import GPUS, Machine
 from rlhf_mc.planner.lengths import Lengths
-from rlhf_mc.planner.machine import Machine
 from rlhf_mc.planner.search import EQUAL, MARGIN, search
 from rlhf_mc.planner.start import Capacity
 

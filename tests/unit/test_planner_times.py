@@ -12,8 +12,7 @@ from published import PLAN_70B
 
 from rlhf_mc.planner.__main__ import main
 from rlhf_mc.planner.generation_time import decode_weight_bytes, ring_seconds
-from rlhf_mc.planner.gpus import GPUS
-from rlhf_mc.planner.machine import Machine
+from rlhf_mc.planner.gpus import GPUS, Machine
 
 
 @pytest.fixture

@@ -27,9 +27,13 @@ def write_lines(path: Path, examples: list[Any]) -> Path:
     return path
 
 
+def run(command_line: list[str]) -> None:
+    prepare_data.prepare(prepare_data.arguments(command_line))
+
+
 def prepare(dataset: str, source: Path, output: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
     """Convert, and return the rows of each split."""
-    prepare_data.main(["--dataset", dataset, "--input", str(source), "--output", str(output), *arguments])
+    run(["--dataset", dataset, "--input", str(source), "--output", str(output), *arguments])
     return {path.stem: pq.read_table(path).to_pylist() for path in sorted(output.glob("*.parquet"))}
 
 
@@ -253,7 +257,7 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_the_hub_needs_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"--from-hub needs the datasets library, which is not installed: pip install"):
-        prepare_data.main(["--dataset", "gsm8k", "--from-hub", "--output", str(tmp_path)])
+        run(["--dataset", "gsm8k", "--from-hub", "--output", str(tmp_path)])
 
 
 def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,11 +273,11 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return {"test": [gsm8k_example(2)], "train": [gsm8k_example(1)], "other": []}
 
     monkeypatch.setitem(sys.modules, "datasets", Library)
-    prepare_data.main(["--dataset", "gsm8k", "--from-hub", "--output", str(tmp_path)])
+    run(["--dataset", "gsm8k", "--from-hub", "--output", str(tmp_path)])
     assert calls == [("openai/gsm8k", "main")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["test.parquet", "train.parquet"]
     with pytest.raises(UserError, match=re.escape("--from-hub x/y: cannot be loaded (ConnectionError: no network)")):
-        prepare_data.main(["--dataset", "gsm8k", "--from-hub", "x/y", "--output", str(tmp_path)])
+        run(["--dataset", "gsm8k", "--from-hub", "x/y", "--output", str(tmp_path)])
 
 
 def test_the_program_reports_an_error_in_one_line(tmp_path: Path) -> None:
@@ -283,5 +287,5 @@ def test_the_program_reports_an_error_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "--output", str(tmp_path)], cwd=REPO, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 1
-    assert done.stderr == f"error: {source}, line 1: the answer does not end in '#### NUMBER'\n"
+    assert done.returncode == 2
+    assert done.stderr == f"rlhf_mc: error: {source}, line 1: the answer does not end in '#### NUMBER'\n"

@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import DataConfig
-from rlhf_mc.data import template
 from rlhf_mc.data.order import batches_per_epoch, check_batch, prompt_indices
-from rlhf_mc.data.parquet import write_prompts
 from rlhf_mc.data.prompts import load_prompts
+from rlhf_mc.data.source import write_prompts
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.runtime.preemption import SIGNALS
 
@@ -193,7 +192,7 @@ ENDLESS_LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 )
 def test_endless_template_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Block preemption.py's signals, and run a second thread that could receive the timer's signal."""
-    monkeypatch.setattr(template, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr("rlhf_mc.data.tokenizer.LIMIT_SECONDS", 0.5)
     tokenizer = load_tokenizer(
         str(save_tokenizer(tmp_path / "endless", "{% if messages[0].content == 'go' %}" + body + "{% endif %}x"))
     )

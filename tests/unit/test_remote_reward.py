@@ -27,9 +27,8 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards import remote
 from rlhf_mc.rewards.manager import RewardManager
-from rlhf_mc.rewards.results import RewardRow, RowFailure, Score
+from rlhf_mc.rewards.results import Failure, RewardRow, Score, reward_metrics
 from rlhf_mc.rewards.returned import MOST_NAMES, Names
-from rlhf_mc.rewards.score_metrics import reward_metrics
 
 Answer = Callable[[str, dict[str, Any], Any], tuple[int, str | bytes | Iterator[bytes]]]
 
@@ -174,11 +173,9 @@ def test_answer_without_a_score(
 ) -> None:
     endpoint.answer = lambda path, request, headers: (status, body)
     [failure] = ask(url=endpoint.url, **settings)
-    assert isinstance(failure, RowFailure) and failure.failure.kind == (
-        "invalid" if "returned" in words else "endpoint"
-    )
-    assert words in failure.failure.problem and len(failure.failure.problem) < 300
-    assert failure.failure.origin == f"reward.remote.url {endpoint.url}"
+    assert isinstance(failure, Failure) and failure.kind == ("invalid" if "returned" in words else "endpoint")
+    assert words in failure.problem and len(failure.problem) < 300
+    assert failure.origin == f"reward.remote.url {endpoint.url}"
 
 
 def test_slow_endpoint_is_limited_by_request_and_by_response(endpoint: Endpoint) -> None:
@@ -354,14 +351,14 @@ def test_user_of_the_url_is_sent_and_never_shown(endpoint: Endpoint) -> None:
     url = endpoint.url.replace("//", "//me:PA%2FSS@") + "/v1?token=T0"
     [failure] = ask(url=url, api="openai", model="judge", max_retries=0)
     assert seen == [("/v1/chat/completions?token=T0", f"Basic {base64.b64encode(b'me:PA/SS').decode()}")]
-    assert failure.failure.origin == f"reward.remote.url {endpoint.url.replace('//', '//***@')}/v1?token=***"
+    assert failure.origin == f"reward.remote.url {endpoint.url.replace('//', '//***@')}/v1?token=***"
 
 
 def test_key_that_the_endpoint_repeats_is_hidden(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-PASS")
     endpoint.answer = lambda path, request, headers: (401, f"no such key: {headers['Authorization']}")
     [failure] = ask(url=endpoint.url, api_key_env="JUDGE_KEY")
-    assert failure.failure.problem == "HTTP status 401: no such key: Bearer *** (1 attempts)"
+    assert failure.problem == "HTTP status 401: no such key: Bearer *** (1 attempts)"
 
 
 def test_missing_key_is_found_before_training(endpoint: Endpoint) -> None:

@@ -351,7 +351,7 @@ def test_tool(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = subprocess.run([*command, str(tmp_path / "empty")], capture_output=True, text=True)
     message = f"rlhf_mc: error: {tmp_path / 'empty'} is empty: no run has written there\n"
-    assert (done.returncode, done.stderr) == (1, message)
+    assert (done.returncode, done.stderr) == (2, message)
     assert list((tmp_path / "empty").iterdir()) == []
 
 

@@ -15,9 +15,7 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, OverlongBuf
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.mixture import Mixture, check_sources
-from rlhf_mc.rewards.results import Score
-from rlhf_mc.rewards.score_metrics import reward_metrics
-from rlhf_mc.rewards.shaping import overlong_penalty, penalize_overlong
+from rlhf_mc.rewards.results import Score, overlong_penalty, penalize_overlong, reward_metrics
 from rlhf_mc.setup.scorable import check_mixture
 
 Build = Callable[..., RewardManager]

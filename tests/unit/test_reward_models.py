@@ -17,7 +17,7 @@ from rlhf_mc.config.paths import input_paths
 from rlhf_mc.config.printing import commented_yaml
 from rlhf_mc.config.roles import absent_roles
 from rlhf_mc.config.schema import Config, layouts, reward_models, score_part
-from rlhf_mc.data.micro_batch_limits import micro_batch_limits
+from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.source import scored_by_rule
 
 SECTIONS = """

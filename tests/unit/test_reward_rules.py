@@ -13,7 +13,7 @@ from math_answers import DIFFERENT, EQUAL, MISSED, TAKEN_AS_EQUAL
 from verl_answers import MATH_DAPO, MATH_STRING
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.rewards import equivalence, gsm8k, text_rules, verl_rules
+from rlhf_mc.rewards import equivalence, text_rules, verl_rules
 from rlhf_mc.rewards import math as math_rule
 
 
@@ -39,7 +39,7 @@ from rlhf_mc.rewards import math as math_rule
     ],
 )
 def test_gsm8k_rule(response: str, truth: Any, score: float) -> None:
-    assert gsm8k.strict("openai/gsm8k", response, truth) == score
+    assert text_rules.gsm8k_strict("openai/gsm8k", response, truth) == score
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_arithmetic_rule(response: str, score: float) -> None:
     ],
 )
 def test_gsm8k_flexible_rule(response: str, truth: Any, score: float) -> None:
-    assert gsm8k.flexible("openai/gsm8k", response, truth) == score
+    assert text_rules.gsm8k_flexible("openai/gsm8k", response, truth) == score
 
 
 def test_exact_match_accepts_any_of_several_answers() -> None:
@@ -255,10 +255,10 @@ def test_long_response_is_scored_in_linear_time(kind: str) -> None:
         best = math.inf
         for _ in range(3):
             start = time.process_time()
-            gsm8k.strict("openai/gsm8k", text, "5")
+            text_rules.gsm8k_strict("openai/gsm8k", text, "5")
             math_rule.compute_score("lighteval/MATH", text, "5")
             math_rule.compute_score("lighteval/MATH", f"\\boxed{{{text}}}", "5")
-            gsm8k.flexible("openai/gsm8k", text, "5")
+            text_rules.gsm8k_flexible("openai/gsm8k", text, "5")
             text_rules.f1("squad", text, "5")
             text_rules.multiple_choice("hellaswag", text, "2")
             text_rules.think_format("any", text, None)

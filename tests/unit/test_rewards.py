@@ -280,27 +280,6 @@ def test_workers_apply_the_rules_without_torch(in_workers: Callable[..., RewardM
     assert score(manager, [make_prompt()], [""]) == [{"score": 0.0}]
 
 
-def test_scores_arrive_in_few_messages(
-    in_workers: Callable[..., RewardManager], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Count them: each wakes a thread of the rank. A slow function's scores still arrive one by one."""
-    messages = []
-    receive = worker.Worker._receive
-
-    def counted(self: worker.Worker) -> Any:
-        messages.append(receive(self))
-        return messages[-1]
-
-    monkeypatch.setattr(worker.Worker, "_receive", counted)
-    fast = in_workers("def compute_score(**row): return 0.5\n")
-    assert score(fast, [make_prompt(i) for i in range(1000)], [""] * 1000) == [{"score": 0.5}] * 1000
-    assert len(messages) < 100
-    slow = in_workers("import time\ndef compute_score(**row): time.sleep(0.02); return 0.5\n")
-    messages.clear()
-    score(slow, [make_prompt(i) for i in range(10)], [""] * 10)
-    assert len(messages) == 10
-
-
 def test_reward_function_can_terminate_its_children(in_workers: Callable[..., RewardManager]) -> None:
     """Terminate a program and a fork, although the rank blocks these signals and its workers ignore them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})

@@ -31,8 +31,8 @@ class Part:
 
     def function(self) -> Callable[..., None]:
         """Import and return the part's function (report, sizes) -> None."""
-        found: Callable[..., None] = getattr(importlib.import_module(f"gpu_parts.{self.module}"), self.name)
-        return found
+        function: Callable[..., None] = getattr(importlib.import_module(f"gpu_parts.{self.module}"), self.name)
+        return function
 
 
 TE = "transformer_engine"

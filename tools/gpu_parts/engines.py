@@ -67,8 +67,8 @@ def value_head_weight(hidden_size: int) -> torch.Tensor:
 @contextlib.contextmanager
 def shared_directory() -> Iterator[Path]:
     """Create a directory that all ranks of this machine use."""
-    with tempfile.TemporaryDirectory() as mine:
-        yield Path(gather_objects(mine)[0])
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(gather_objects(own)[0])
         gather_objects(None)  # no rank deletes it before all are done
 
 
@@ -100,16 +100,16 @@ def make_engine(checkpoint: str, role: Role, groups: ProcessGroups, **megatron: 
 
 
 def check_parameters(engine: ModelEngine) -> None:
-    """Raise RuntimeError if names or shapes of this rank's parameters are not those of rlhf_mc's layout, which is
+    """Raise RuntimeError if names or shapes of this rank's parameters are not the ones of rlhf_mc's layout, which is
     another for Transformer Engine's layers."""
-    found = {name: tuple(param.shape) for name, param in engine.named_parameters().items()}
+    shapes = {name: tuple(param.shape) for name, param in engine.named_parameters().items()}
     wanted = engine_layouts(engine)[engine.groups.rank].shapes
-    differ = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
+    differ = [name for name in {**wanted, **shapes} if shapes.get(name) != wanted.get(name)]
     if differ:
         first = differ[0]
         raise RuntimeError(
-            f"{len(differ)} parameters are not those of the layout, {first} first: the model has"
-            f" {found.get(first, 'none')}, the layout {wanted.get(first, 'none')}"
+            f"{len(differ)} parameters differ from the layout, {first} first: the model has"
+            f" {shapes.get(first, 'none')}, the layout {wanted.get(first, 'none')}"
         )
 
 
@@ -145,12 +145,12 @@ def train_once(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> Optimi
     return engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
 
 
-def state_of(engine: ModelEngine) -> dict[str, torch.Tensor]:
+def cloned_state(engine: ModelEngine) -> dict[str, torch.Tensor]:
     """Return copies of this rank's weights and optimizer state, by name."""
-    found = {name: param.clone() for name, param in engine.params.items()}
+    state = {name: param.clone() for name, param in engine.params.items()}
     for part in engine.optimizer_parts():
-        found |= {f"{part.local} {key}": value.clone() for key, value in part.state.items()}
-    return found
+        state |= {f"{part.local} {key}": value.clone() for key, value in part.state.items()}
+    return state
 
 
 def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:

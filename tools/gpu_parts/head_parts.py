@@ -17,7 +17,7 @@ from rlhf_mc.models import heads
 
 TEMPERATURE = 0.7
 FACTOR = 3.0
-"""The errors may be this multiple of those of a log-softmax of logits in the weights' type. Both are against
+"""The errors may be this multiple of the errors of a log-softmax of logits in the weights' type. Both are against
 float64."""
 CHUNKS_IN_MEMORY = 2.0
 """Largest peak of the backward pass beside the gradients, in chunks of logits in float32. It needs 1.5: the logits, and
@@ -82,25 +82,25 @@ class _Head:
     def gradients(self, log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the gradients of the sum of the log-probs, weighted by position."""
         upstream = torch.linspace(-1, 1, len(log_probs), device=log_probs.device, dtype=log_probs.dtype)
-        found = torch.autograd.grad((log_probs * upstream).sum(), (self.states, self.weight))
-        return dict(zip(("states", "weight"), found, strict=True))
+        gradients = torch.autograd.grad((log_probs * upstream).sum(), (self.states, self.weight))
+        return dict(zip(("states", "weight"), gradients, strict=True))
 
 
 def _compare_head(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     head = _Head.make(min(sizes.head_tokens, 256), sizes, dtype)
     log_probs = head.log_probs()
-    found = {"log_prob": log_probs.detach(), **head.gradients(log_probs)}
+    results = {"log_prob": log_probs.detach(), **head.gradients(log_probs)}
     whole = _Head.make(len(head.states), sizes, dtype)
     if dist.get_world_size() > 1:
         parts = [torch.empty_like(whole.weight) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, whole.weight.detach())
         whole.weight = torch.cat(parts).requires_grad_()
     exact, rounded = ({"log_prob": x.detach(), **whole.gradients(x)} for x in (whole.plain(True), whole.plain(False)))
-    for results in (exact, rounded):  # this rank's columns
-        results["weight"] = results["weight"].chunk(dist.get_world_size())[dist.get_rank()]
+    for whole_results in (exact, rounded):  # this rank's columns
+        whole_results["weight"] = whole_results["weight"].chunk(dist.get_world_size())[dist.get_rank()]
     name = str(dtype).removeprefix("torch.")
     for key, wanted in exact.items():
-        error, plain = (float((x[key].double() - wanted).norm() / wanted.norm()) for x in (found, rounded))
+        error, plain = (float((x[key].double() - wanted).norm() / wanted.norm()) for x in (results, rounded))
         report.record(**{f"{name}_{key}_error": error, f"{name}_{key}_error_of_log_softmax": plain})
         bound = FACTOR * plain + 1e-6
         report.check(error <= bound, f"{name} {key}: off by {error:.1e} of its norm, bound {bound:.1e}")

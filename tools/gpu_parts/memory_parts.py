@@ -67,15 +67,15 @@ def offload(report: Report, sizes: Sizes) -> None:
 
 def _offload_once(report: Report, engine: ModelEngine) -> tuple[float, float]:
     """Offload all groups, use the memory for something else, and onload them. Return the seconds of both ways."""
-    held = torch.cuda.memory_allocated() if platform.use_cuda() else 0
+    before = torch.cuda.memory_allocated() if platform.use_cuda() else 0
     begin = time.perf_counter()
     engine.offload.offload_all_but(())
     platform.synchronize()
     out = time.perf_counter() - begin
     released = engine.offload.offloaded_bytes
     if platform.use_cuda():
-        found = held - torch.cuda.memory_allocated()
-        report.check(found >= released, f"{found / GB:.2f} GB are released of {released / GB:.2f}")
+        freed = before - torch.cuda.memory_allocated()
+        report.check(freed >= released, f"{freed / GB:.2f} GB are released of {released / GB:.2f}")
     other = torch.full((int(0.9 * released),), 255, dtype=torch.uint8, device=platform.device())
     del other
     begin = time.perf_counter()
@@ -147,7 +147,7 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
 
 
 def weight_update(report: Report, sizes: Sizes) -> None:
-    """Write all weights of 8B models into another engine's parameters, and compare the speed with that of one copy on
+    """Write all weights of 8B models into another engine's parameters, and compare the speed with one copy on
     the device. With several ranks: from tensor parallelism over all of them, or as many as the heads allow, to engines
     of half as many."""
     texts = []

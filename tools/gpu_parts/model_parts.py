@@ -41,8 +41,8 @@ BOUNDS = {"log_prob": 1e-4, "gradient": 1e-3}
 """Largest errors in float32: of a log-prob in nats, and of a gradient relative to its norm. tests/dist bounds the same
 errors on a CPU at 1e-5 and 1e-4; a GPU adds in another order."""
 FACTOR = 3.0
-"""In bfloat16 the errors may be this multiple of those of transformers in bfloat16. Both are against transformers in
-float32 on the same weights. Over seeds of the small models the ratio is 0.5 to 2.1, since a token may cross the clip
+"""In bfloat16 the errors may be this multiple of the errors of transformers in bfloat16. Both are against transformers
+in float32 on the same weights. Over seeds of the small models the ratio is 0.5 to 2.1, since a token may cross the clip
 range, or change its expert, in one of them."""
 BUDGET = 1024
 """Tokens of a micro-batch, beside the longest sequence."""
@@ -132,10 +132,10 @@ def _compare(
     tp, pp = (settings.get(key, 1) for key in ("tp", "pp"))
     rest = {key: value for key, value in settings.items() if key not in ("tp", "pp")}
     with mesh_groups(tp, pp) as groups:
-        found = _by_megatron(checkpoint, role, groups, batch, job, dtype=dtype, **rest)
-    errors = _errors(found, wanted, torch_dtype != torch.float32)
+        results = _by_megatron(checkpoint, role, groups, batch, job, dtype=dtype, **rest)
+    errors = _errors(results, wanted, torch_dtype != torch.float32)
     report.record(**{f"{name}_{key}_error": value for key, value in errors.items()})
-    report.record(**{f"{name}_attention": found.attention})
+    report.record(**{f"{name}_attention": results.attention})
     for key, value in errors.items():
         report.check(value <= bounds[key], f"{name}: {key} error {value:.1e}, bound {bounds[key]:.1e}")
     gc.collect()
@@ -177,17 +177,17 @@ def _by_megatron(
     return Computed(log_probs, logical_tensors(engine, grads), attention)
 
 
-def _errors(found: Computed, wanted: Computed, is_rounded: bool) -> dict[str, float]:
-    """Return the error of the log-probs, and that of the gradients relative to each tensor's norm: the largest, or the
-    median where numbers are rounded."""
-    assert found.grads.keys() == wanted.grads.keys(), sorted(found.grads.keys() ^ wanted.grads.keys())[:4]
-    difference = (found.log_probs - wanted.log_probs[: len(found.log_probs)]).abs()
+def _errors(results: Computed, wanted: Computed, is_rounded: bool) -> dict[str, float]:
+    """Return the error of the log-probs, and the error of the gradients relative to each tensor's norm: the largest, or
+    the median where numbers are rounded."""
+    assert results.grads.keys() == wanted.grads.keys(), sorted(results.grads.keys() ^ wanted.grads.keys())[:4]
+    difference = (results.log_probs - wanted.log_probs[: len(results.log_probs)]).abs()
     log_prob = 0.0
     if len(difference):
         log_prob = float(difference.median() if is_rounded else difference.max())
     # clamp_min: the gradient of an expert that no token has chosen is 0.
     gradients = [
-        float((found.grads[name].float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
+        float((results.grads[name].float() - want.float()).norm() / want.float().norm().clamp_min(1e-9))
         for name, want in wanted.grads.items()
     ]
     return {"log_prob": log_prob, "gradient": statistics.median(gradients) if is_rounded else max(gradients)}

@@ -1,4 +1,4 @@
-"""The part that compares the planner's bytes with those of a model on this device."""
+"""The part that compares the planner's bytes with a model's on this device."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def planned_memory(report: Report, sizes: Sizes) -> None:
             settings: dict[str, Any] = {"recompute_granularity": recompute}
             engine = random_engine(sizes.half_billion, groups, **settings)
             megatron = MegatronConfig(**settings)
-            found = _state(engine) | _activations(engine, sizes)
+            measured = _state(engine) | _activations(engine, sizes)
             planned = _planned(engine, megatron, groups, sizes, cuda)
-            report.record(**{f"{name}_{key}_gb": size / GB for key, size in found.items()})
+            report.record(**{f"{name}_{key}_gb": size / GB for key, size in measured.items()})
             report.record(**{f"{name}_{key}_planned_gb": size / GB for key, size in planned.items()})
             for part in ("params", "grads", "optimizer"):
-                text = f"{name}: {part} take {found[part]} bytes, planned are {planned[part]:.0f}"
+                text = f"{name}: {part} take {measured[part]} bytes, planned are {planned[part]:.0f}"
                 # Of the replicas the planner takes the one whose share of the optimizer state is largest.
-                report.check(found[part] <= planned[part] <= 1.05 * found[part], text)
-            ratios = {work: planned[work] / found[work] for work in ("update", "log_prob")}
+                report.check(measured[part] <= planned[part] <= 1.05 * measured[part], text)
+            ratios = {work: planned[work] / measured[work] for work in ("update", "log_prob")}
             for work, ratio in ratios.items():
                 if groups.mesh.world == 1 or platform.use_cuda():  # gloo's threads free tensors unseen by the profiler
-                    text = f"{name}: {work} takes {found[work]} bytes, planned are {planned[work]:.0f}"
+                    text = f"{name}: {work} takes {measured[work]} bytes, planned are {planned[work]:.0f}"
                     report.check(abs(ratio - 1) < WITHIN, text)
             texts.append(f"{name} {ratios['update']:.2f}")
             del engine

@@ -68,11 +68,11 @@ class Ranks:
         self.store.set(f"{key}/{self.rank}", value)
         keys = [f"{key}/{rank}" for rank in range(self.world)]
         self.store.wait(keys, timedelta(seconds=seconds))
-        found = [self.store.get(other).decode() for other in keys]
+        values = [self.store.get(other).decode() for other in keys]
         self.store.set(f"{key}/read/{self.rank}", "")
         if self.rank == 0:  # with its process the store may end, which others still read
             self.store.wait([f"{key}/read/{rank}" for rank in range(self.world)], timedelta(seconds=seconds))
-        return found
+        return values
 
     def fail(self, key: str) -> None:
         """Tell all ranks that one has failed."""
@@ -128,7 +128,7 @@ def _run_here(part: Part, ranks: Ranks, command: list[str], device: str, limit: 
 
 
 def _environment(ranks: Ranks, device: str, port: str, directory: str) -> dict[str, str]:
-    """Return the environment of the part's process: that of this one, with the rendezvous of the part."""
+    """Return the environment of the part's process: the one of this process, with the rendezvous of the part."""
     env = {**os.environ, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world), "MASTER_PORT": port}
     env.setdefault("LOCAL_RANK", "0")
     env.setdefault("MASTER_ADDR", "localhost")

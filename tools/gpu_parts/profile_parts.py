@@ -67,8 +67,8 @@ def _check_marks(report: Report) -> None:
     time.sleep(IDLE)
     end = platform.time_mark()
     platform.synchronize()
-    found = platform.seconds_between(start, end)
-    report.check(0.9 * IDLE < found < 20 * IDLE, f"an idle time of {IDLE} s is measured as {found:.4f} s")
+    measured = platform.seconds_between(start, end)
+    report.check(0.9 * IDLE < measured < 20 * IDLE, f"an idle time of {IDLE} s is measured as {measured:.4f} s")
 
 
 def _check_events(report: Report, events: list[dict[str, Any]]) -> None:

@@ -1,9 +1,8 @@
-"""Sizes of the parts' inputs: small ones for a CPU, or those of real models for a GPU."""
+"""Sizes of the parts' inputs: small ones for a CPU, or sizes of real models for a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -54,35 +53,30 @@ TINY: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-"""Sizes that replace those of any of these models on a CPU. Their vocabularies are multiples of 64, so that none is
+"""Sizes that replace these models' own on a CPU. Their vocabularies are multiples of 64, so that none is
 padded: padding is in no checkpoint."""
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of all parts. The defaults are for a GPU of 80 GB or more."""
 
     checksum_elements: tuple[int, ...] = (1, 1_000_003, 300_000_000)
     """Numbers of elements of the tensors whose checksums are compared."""
-    model: dict[str, Any] = field(
-        default_factory=lambda: {
-            "hidden_size": 1024,
-            "intermediate_size": 2816,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 2048,
-            "initializer_range": 0.03,
-        }
-    )
-    """Keys of config.json, beside those of tiny.py, of the models that are compared with transformers."""
-    families: dict[str, dict[str, Any]] = field(
-        default_factory=lambda: {
-            "qwen2": {"num_kv_heads": 2},
-            "llama": {"num_kv_heads": 4, "tied": False},
-            "qwen3": {"num_kv_heads": 4, "head_dim": 128},
-            "gemma": {"num_kv_heads": 1, "head_dim": 256},
-            "qwen3_moe": {"num_kv_heads": 4, "head_dim": 128, "num_experts": 16, "moe_intermediate_size": 512},
-        }
-    )
+    model: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.03,
+    }
+    """Keys of config.json, beside the keys of tiny.py, of the models that are compared with transformers."""
+    families: dict[str, dict[str, Any]] = {
+        "qwen2": {"num_kv_heads": 2},
+        "llama": {"num_kv_heads": 4, "tied": False},
+        "qwen3": {"num_kv_heads": 4, "head_dim": 128},
+        "gemma": {"num_kv_heads": 1, "head_dim": 256},
+        "qwen3_moe": {"num_kv_heads": 4, "head_dim": 128, "num_experts": 16, "moe_intermediate_size": 512},
+    }
     """Model family -> further keys."""
     prompt_lens: tuple[int, ...] = (31, 190, 57, 44, 44, 300, 2)
     response_lens: tuple[int, ...] = (260, 1, 411, 57, 57, 616, 80)
@@ -97,57 +91,47 @@ class Sizes:
     timeout_seconds: int = 15
     """Timeout of the collective that a rank misses."""
 
-    trained: dict[str, Any] = field(
-        default_factory=lambda: {**QWEN2, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6}
-    )
+    trained: dict[str, Any] = {**QWEN2, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 6}
     """config.json of the model that is trained, saved and loaded: 0.13 B parameters, 1.8 GB of training state."""
-    half_billion: dict[str, Any] = field(
-        default_factory=lambda: {
-            **QWEN2,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "vocab_size": 151_936,
-        }
-    )
+    half_billion: dict[str, Any] = {
+        **QWEN2,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151_936,
+    }
     """config.json of Qwen2.5-0.5B, whose speed is measured."""
     planned_lens: tuple[int, int, int] = (8, 512, 512)
     """Sequences of the micro-batch whose memory is planned, and tokens of each prompt and response."""
     speed_lens: tuple[int, ...] = (2048,) * 8
     """Tokens of each sequence in the measurement of speed; a quarter of them is the prompt."""
     least_share: float = 0.1
-    """Share of the rate of a matrix product below which the speed of training is a fault."""
+    """Share of the rate of a matrix product below which the speed of training is a failure."""
     most_share: float = 1.0
     """Share of the rate of a matrix product above which the work has not been done or waited for."""
-    offloaded: dict[str, Any] = field(
-        default_factory=lambda: {**QWEN2, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20}
-    )
+    offloaded: dict[str, Any] = {**QWEN2, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20}
     """config.json of the model that is offloaded: 1.3 B parameters, 24 GB with gradients and optimizer."""
-    updated: dict[str, dict[str, Any]] = field(
-        default_factory=lambda: {"qwen3_8b": QWEN3_8B, "qwen3_30b_a3b_4_layers": QWEN3_MOE}
-    )
+    updated: dict[str, dict[str, Any]] = {"qwen3_8b": QWEN3_8B, "qwen3_30b_a3b_4_layers": QWEN3_MOE}
     """Name -> config.json of the models whose weights are updated."""
 
     quickstart_steps: int | None = None
     """Steps of the quickstart; None: until its target accuracy."""
-    runs: dict[str, dict[str, Any]] = field(
-        default_factory=lambda: {
-            "tiny": {"model": {"hidden_size": 256, "intermediate_size": 512}, "prompts": 32, "response": 64},
-            "half_billion": {
-                "model": {
-                    "hidden_size": 896,
-                    "intermediate_size": 4864,
-                    "num_hidden_layers": 24,
-                    "num_attention_heads": 14,
-                    "vocab_size": 151_936,
-                    "max_position_embeddings": 2048,
-                    "initializer_range": 0.02,
-                },
-                "prompts": 128,
-                "response": 1024,
+    runs: dict[str, dict[str, Any]] = {
+        "tiny": {"model": {"hidden_size": 256, "intermediate_size": 512}, "prompts": 32, "response": 64},
+        "half_billion": {
+            "model": {
+                "hidden_size": 896,
+                "intermediate_size": 4864,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 14,
+                "vocab_size": 151_936,
+                "max_position_embeddings": 2048,
+                "initializer_range": 0.02,
             },
-        }
-    )
+            "prompts": 128,
+            "response": 1024,
+        },
+    }
     """Whole runs: keys of config.json, prompts of a step, tokens of a response."""
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import collections
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_parts import measure
@@ -20,6 +17,7 @@ from gpu_parts.engines import (
     token_batch,
     with_targets,
 )
+from gpu_parts.host_syncs import host_syncs
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from rlhf_mc import platform
@@ -51,7 +49,7 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
         }
         for name, action in {"score": _score, "train_step": _train_step}.items():
             counts = {count: _waits(_of_each_sequence(action, engine, batches[count])) for count in (FEW, MANY)}
-            totals = {count: sum(found.values()) for count, found in counts.items()}
+            totals = {count: sum(waits.values()) for count, waits in counts.items()}
             per_micro_batch = (totals[MANY] - totals[FEW]) / (MANY - FEW)
             fixed = totals[FEW] - FEW * per_micro_batch
             report.record(**{f"{name}_waits_per_micro_batch": per_micro_batch, f"{name}_waits_besides": fixed})
@@ -61,7 +59,9 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
                 text = f"{name}: the host waits {per_micro_batch:g} times per micro-batch"
                 report.check(per_micro_batch < ONE_WAIT, text)
             if platform.use_cuda():
-                sites = _sites(_of_each_sequence(action, engine, batches[MANY]))
+                run = _of_each_sequence(action, engine, batches[MANY])
+                with host_syncs() as sites:
+                    run()
                 report.record(**{f"{name}_waiting_lines": dict(sites.most_common(12))})
     figures = report.result.figures
     what = "waits" if platform.use_cuda() else "reads of single elements (on a GPU: waits)"
@@ -101,19 +101,6 @@ def _waits(action: Callable[[], None]) -> collections.Counter[str]:
     return collections.Counter(event.name for event in recorded.events() if event.name in names)
 
 
-def _sites(action: Callable[[], None]) -> collections.Counter[str]:
-    """Return the lines of Python that wait for the device, by torch's own check, with the number of waits."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            action()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    mine = [entry for entry in caught if "synchroniz" in str(entry.message)]
-    return collections.Counter(f"{Path(entry.filename).name}:{entry.lineno}" for entry in mine)
-
-
 def throughput(report: Report, sizes: Sizes) -> None:
     """Measure tokens per second and share of the peak FLOP/s of a model of 0.5 B parameters, in a log-prob pass and in
     an optimizer step."""
@@ -121,7 +108,7 @@ def throughput(report: Report, sizes: Sizes) -> None:
     with mesh_groups(1, 1) as groups:
         engine = random_engine(sizes.half_billion, groups)
         prompts = [n // 4 for n in lens]
-        mine = len(lens) * groups.mesh.dp
+        num_sequences = len(lens) * groups.mesh.dp
         batch = token_batch(
             engine.shape.vocab_size, prompts * groups.mesh.dp, [n - n // 4 for n in lens] * groups.mesh.dp
         )
@@ -132,11 +119,11 @@ def throughput(report: Report, sizes: Sizes) -> None:
         responses = sum(n - n // 4 for n in lens)
         peak = measure.matmul_rate(sizes.matmul)
         sheet = measure.data_sheet_flops()
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for name, (action, passes) in actions.items():
             seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches, packing))
             flops = passes * forward_flops(engine.shape, lens, responses).total / seconds
-            found[name] = flops / (sheet or peak)
+            shares[name] = flops / (sheet or peak)
             report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})
             report.record(**{f"{name}_share_of_matmul": flops / peak})
             share = f"{name}: {flops / peak:.3g} of the rate of a matrix product"
@@ -147,10 +134,10 @@ def throughput(report: Report, sizes: Sizes) -> None:
             report.check(flops / peak >= sizes.least_share, f"{share}; at least {sizes.least_share:g} is expected")
             report.record(**{f"{name}_share_of_data_sheet": None if sheet is None else flops / sheet})
     layers = "Transformer Engine" if uses_transformer_engine() else "local layers"
-    report.record(layers=layers, sequences=mine, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
+    report.record(layers=layers, sequences=num_sequences, tokens=sum(lens), peak_memory_gib=platform.peak_memory_gb())
     of = "the data sheet's" if sheet else "a matrix product's"
     texts = [
         f"{name} {report.result.figures[f'{name}_tokens_per_s']:.0f} tokens/s ({share:.2g} of {of} FLOP/s)"
-        for name, share in found.items()
+        for name, share in shares.items()
     ]
     report.summarize(f"{layers}: {', '.join(texts)}")

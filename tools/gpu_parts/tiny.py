@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from rlhf_mc.data.parquet import write_prompts
+from rlhf_mc.data.source import write_prompts
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(directory: Path, texts: Sequence[str] = ("1+1=2", "12+34=46")) -> PreTrainedTokenizerFast:
-    """Write a byte-level tokenizer with an end token and a chat template. Its merges are those of the texts."""
+    """Write a byte-level tokenizer with an end token and a chat template. Its merges are from the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

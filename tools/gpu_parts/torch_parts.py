@@ -139,14 +139,14 @@ def process_groups(report: Report, sizes: Sizes) -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
     everyone = list(range(world))
-    found = gather_objects({"rank": rank, "text": "x" * 10_000 * rank})
-    report.check([item["rank"] for item in found] == everyone, "gather_objects: not in the order of the ranks")
+    gathered = gather_objects({"rank": rank, "text": "x" * 10_000 * rank})
+    report.check([item["rank"] for item in gathered] == everyone, "gather_objects: not in the order of the ranks")
     barrier()
-    mine = torch.zeros(world + 1)
-    mine[rank] = rank + 0.5
-    mine[world] = 1.0
+    numbers = torch.zeros(world + 1)
+    numbers[rank] = rank + 0.5
+    numbers[world] = 1.0
     wanted = torch.tensor([r + 0.5 for r in everyone] + [float(world)])
-    report.check(torch.equal(sum_over_ranks(mine), wanted), "sum_over_ranks: another sum")
+    report.check(torch.equal(sum_over_ranks(numbers), wanted), "sum_over_ranks: another sum")
     tp = 2 if world % 2 == 0 else 1
     meshes = {"actor": Mesh(world, tp, 1), "critic": Mesh(world, 1, tp), "ref": Mesh(world, 1, 1)}
     groups = build_role_groups(meshes, 120)

@@ -7,13 +7,13 @@ import time
 import torch
 
 from gpu_parts.engines import (
+    cloned_state,
     different,
     mesh_groups,
     my_micro_batches,
     objective,
     random_engine,
     shared_directory,
-    state_of,
     token_batch,
     train_once,
     with_targets,
@@ -58,15 +58,17 @@ def _resume(report: Report, sizes: Sizes, must_agree: bool) -> None:
         Save(root, 2, _models(first), {}, {}, {}, "gpu_check", None).commit()
         save_seconds = time.perf_counter() - begin
         second = random_engine(sizes.trained, groups, seed=1)
-        report.check(bool(different(state_of(first), state_of(second))), "two models of other seeds are the same")
+        report.check(
+            bool(different(cloned_state(first), cloned_state(second))), "two models of other seeds are the same"
+        )
         load(directory.final_path(root, 2), _models(second))
-        names = different(state_of(first), state_of(second))
+        names = different(cloned_state(first), cloned_state(second))
         report.check(not names, f"{len(names)} loaded tensors differ, {names[:1]} first")
         grads = [_gradient(engine, batch) for engine in (first, first, second)]
         again, loaded = (_relative(grads[0], other) for other in grads[1:])
         for engine in (first, second):
             train_once(engine, batch, BUDGET)
-        names = different(state_of(first), state_of(second))
+        names = different(cloned_state(first), cloned_state(second))
     gradient_bits = sum(not torch.equal(a, b) for a, b in zip(*grads[:2], strict=True))
     report.record(step_s=step_seconds, save_s=save_seconds, tensors_that_differ_after_step_3=len(names))
     report.record(gradients_that_differ_when_repeated=gradient_bits, gradient_difference_when_repeated=again)
@@ -97,7 +99,7 @@ def _relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 def async_save(report: Report, sizes: Sizes) -> None:
     """Save in the background while all parameters and optimizer states change at once, then load. The loaded state must
-    be that of the beginning of the save."""
+    be the state at the beginning of the save."""
     with mesh_groups(1, 1) as groups, shared_directory() as root:
         engine = random_engine(sizes.trained, groups)
         batch = with_targets(engine, token_batch(engine.shape.vocab_size, sizes.prompt_lens, sizes.response_lens))
@@ -106,7 +108,7 @@ def async_save(report: Report, sizes: Sizes) -> None:
         size = num_bytes(block for model in models for block in model_blocks(model))
         buffers = HostBuffers()
         for step in (1, 2):  # the first allocates the host memory
-            wanted = state_of(engine)
+            wanted = cloned_state(engine)
             platform.synchronize()
             begin = time.perf_counter()
             save = Save(root, step, models, {}, {}, {}, "gpu_check", buffers)
@@ -117,10 +119,10 @@ def async_save(report: Report, sizes: Sizes) -> None:
                 time.sleep(0.01)
             written = time.perf_counter() - begin
             save.commit()
-        report.check(bool(different(wanted, state_of(engine))), "the parameters have not changed during the save")
+        report.check(bool(different(wanted, cloned_state(engine))), "the parameters have not changed during the save")
         load(directory.final_path(root, 2), models)
-        names = different(wanted, state_of(engine))
-        report.check(not names, f"{len(names)} tensors are not those of the beginning of the save, {names[:1]} first")
+        names = different(wanted, cloned_state(engine))
+        report.check(not names, f"{len(names)} tensors are not as at the beginning of the save, {names[:1]} first")
     report.record(saved_gb=size / 1e9, blocked_s=blocked, written_after_s=written, copy_gb_per_s=size / blocked / 1e9)
     report.summarize(
         f"{size / 1e9:.3g} GB a rank: blocked {blocked:.2f} s ({size / blocked / 1e9:.3g} GB/s), written after "
