@@ -1,6 +1,6 @@
 """The limit on the files that a process may have open. Connections are files: gloo connects every two ranks.
 
-No torch here. docs/cluster.md has the arithmetic.
+No torch here. docs/internals/open_files.md has the arithmetic.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_open_files_of_rank_0(column: int, mesh: Mesh, rollout_tp: int) -> None:
     world = mesh.world
     files = [world + 3, world + 3, sum(len(ranks) + 3 for ranks in my_groups(mesh)), rollout_tp + 27, world, world]
     expected = [*files, sum(files), needed(world, 0), needed(world, 1)]
-    assert [int(row[column]) for row in rows(section("cluster", "Open files"))] == expected
+    assert [int(row[column]) for row in rows(page("internals/open_files"))] == expected
 
 
 @pytest.mark.parametrize("world", [8, 64, 512])
