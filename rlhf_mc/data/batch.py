@@ -23,8 +23,6 @@ class Prompt:
     """Row of the dataset (over all its files, after filtering). It names the row in messages and seeds its sampling."""
     token_ids: np.ndarray
     """[tokens] int32: the prompt after the chat template."""
-    text: str
-    """The same as text, for samples; empty where load_prompts does not keep it."""
     data_source: str
     """The name by which the reward rule is chosen and validation reports accuracy."""
     ground_truth: Any

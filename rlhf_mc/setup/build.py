@@ -4,7 +4,6 @@ user's input is found here, before the first step; the cheapest checks come firs
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,15 +159,13 @@ def _prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase, with_messages: boo
     it."""
     data = cfg.data
 
-    def load(key: str, files: Sequence[str], most_rows: int, num_texts: int, messages: bool = False) -> Prompts:
-        return load_prompts(files, tokenizer, data, most_rows, key, num_texts, scored_by_rule(cfg, key), messages)
+    def load(key: str, files: Sequence[str], most_rows: int, messages: bool) -> Prompts:
+        return load_prompts(files, tokenizer, data, most_rows, key, scored_by_rule(cfg, key), messages)
 
-    train = load("data.train_files", data.train_files, data.train_max_samples, 0, with_messages)
+    train = load("data.train_files", data.train_files, data.train_max_samples, with_messages)
     if not data.val_files:
         return train, Prompts([])
-    # A prompt has n samples.
-    num_texts = math.ceil(cfg.trainer.log_val_generations / cfg.rollout.val_kwargs.n)
-    return train, load("data.val_files", data.val_files, data.val_max_samples, num_texts)
+    return train, load("data.val_files", data.val_files, data.val_max_samples, False)
 
 
 @dataclass(frozen=True)

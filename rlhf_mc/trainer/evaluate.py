@@ -91,10 +91,9 @@ def evaluate(
 
 
 def _as_text(prompt: Prompt, generation: Generation, score: Score, tokenizer: PreTrainedTokenizerBase) -> str:
+    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
     response = tokenizer.decode(generation.token_ids, skip_special_tokens=False)
-    return (
-        f"[prompt] {prompt.text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
-    )
+    return f"[prompt] {text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
 
 
 def write_generations(directory: Path, step: int, texts: Sequence[str]) -> None:

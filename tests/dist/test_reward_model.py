@@ -74,7 +74,7 @@ def test_conversations_of_its_own_tokenizer_match_transformers(
     assert own.get_vocab() != actor.get_vocab()
     texts = [("1+1=", "2"), ("what is one?", "a number, of which there are " + "many " * 9), ("3", ""), ("a b", "c")]
     prompts = [
-        Prompt(i, np.array(ids, np.int32), "", "a", None, messages=[{"role": "user", "content": question}])
+        Prompt(i, np.array(ids, np.int32), "a", None, messages=[{"role": "user", "content": question}])
         for i, (question, _) in enumerate(texts)
         for ids in [actor(question)["input_ids"]]
     ]

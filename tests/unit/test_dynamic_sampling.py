@@ -59,9 +59,7 @@ def batch_of(prompts: Sequence[Prompt], scores: Sequence[float]) -> RaggedBatch:
 
 
 def groups_of(first: int, scores: Sequence[float]) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
-    prompts = [
-        Prompt(first + i // 2, np.array([first + i // 2], np.int32), "", "mine", None) for i in range(len(scores))
-    ]
+    prompts = [Prompt(first + i // 2, np.array([first + i // 2], np.int32), "mine", None) for i in range(len(scores))]
     return prompts, batch_of(prompts, scores), [Score(score, {"custom": score}) for score in scores]
 
 
@@ -192,7 +190,7 @@ class ThreePrompts:
     file_sizes = (3,)
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
-        return [Prompt(index, np.array([1], np.int32), "", "", None) for index in indices]
+        return [Prompt(index, np.array([1], np.int32), "", None) for index in indices]
 
 
 def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
