@@ -1,16 +1,11 @@
-"""Responses of the engine from Python objects, as tests write them."""
-
-from collections.abc import Sequence
+"""Responses of the engine as Python objects, in which tests compare them."""
 
 import numpy as np
 
 from rlhf_mc.data.batch import Generation, Responses
 
 
-def to_responses(generations: Sequence[Generation]) -> Responses:
-    return Responses(
-        np.array([len(g.token_ids) for g in generations], dtype=np.int64),
-        np.array([t for g in generations for t in g.token_ids], dtype=np.int32),
-        np.array([x for g in generations for x in g.log_probs], dtype=np.float32),
-        np.array([g.finished for g in generations], dtype=np.bool_),
-    )
+def to_generations(responses: Responses) -> list[Generation]:
+    log_probs = np.split(responses.log_probs, responses.lens.cumsum()[:-1])
+    rows = zip(responses.token_ids(), log_probs, responses.finished.tolist(), strict=True)
+    return [Generation(token_ids, row.tolist(), finished) for token_ids, row, finished in rows]

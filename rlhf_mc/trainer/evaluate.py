@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ValKwargsConfig
-from rlhf_mc.data.batch import Generation, Prompt, Responses
+from rlhf_mc.data.batch import Prompt, Responses
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
@@ -66,7 +66,7 @@ class Validation:
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
         """Return the first `count` responses as readable texts."""
-        rows = zip(self.prompts, self.generations, self.scores, strict=True)
+        rows = zip(self.prompts, self.generations.token_ids(), self.scores, strict=True)
         return [_as_text(*row, tokenizer) for row in itertools.islice(rows, count)]
 
 
@@ -90,9 +90,9 @@ def evaluate(
     return Validation(rows, generations, collect_scores(pending, len(rows)))
 
 
-def _as_text(prompt: Prompt, generation: Generation, score: Score, tokenizer: PreTrainedTokenizerBase) -> str:
+def _as_text(prompt: Prompt, token_ids: list[int], score: Score, tokenizer: PreTrainedTokenizerBase) -> str:
     text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-    response = tokenizer.decode(generation.token_ids, skip_special_tokens=False)
+    response = tokenizer.decode(token_ids, skip_special_tokens=False)
     return f"[prompt] {text}\n[response] {response}\n[ground truth] {prompt.ground_truth}\n[score] {score.score}\n"
 
 

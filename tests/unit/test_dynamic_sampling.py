@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from config_files import load, validated
-from ragged import to_responses
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
@@ -55,7 +54,7 @@ def test_metrics(metric: Any, expected: list[float]) -> None:
 
 def batch_of(prompts: Sequence[Prompt], scores: Sequence[float]) -> RaggedBatch:
     responses = [Generation([10 + i] * (i % 2 + 1), [-1.0] * (i % 2 + 1), True) for i in range(len(prompts))]
-    return build_batch(prompts, to_responses(responses)).with_fields(scores=torch.tensor(scores))
+    return build_batch(prompts, Responses.of(responses)).with_fields(scores=torch.tensor(scores))
 
 
 def groups_of(first: int, scores: Sequence[float]) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
@@ -205,7 +204,7 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
 
     def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> Responses:
         calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
-        return to_responses([Generation([2], [-1.0], True)] * len(prompts))
+        return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
 
     monkeypatch.setattr(generate, "generate", record)
     state = begin_step(3, RankStatus(), num_batches=7)
