@@ -10,28 +10,29 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.load import dotted_keys, mapping_keys, to_dict
+from rlhf_mc.config.load import dotted_keys, to_dict
 from rlhf_mc.config.masking import HIDDEN, SECRET, is_hidden, masked, masked_argument
 from rlhf_mc.config.schema import Config
 
 
 def recorded(cfg: Config) -> dict[str, Any]:
     """Return the config as plain values, without secrets."""
-    return without_secrets(to_dict(cfg))
+    settings: dict[str, Any] = without_secrets(to_dict(cfg))
+    return settings
 
 
-def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return resolved settings with HIDDEN for each keyword argument with the name of a secret, in any case, and with
-    every other text masked (masking.py)."""
-    masked_settings: dict[str, Any] = _masked(settings)
-    for setting in mapping_keys():
-        *sections, name = setting.split(".")
-        section: Any = masked_settings
-        for part in sections:
-            section = section.get(part) if isinstance(section, dict) else None
-        if name.endswith("kwargs") and isinstance(section, dict) and name in section:
-            section[name] = _masked(section[name], hides=True)
-    return masked_settings
+def without_secrets(value: Any, hides: bool = False) -> Any:
+    """Return resolved settings, or another plain value, with each text masked (masking.py). With `hides`, and inside a
+    mapping whose name ends in kwargs, each entry with the name of a secret, in any case, is HIDDEN."""
+    if isinstance(value, list):
+        return [without_secrets(inner, hides) for inner in value]
+    if not isinstance(value, dict):
+        return masked(value) if isinstance(value, str) else value
+    entries = {}
+    for name, inner in value.items():
+        is_secret = hides and SECRET.search(str(name))
+        entries[name] = HIDDEN if is_secret else without_secrets(inner, hides or str(name).endswith("kwargs"))
+    return entries
 
 
 def command_without_secrets(command: Sequence[str]) -> list[str]:
@@ -55,12 +56,3 @@ def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:
         yield from _texts(f"{key}.{name}".lstrip("."), inner)
-
-
-def _masked(value: Any, hides: bool = False) -> Any:
-    """Return plain values with each text masked; with `hides` also HIDDEN for each entry with the name of a secret."""
-    if isinstance(value, dict):
-        return {n: HIDDEN if hides and SECRET.search(str(n)) else _masked(inner, hides) for n, inner in value.items()}
-    if isinstance(value, list):
-        return [_masked(inner, hides) for inner in value]
-    return masked(value) if isinstance(value, str) else value

@@ -274,9 +274,8 @@ def _limit_files(cgroup: str, root: Path) -> tuple[Path, ...]:
 def available_memory() -> int:
     """Return the bytes that this node can still give to this process: of its free and reclaimable memory, and within
     the limits of the process's control groups (version 2), whose files in the page cache do not count."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     limits = memory_limits(Path("/proc/self/cgroup").read_text())
-    return min([int(fields["MemAvailable"].split()[0]) << 10, *limits, *memory_margins()])
+    return min([psutil.virtual_memory().available, *limits, *memory_margins()])
 
 
 def memory_margins(root: Path = CGROUPS) -> Iterator[int]:

@@ -2,8 +2,7 @@
 recomputation, offload, the rollout engine's share. All other settings are the user's. Megatron sections other than the
 actor's inherit what they leave out.
 
-Candidates are visited by a bound of their step time that takes an unlimited KV cache and no offload, so that the search
-ends once no candidate can be better.
+Candidates are visited by a lower bound of their step time (unlimited KV cache, no offload) until none can be better.
 """
 
 from __future__ import annotations
@@ -104,15 +103,13 @@ def search(settings: Settings, machine: Machine, capacity: Capacity, lengths: Le
     run = _Search(settings, machine, capacity, lengths)
     choices = run.best(top, beyond_node=False) or run.best(top, beyond_node=True)
     if run.time.is_up:
-        print_line(
-            f"the search has ended after {SECONDS:.0f} s, with the best so far; with fewer GPUs it would compare all"
-        )
-    if run.time.is_up and not choices:
-        raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
+        hint = "with the best so far; with fewer GPUs it would compare all"
+        print_line(f"the search has ended after {SECONDS:.0f} s, {hint}")
+        if not choices:
+            raise UserError(f"the search has found no settings that fit in {SECONDS:.0f} s; name fewer GPUs")
     if machine.world > MOST_RANKS:
-        print_line(
-            f"of more than {MOST_RANKS} GPUs the times leave out the weight update; plan the choice without --search"
-        )
+        hint = "the times leave out the weight update; plan the choice without --search"
+        print_line(f"of more than {MOST_RANKS} GPUs {hint}")
     if not choices:
         host = "" if capacity.host_bytes is None else " and the host memory of their nodes"
         raise UserError(

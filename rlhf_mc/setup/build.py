@@ -39,6 +39,7 @@ from rlhf_mc.reshard.grouping import choose_rollout_groups
 from rlhf_mc.reshard.model_checks import check_layouts, check_length
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
+from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
@@ -59,7 +60,6 @@ from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
-from rlhf_mc.trainer.weight_sync import WeightSync
 
 
 def build_run(cfg: Config) -> Run:

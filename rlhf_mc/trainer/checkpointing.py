@@ -20,6 +20,7 @@ from rlhf_mc.config.errors import UserError, disk_errors
 from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.recorded import recorded, without_secrets
 from rlhf_mc.models.engine import engine_layouts
+from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.sinks import check_metrics
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_directory.lock import Lock
@@ -27,7 +28,6 @@ from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differen
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.step_state import StepState
 
 _WITHOUT_EFFECT = {
     f"trainer.{key}"
@@ -124,6 +124,20 @@ class Checkpoints:
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume
+
+    def load(self, timer: PhaseTimer) -> Position:
+        """Resume from the checkpoint of trainer.resume_mode, if there is one. Return the position of the run."""
+        with self._run.offload_schedule.phase(timer, "load_checkpoint"):
+            return self.resume()
+
+    def save(self, timer: PhaseTimer, wait: bool = False) -> None:
+        """Save the last complete step. With trainer.async_save and without `wait` the files are written in the
+        background."""
+        with self._run.offload_schedule.phase(timer, "save_checkpoint"):
+            if wait:
+                self.save_now()
+            else:
+                self.begin()
 
     def resume(self) -> Position:
         """Load the checkpoint of trainer.resume_mode, if there is one, and claim the directory for the run. Raise
@@ -422,19 +436,3 @@ class Checkpoints:
 
 def _say(line: str) -> None:
     print_line(line, rank_0_only=True)
-
-
-def load_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints) -> Position:
-    """Resume from the checkpoint of trainer.resume_mode, if there is one. Return the position of the run."""
-    with run.offload_schedule.phase(state.timer, "load_checkpoint"):
-        return checkpoints.resume()
-
-
-def save_checkpoint(run: Run, state: StepState, checkpoints: Checkpoints, wait: bool = False) -> None:
-    """Save the last complete step. With trainer.async_save and without `wait` the files are written in the
-    background."""
-    with run.offload_schedule.phase(state.timer, "save_checkpoint"):
-        if wait:
-            checkpoints.save_now()
-        else:
-            checkpoints.begin()

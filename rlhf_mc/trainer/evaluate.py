@@ -253,5 +253,7 @@ def validate(run: Run, state: StepState) -> float:
         texts = result.texts(run.tokenizer, cfg.trainer.log_val_generations)
         view("generations/", lambda: write_generations(directory, state.step, texts))
         responses = result.generations.token_ids()
-        keep_samples(run, cfg.trainer.validation_data_dir, state.step, result.prompts, responses, result.scores)
+        keep_samples(
+            run.tokenizer, cfg.trainer.validation_data_dir, state.step, result.prompts, responses, result.scores
+        )
     return result.accuracy

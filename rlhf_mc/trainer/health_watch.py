@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_mc.config.health_schema import rolls_back
+from rlhf_mc.config.health_schema import HealthConfig, rolls_back
 from rlhf_mc.config.roles import estimator_needs
-from rlhf_mc.health.adjustments import Adjustment
+from rlhf_mc.config.schema import Config
+from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
+from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
-from rlhf_mc.trainer.checkpointing import Checkpoints, save_checkpoint
+from rlhf_mc.trainer.checkpointing import Checkpoints
+from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
@@ -53,7 +56,7 @@ class HealthWatch:
         if not self._cfg.enable:
             return
         if run.groups.rank == 0:
-            self._monitor = Monitor(self._cfg, run_traits(run), print_line, self._write)
+            self._monitor = Monitor(self._cfg, run_traits(run.config, run.log_prob_check), print_line, self._write)
             view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
@@ -108,11 +111,10 @@ class HealthWatch:
         view(HEALTH_FILE, append)
 
 
-def run_traits(run: Run) -> RunTraits:
-    """Return what the rules need to know of the run."""
-    cfg = run.config
+def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:
+    """Return the properties of a run that the rules depend on."""
     updates = math.ceil(cfg.data.train_batch_size / cfg.actor.ppo_mini_batch_size) * cfg.actor.ppo_epochs
-    bound = None if cfg.algorithm.rollout_correction.bypass_mode else run.log_prob_check.mean_bound
+    bound = None if cfg.algorithm.rollout_correction.bypass_mode else log_prob_check.mean_bound
     return RunTraits(updates, estimator_needs(cfg.algorithm).group, bound)
 
 
@@ -134,12 +136,15 @@ class Unhealthy(Exception):
         """The last step is to be saved."""
 
 
-def act(run: Run, checkpoints: Checkpoints, step: int, health: HealthWatch) -> Literal["continues", "rolled back"]:
+def act(
+    cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoints, step: int, health: HealthWatch
+) -> Literal["continues", "rolled back"]:
     """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
     resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
     rank must call it."""
     changes = {
-        response_to(run, name): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
+        getattr(cfg.responses, name): (name, text.removeprefix("health: "))
+        for name, text in reversed(health.last.acting)
     }
     if "stop" in changes:
         name, text = changes["stop"]
@@ -148,40 +153,34 @@ def act(run: Run, checkpoints: Checkpoints, step: int, health: HealthWatch) -> L
         raise Unhealthy(line, saves=True)
     if "roll_back" in changes:
         name, text = changes["roll_back"]
-        health.rolled_back(name, to=roll_back(run, checkpoints, step, text))
+        health.rolled_back(name, to=roll_back(cfg, adjustments, checkpoints, step, text))
         return "rolled back"
     if "fixed_kl_coef" in changes:
-        fix_kl_coef(run, step, changes["fixed_kl_coef"][1])
+        fix_kl_coef(cfg, adjustments, step, changes["fixed_kl_coef"][1])
     return "continues"
 
 
-def response_to(run: Run, rule: str) -> str:
-    """Return the configured response to a rule."""
-    return str(getattr(run.config.health.responses, rule))
-
-
-def save_start(run: Run, state: StepState, checkpoints: Checkpoints) -> None:
+def save_start(cfg: HealthConfig, state: StepState, checkpoints: Checkpoints) -> None:
     """Save the weights before the first step, if a health rule may roll the run back to them. Every rank must call
     it."""
     position = checkpoints.position
-    if rolls_back(run.config.health) and position.step == 0 and position.last_healthy_step is None:
-        save_checkpoint(run, state, checkpoints)
+    if rolls_back(cfg) and position.step == 0 and position.last_healthy_step is None:
+        checkpoints.save(state.timer)
 
 
-def apply_adjustments(run: Run, step: int) -> None:
+def apply_adjustments(adjustments: Adjustments, models: Sequence[ModelEngine], step: int) -> None:
     """Set the learning rates of a step. The KL coefficient and the token budgets are read where they are used."""
-    factor = run.adjustments.learning_rate_factor(step)
-    for model in run.trained_models():
+    factor = adjustments.learning_rate_factor(step)
+    for model in models:
         model.scale_learning_rate(factor)
 
 
-def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> int:
+def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoints, step: int, reason: str) -> int:
     """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Return that step.
     Raise Unhealthy if there is none, or if that has been done health.max_rollbacks times. Every rank must call it.
     reason: the line of the rule."""
-    health = run.config.health
-    done = run.adjustments.count("learning_rate_factor")
-    if done >= health.max_rollbacks:
+    done = adjustments.count("learning_rate_factor")
+    if done >= cfg.max_rollbacks:
         raise Unhealthy(
             f"{reason}; the run was rolled back {done} times before (health.max_rollbacks). Its settings have to "
             "change: a lower actor.optim.lr, fewer actor.ppo_epochs, a higher KL coefficient; remove "
@@ -195,8 +194,8 @@ def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> int
             "resume another checkpoint with trainer.resume_from_path",
             saves=False,
         )
-    run.adjustments.add(Adjustment("learning_rate_factor", health.rollback_lr_factor, start, reason))
-    factor = run.adjustments.learning_rate_factor(start + 1)
+    adjustments.add(Adjustment("learning_rate_factor", cfg.rollback_lr_factor, start, reason))
+    factor = adjustments.learning_rate_factor(start + 1)
     print_line(
         f"WARNING: rolled back from step {step} to step {start}; learning rates are those of the config times "
         f"{factor:g} from there on",
@@ -205,11 +204,11 @@ def roll_back(run: Run, checkpoints: Checkpoints, step: int, reason: str) -> int
     return start
 
 
-def fix_kl_coef(run: Run, step: int, reason: str) -> None:
+def fix_kl_coef(cfg: HealthConfig, adjustments: Adjustments, step: int, reason: str) -> None:
     """Give the KL term the coefficient health.kl_coef from the next step on. Every rank must call it."""
-    coef = run.config.health.kl_coef
+    coef = cfg.kl_coef
     assert coef is not None, "config/checks.py ensures it"
-    if run.adjustments.kl_coef(step + 1) == coef:
+    if adjustments.kl_coef(step + 1) == coef:
         return
-    run.adjustments.add(Adjustment("kl_coef", coef, step, reason))
+    adjustments.add(Adjustment("kl_coef", coef, step, reason))
     print_line(f"WARNING: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)

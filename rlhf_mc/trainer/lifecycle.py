@@ -28,7 +28,7 @@ from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
 from rlhf_mc.trainer import evaluate
-from rlhf_mc.trainer.checkpointing import Checkpoints, Position, load_checkpoint, save_checkpoint
+from rlhf_mc.trainer.checkpointing import Checkpoints, Position
 from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act, apply_adjustments, save_start
 from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
@@ -65,7 +65,9 @@ class Lifecycle:
                 self._validate_only()
                 return
             self._start()
-            while act(run, self._checkpoints, position.step, self._health) == "continues":
+            while (
+                act(run.config.health, run.adjustments, self._checkpoints, position.step, self._health) == "continues"
+            ):
                 if run.schedule.is_last(position.step, position.num_batches, position.accuracy):
                     self._finish()
                     return
@@ -76,7 +78,7 @@ class Lifecycle:
 
     def begin_step(self, step: int) -> StepState:
         """Return the state of the next step."""
-        apply_adjustments(self._run, step)
+        apply_adjustments(self._run.adjustments, self._run.trained_models(), step)
         return begin_step(step, self._status, self._checkpoints.position.num_batches)
 
     def save_step(self, state: StepState, accuracy: float | None) -> None:
@@ -89,7 +91,7 @@ class Lifecycle:
             export(run, state, self._directory / EXPORT / f"global_step_{state.step}", self._checkpoints.run_id)
         self._checkpoints.step_done(state.step, state.num_batches, accuracy, state.metrics, healthy.is_healthy)
         if run.schedule.is_save_due(state.step, state.num_batches, accuracy):
-            save_checkpoint(run, state, self._checkpoints)
+            self._checkpoints.save(state.timer)
 
     def log_step(self, state: StepState, batch: RaggedBatch) -> None:
         """Log the metrics of a complete step, and commit a checkpoint that is written."""
@@ -105,11 +107,11 @@ class Lifecycle:
         the run. A roll-back repeats none of the lines of the start."""
         run = self._run
         self._status.total_steps = run.schedule.total_steps
-        position = load_checkpoint(run, begin_step(0, self._status), self._checkpoints)
+        position = self._checkpoints.load(begin_step(0, self._status).timer)
         run.adjustments.load()
         if not self._checkpoints.is_rolled_back:
             for line in run.adjustments.in_effect(position.step):
-                say_on_console(run, line)
+                say_on_console(run.config, line)
             last = position.step if run.config.trainer.val_only else run.schedule.total_steps
             warn_of_unreached(run.config, position.step, last)
         return position
@@ -132,7 +134,7 @@ class Lifecycle:
             state = begin_step(0, self._status)
             position.accuracy = evaluate.validate(run, state)
             log(self._sinks, state)
-        save_start(run, begin_step(position.step, self._status), self._checkpoints)
+        save_start(run.config.health, begin_step(position.step, self._status), self._checkpoints)
 
     def _validate_only(self) -> None:
         """Validate the current weights. The metrics go to the console and to validation/step_<n>.json, since the step's
@@ -143,7 +145,7 @@ class Lifecycle:
         evaluate.validate(run, state)
         for name, value in sorted(state.metrics.items()):
             if name.startswith("val-core/"):
-                say_on_console(run, f"step {state.step}: {name} {value:.4f}")
+                say_on_console(run.config, f"step {state.step}: {name} {value:.4f}")
         if run.groups.rank == 0:
             view("validation/", lambda: evaluate.write_metrics(self._directory, state.step, state.metrics))
         self._write_success(state.step)
@@ -165,7 +167,7 @@ class Lifecycle:
             write_views(run.config)
         self._write_success(position.step)
         hf = self._directory / HF
-        say_on_console(run, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
+        say_on_console(run.config, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
 
     def __enter__(self) -> Lifecycle:
         return self
@@ -194,7 +196,7 @@ class Lifecycle:
             again = "resumes from there" if self._checkpoints.is_resumable else "begins anew, as another run,"
             line = f"asked to stop ({error}): {saved}; the run {again} when it is started again"
             self._opened.close()
-            say_on_console(run, line)
+            say_on_console(run.config, line)
             self._record_end("stopped", line)  # and no view: a preempted process has little time
             return True
         elif isinstance(error, TooFewGroups | Unhealthy):
@@ -211,7 +213,7 @@ class Lifecycle:
     def _save_last_step(self) -> str:
         """Save the last complete step, whose weights the models still hold. Return what is saved, in words."""
         step = self._checkpoints.position.step
-        save_checkpoint(self._run, begin_step(step, self._status), self._checkpoints, wait=True)
+        self._checkpoints.save(begin_step(step, self._status).timer, wait=True)
         is_saved = step or self._checkpoints.is_resumable
         return f"the checkpoint of step {step} is complete" if is_saved else "no step is complete yet, so none is saved"
 

@@ -15,6 +15,7 @@ from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.engine import ModelEngine
+from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.topology.groups import ProcessGroups
@@ -23,7 +24,6 @@ from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
-from rlhf_mc.trainer.weight_sync import WeightSync
 
 
 @dataclass(frozen=True)

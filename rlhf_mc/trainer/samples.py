@@ -16,7 +16,6 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.observability.sinks import view
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
-from rlhf_mc.trainer.run import Run
 
 
 def some_of_each_prompt(num_responses: int, n: int, count: int) -> list[int]:
@@ -92,7 +91,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 
 def keep_samples(
-    run: Run,
+    tokenizer: PreTrainedTokenizerBase,
     directory: str | None,
     step: int,
     prompts: list[Prompt],
@@ -101,4 +100,4 @@ def keep_samples(
 ) -> None:
     """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls it."""
     if directory is not None:
-        view(directory, lambda: write_samples(Path(directory), step, run.tokenizer, prompts, responses, scores))
+        view(directory, lambda: write_samples(Path(directory), step, tokenizer, prompts, responses, scores))

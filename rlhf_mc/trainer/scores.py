@@ -140,12 +140,12 @@ def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: Rag
         return
     responses = batch.responses()
     if run.schedule.is_rollout_data_due(state.step):
-        keep_samples(run, cfg.rollout_data_dir, state.step, prompts, responses, scores)
+        keep_samples(run.tokenizer, cfg.rollout_data_dir, state.step, prompts, responses, scores)
     if run.schedule.is_train_log_due(state.step):
         rows = some_of_each_prompt(len(prompts), run.config.rollout.n, cfg.log_train_generations)
         directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS) if rows else None
         some = [prompts[i] for i in rows], [responses[i] for i in rows], [scores[i] for i in rows]
-        keep_samples(run, directory, state.step, *some)
+        keep_samples(run.tokenizer, directory, state.step, *some)
 
 
 def score_by_reward_model(

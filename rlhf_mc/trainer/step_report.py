@@ -163,9 +163,9 @@ def log(sinks: Sink, state: StepState) -> None:
     on_every_rank(lambda: sinks.log(state.step, {**state.metrics, **state.timer.result()}))
 
 
-def say_on_console(run: Run, line: str) -> None:
+def say_on_console(cfg: Config, line: str) -> None:
     """Print one line to standard output on rank 0, if trainer.logger has "console"."""
-    if "console" in run.config.trainer.logger:
+    if "console" in cfg.trainer.logger:
         print_line(line, sys.stdout, rank_0_only=True)
 
 

@@ -24,13 +24,14 @@ from rlhf_mc.config.reward_schema import CustomRewardFunctionConfig, RewardConfi
 from rlhf_mc.data.batch import Prompt
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.observability.metrics import PhaseTimer
+from rlhf_mc.reshard import weight_sync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import gather_objects, gather_results
-from rlhf_mc.trainer import generate, lifecycle, loop, start_table, step_state, weight_sync
+from rlhf_mc.trainer import generate, lifecycle, loop, start_table, step_state
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import collect_scores, submit_responses
 

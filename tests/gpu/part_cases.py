@@ -163,7 +163,7 @@ def _without_last_copy(original: Any) -> Any:
 
 _HEADS = "rlhf_mc.models.heads"
 _ENGINE = "rlhf_mc.models.engine:ModelEngine"
-_SYNC = "rlhf_mc.trainer.weight_sync:WeightSync"
+_SYNC = "rlhf_mc.reshard.weight_sync:WeightSync"
 
 FAULTS = {
     "a product of 2 % more": Fault("machine", "torch", "mm", _scaled(1.02), "a bfloat16 product is off by"),

@@ -210,7 +210,7 @@ def test_a_stopped_run_says_what_the_next_start_does(
     checkpoints.position = Position(step=saved or 0)
     monkeypatch.setattr(Checkpoints, "release", lambda self: None)
     monkeypatch.setattr(lifecycle, "Checkpoints", lambda run: checkpoints)
-    monkeypatch.setattr(lifecycle, "save_checkpoint", lambda *arguments, wait: None)
+    monkeypatch.setattr(Checkpoints, "save", lambda self, timer, wait: None)
     monkeypatch.setattr(lifecycle, "record_end", lambda *arguments: None)
     monkeypatch.setattr(lifecycle, "say_on_console", lambda run, text: said.append(text))
 

@@ -25,10 +25,10 @@ from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.verify import checksum, verify
+from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 from rlhf_mc.trainer.token_budget import TokenBudget, train_step
-from rlhf_mc.trainer.weight_sync import WeightSync
 
 GB = 1e9
 FULL = 0.95
