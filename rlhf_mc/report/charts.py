@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_mc.observability.progress import validation_accuracies
+from rlhf_mc.observability.step_table import validation_accuracies
 from rlhf_mc.report.run_reader import RunRecord, number
 from rlhf_mc.run_files import NONFINITE_FILE, Row
 

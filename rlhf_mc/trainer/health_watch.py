@@ -15,7 +15,7 @@ from rlhf_mc.health.adjustments import Adjustment
 from rlhf_mc.health.conditions import Facts
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import say
 from rlhf_mc.topology.consensus import gather_objects, integers_of_rank_0
@@ -54,7 +54,7 @@ class HealthWatch:
             return
         if run.groups.rank == 0:
             self._monitor = Monitor(self._cfg, run_facts(run), say, self._write)
-            view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
+            best_effort(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
         self.last = gather_objects(self.last)[0]
@@ -109,7 +109,7 @@ class HealthWatch:
             with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
                 file.write(line)
 
-        view(HEALTH_FILE, append)
+        best_effort(HEALTH_FILE, append)
 
 
 def run_facts(run: Run) -> Facts:

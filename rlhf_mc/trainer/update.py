@@ -21,7 +21,7 @@ from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
 from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
-from rlhf_mc.observability.metrics import MeanMetrics
+from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
@@ -173,7 +173,6 @@ def update(
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that were taken, and the
     share of steps that were skipped, under "{role}/{statistic}". Every rank must call it."""
-    metrics = MeanMetrics()
     minis = list(mini_batch_indices)
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
@@ -182,10 +181,9 @@ def update(
             step = train_step(engine, mini, objective(mini), budget, number)
         steps.append(step)
         skipped.count(engine, budget.step, mini, step.skipped)
-    for stats in engine.statistics(steps):
-        metrics.add(stats)
+    metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
-    return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}
+    return {f"{engine.name}/{key}": value for key, value in metrics.items()}
 
 
 def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
