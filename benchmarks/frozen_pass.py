@@ -80,7 +80,7 @@ def main() -> None:
         dist.broadcast_object_list(shared)
         for dtype in ("bfloat16", "float32"):
             engines = make_variants(shared[0], dtype)
-            found: dict[str, list[tuple[float, int]]] = {variant: [] for variant in VARIANTS}
+            rows: dict[str, list[tuple[float, int]]] = {variant: [] for variant in VARIANTS}
             scores: dict[str, Any] = {}
             for number in range(args.rounds + 1):  # the first is a warm-up
                 for variant, engine in engines.items():
@@ -92,10 +92,10 @@ def main() -> None:
                     start = time.perf_counter()
                     peak = peak_bytes(run)
                     if number:
-                        found[variant].append((time.perf_counter() - start, peak))
+                        rows[variant].append((time.perf_counter() - start, peak))
             torch.testing.assert_close(scores["frozen"], scores["trainable"], rtol=0, atol=0.1)
             medians = {
-                variant: [statistics.median(column) for column in zip(*found[variant], strict=True)]
+                variant: [statistics.median(column) for column in zip(*rows[variant], strict=True)]
                 for variant in VARIANTS
             }
             if rank == 0:

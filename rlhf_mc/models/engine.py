@@ -21,7 +21,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
+from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
 from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients
 from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
@@ -235,13 +235,12 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         head: Head,
         per_sequence: bool = False,
-        packing: PackingCache | None = None,
     ) -> torch.Tensor:
         """Return the head's number for each response token of the whole batch, from the state at its logit position:
         [R] float32, on every rank. With per_sequence: for each sequence, from the state of its last token: [S].
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
-        return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence, packing))
+        return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence))
 
     @torch.no_grad()
     def my_scores(
@@ -250,7 +249,6 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         head: Head,
         per_sequence: bool = False,
-        packing: PackingCache | None = None,
     ) -> torch.Tensor:
         """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over all ranks is
         exact. Every rank must call it."""
@@ -264,7 +262,7 @@ class ModelEngine:
             if self.groups.coordinate.tp == 0:
                 result[micro.sequence_index if per_sequence else micro.response_index] = scored.float()
 
-        self._run(batch, self._with_dummies(micro_batches), keep, True, packing, at_last_token=per_sequence)
+        self._run(batch, self._with_dummies(micro_batches), keep, True, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
         return result
 
@@ -273,11 +271,10 @@ class ModelEngine:
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
-        packing: PackingCache | None = None,
     ) -> OptimizerStep:
         """Compute the gradient of a mini-batch as `backward` does and take one optimizer step. Where loss, statistics
         or gradient are not finite on any rank, no rank steps. Every rank must call it."""
-        sums = self._compute_gradient(batch, micro_batches, loss, packing)
+        sums = self._compute_gradient(batch, micro_batches, loss)
         with megatron_calls(), platform.named_range("grad_norm"):
             self._optimizer.prepare_grads()
             result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
@@ -314,16 +311,15 @@ class ModelEngine:
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
-        packing: PackingCache | None = None,
     ) -> dict[str, float]:
         """Write into each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
         micro-batches of all replicas (with the distributed optimizer, into the part that this rank updates).
         Return the sums of the statistics. Every rank must call it."""
-        sums = self._compute_gradient(batch, micro_batches, loss, packing)
+        sums = self._compute_gradient(batch, micro_batches, loss)
         return self._exchange.over_ranks([sums], self._has_loss)[0]
 
     def _compute_gradient(
-        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss, packing: PackingCache | None
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss
     ) -> StatisticSums:
         """Do as `backward`, but return this rank's sums of the statistics. Where one is not finite, the gradient is
         not either, so that its norm tells every rank."""
@@ -343,7 +339,7 @@ class ModelEngine:
             sums.add(stats)
             return value * (scale + sums.zero_if_finite())
 
-        passes = lambda: self._run(batch, micro_batches, share, False, packing)  # noqa: E731
+        passes = lambda: self._run(batch, micro_batches, share, False)  # noqa: E731
         if self._memory_recovery is None:
             passes()
         else:
@@ -366,7 +362,6 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         on_last_stage: Callable[[PackedGPT, torch.Tensor, MicroBatch], Any],
         forward_only: bool,
-        packing: PackingCache | None,
         at_last_token: bool = False,
     ) -> None:
         """Run the micro-batches through this rank's stage by Megatron-Core's schedule.
@@ -400,12 +395,10 @@ class ModelEngine:
             on_rank = [n // shards for n in lengths]
             extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, on_rank)
 
-        cache = packing or PackingCache()
-
         def micros() -> Iterator[MicroBatch]:
             for indices in micro_batches:
                 with platform.named_range("pack"), own_operations():
-                    micro = cache.micro_batch(batch, list(indices), multiple_of)
+                    micro = pack_micro_batch(batch, indices, multiple_of)
                 yield micro
 
         several = len(self.chunks) > 1

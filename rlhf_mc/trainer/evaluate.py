@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Prompt, Responses
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import RolloutEngine, Sampling
@@ -251,7 +251,7 @@ def validate(run: Run, state: StepState) -> float:
     directory = Path(cfg.trainer.default_local_dir)
     if run.groups.rank == 0:
         texts = result.texts(run.tokenizer, cfg.trainer.log_val_generations)
-        view("generations/", lambda: write_generations(directory, state.step, texts))
+        best_effort("generations/", lambda: write_generations(directory, state.step, texts))
         responses = result.generations.token_ids()
         keep_samples(
             run.tokenizer, cfg.trainer.validation_data_dir, state.step, result.prompts, responses, result.scores

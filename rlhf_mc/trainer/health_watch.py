@@ -17,7 +17,7 @@ from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
@@ -57,7 +57,7 @@ class HealthWatch:
             return
         if run.groups.rank == 0:
             self._monitor = Monitor(self._cfg, run_traits(run.config, run.log_prob_check), print_line, self._write)
-            view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
+            best_effort(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
         self.last = gather_objects(self.last)[0]
@@ -108,7 +108,7 @@ class HealthWatch:
             with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
                 file.write(line)
 
-        view(HEALTH_FILE, append)
+        best_effort(HEALTH_FILE, append)
 
 
 def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:

@@ -17,7 +17,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.observability.profile import warn_of_unreached
-from rlhf_mc.observability.sinks import Sink, build_sinks, view
+from rlhf_mc.observability.sinks import Sink, best_effort, build_sinks
 from rlhf_mc.report.page import read_runs, write_report
 from rlhf_mc.report.plots import plot_run
 from rlhf_mc.run_directory import ownership
@@ -147,7 +147,7 @@ class Lifecycle:
             if name.startswith("val-core/"):
                 say_on_console(run.config, f"step {state.step}: {name} {value:.4f}")
         if run.groups.rank == 0:
-            view("validation/", lambda: evaluate.write_metrics(self._directory, state.step, state.metrics))
+            best_effort("validation/", lambda: evaluate.write_metrics(self._directory, state.step, state.metrics))
         self._write_success(state.step)
 
     # ------------------------------------------------------------ end
@@ -164,7 +164,7 @@ class Lifecycle:
         on_every_rank(self._sinks.close)
         self._record_end("finished", reason)
         if run.groups.rank == 0:
-            write_views(run.config)
+            write_plot_and_report(run.config)
         self._write_success(position.step)
         hf = self._directory / HF
         say_on_console(run.config, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
@@ -204,7 +204,7 @@ class Lifecycle:
             line = f"{error}; {self._save_last_step()}" if saves else str(error)
             self._opened.close()
             self._record_end("failed", line)
-            on_rank_0(lambda: write_views(run.config))  # a rank that ended meanwhile would be taken for lost
+            on_rank_0(lambda: write_plot_and_report(run.config))  # a rank that ended meanwhile would be taken for lost
             raise UserError(line) from None
         elif isinstance(error, Exception):
             self._record_end("failed", str(error))
@@ -241,11 +241,11 @@ def export(run: Run, state: StepState, directory: Path, run_id: str | None = Non
         )
 
 
-def write_views(cfg: Config) -> None:
+def write_plot_and_report(cfg: Config) -> None:
     """Write training.png and report.html of the run so far, if it has a metrics.jsonl. One rank alone calls it, and the
     others wait."""
     if "jsonl" in cfg.trainer.logger and not cfg.trainer.val_only:
         root = Path(cfg.trainer.default_local_dir)
-        runs = functools.cache(lambda: read_runs([root]))  # once for both views, each of which catches its errors
-        view(PLOT, lambda: plot_run(runs()[0].rows, root / PLOT, title=root.name))
-        view(REPORT, lambda: write_report(runs(), root / REPORT))
+        runs = functools.cache(lambda: read_runs([root]))  # once for both, each of which reports its own errors
+        best_effort(PLOT, lambda: plot_run(runs()[0].rows, root / PLOT, title=root.name))
+        best_effort(REPORT, lambda: write_report(runs(), root / REPORT))

@@ -8,7 +8,6 @@ from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.heads import Head
 from rlhf_mc.topology.consensus import sum_over_ranks
 from rlhf_mc.trainer.run import Run
@@ -31,7 +30,7 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     mine: dict[str, torch.Tensor] = {}
     for name, (phase, engine, pass_head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
-            mine[name] = my_token_scores(engine, batch, pass_head, run.limits[phase], state.packing)
+            mine[name] = my_token_scores(engine, batch, pass_head, run.limits[phase])
     if "old_log_probs" in mine:
         start_slowest_rank(state, "old_log_prob")
     if mine:
@@ -45,16 +44,12 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
 
 
-def score_tokens(
-    engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit, packing: PackingCache | None = None
-) -> torch.Tensor:
+def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
     """Return the head's number for every response token of the batch: [R] float32, on every rank. Every rank must call
     it. A step, which makes several passes, sums the parts of all of them at once."""
-    return sum_over_ranks(my_token_scores(engine, batch, head, limit, packing))
+    return sum_over_ranks(my_token_scores(engine, batch, head, limit))
 
 
-def my_token_scores(
-    engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit, packing: PackingCache | None = None
-) -> torch.Tensor:
+def my_token_scores(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
     """Return what this rank has of `score_tokens`, on the device: [R] float32, 0 for the tokens of other ranks."""
-    return engine.my_scores(batch, my_micro_batches(engine, batch, limit, packing), head, packing=packing)
+    return engine.my_scores(batch, my_micro_batches(engine, batch, limit), head)

@@ -17,7 +17,6 @@ from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.heads import value_head
 from rlhf_mc.topology.consensus import gather_results
 from rlhf_mc.trainer.token_budget import my_micro_batches
@@ -73,12 +72,11 @@ def score(
     prompts: Sequence[Prompt],
     batch: RaggedBatch,
     asked: Sequence[int],
-    packing: PackingCache | None,
 ) -> ModelScores:
     """Return the model's scores of the sequences `asked`. Raise UserError if a conversation cannot be rendered. Every
     rank must call it.
 
-    tokenizer: the actor's. prompts: of each sequence of the batch. packing: the cache of the batch."""
+    tokenizer: the actor's. prompts: of each sequence of the batch."""
     values = torch.zeros(batch.num_sequences)
     if not asked:
         return ModelScores(values)
@@ -86,13 +84,10 @@ def score(
     if model.conversations is not None:
         responses = batch.responses()
         pairs = [(prompts[i], responses[i]) for i in asked]
-        read, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
-        scores = score_sequences(model.engine, read, model.limit)
-    elif len(asked) == batch.num_sequences:
-        scores = score_sequences(model.engine, batch, model.limit, packing)
+        sequences, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
     else:
-        scores = score_sequences(model.engine, batch.select(asked), model.limit)
-    values[list(asked)] = scores
+        sequences = batch.select(asked)
+    values[list(asked)] = score_sequences(model.engine, sequences, model.limit)
     return ModelScores(values, num_truncated)
 
 
@@ -119,9 +114,7 @@ def _conversations(
     return conversation_batch([tokens[-max_tokens:] for tokens in found]), num_truncated
 
 
-def score_sequences(
-    engine: ModelEngine, batch: RaggedBatch, limit: Limit, packing: PackingCache | None = None
-) -> torch.Tensor:
+def score_sequences(engine: ModelEngine, batch: RaggedBatch, limit: Limit) -> torch.Tensor:
     """Return a reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
-    micro_batches = my_micro_batches(engine, batch, limit, packing)
-    return engine.score(batch, micro_batches, value_head, per_sequence=True, packing=packing)
+    micro_batches = my_micro_batches(engine, batch, limit)
+    return engine.score(batch, micro_batches, value_head, per_sequence=True)

@@ -135,7 +135,6 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
         stop.check()
         pending = submit_rewards(run, state, prompts, batch)
         batch, scores = await_rewards(run, state, prompts, batch, pending)
-        state.packing.clear()  # the next batch has other tokens
         stop.check()
         before = groups.num_kept
         groups.add(prompts, batch, scores)

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rewards.results import Score, penalize_overlong, reward_metrics
@@ -155,15 +154,15 @@ def score_by_reward_model(
     such part. prompts: of each response, the greedy ones last. Raise UserError if a score is not finite."""
     weights = [run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts]
     num_sampled = batch.num_sequences
-    passes = [(batch, slice(num_sampled), state.packing)]
+    passes = [(batch, slice(num_sampled))]
     if state.greedy is not None:
-        passes.append((state.greedy, slice(num_sampled, None), PackingCache()))
+        passes.append((state.greedy, slice(num_sampled, None)))
     values: list[float] = []
     num_truncated = 0
     with run.offload_schedule.phase(state.timer, model.role):
-        for responses, part, packing in passes:
+        for responses, part in passes:
             asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
-            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
+            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, asked)
             values += scores.values.tolist()
             num_truncated += scores.num_truncated
     if not all(map(math.isfinite, values)):  # the same on every rank

@@ -4,7 +4,6 @@ lists the metrics.
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.balance import Cost, assign_to_replicas, sequence_costs
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.data.order import batches_per_epoch
-from rlhf_mc.machine.facts import available_memory, memory
+from rlhf_mc.machine.facts import memory
 from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.observability.metrics import summarize_lengths
@@ -139,16 +138,10 @@ def equal_groups_ratio(batch: RaggedBatch, responses_per_prompt: int) -> float:
     return float((groups == groups[:, :1]).all(1).double().mean())
 
 
-@functools.cache
-def _machine_memory() -> int:
-    return memory()[0]
-
-
 def memory_metrics() -> dict[str, float]:
     """Return the memory in use: on this rank's device at the peak of torch's tensors so far, and on its machine now.
     The used share is the device's; on a CPU the machine's."""
-    machine = _machine_memory()
-    available = available_memory()
+    machine, available = memory()
     total, free = platform.free_device_memory() if platform.use_cuda() else (machine, available)
     return {
         "perf/peak_memory_gb": platform.peak_memory_gb(),

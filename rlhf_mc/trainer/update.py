@@ -19,9 +19,9 @@ from rlhf_mc.config.roles import adapts_kl_loss
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
-from rlhf_mc.models.forward import MicroBatch, PackingCache
+from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.heads import log_probs_and_entropy, values
-from rlhf_mc.observability.metrics import MeanMetrics
+from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
@@ -170,24 +170,20 @@ def update(
     objective: Callable[[RaggedBatch], Loss],
     budget: TokenBudget,
     skipped: SkippedUpdates,
-    packing: PackingCache | None = None,
 ) -> dict[str, float]:
     """Take one optimizer step per mini-batch. Return the mean of each statistic over the steps that were taken, and the
     share of steps that were skipped, under "{role}/{statistic}". Every rank must call it."""
-    metrics = MeanMetrics()
-    packing = packing or PackingCache()
     minis = list(mini_batch_indices)
     steps: list[OptimizerStep] = []
     for number, indices in enumerate(counted(minis, len(minis), "mini-batches")):
         with platform.named_range("mini_batch"):
             mini = batch.select(indices)
-            step = train_step(engine, mini, objective(mini), budget, number, packing.of_mini_batch(indices))
+            step = train_step(engine, mini, objective(mini), budget, number)
         steps.append(step)
         skipped.count(engine, budget.step, mini, step.skipped)
-    for stats in engine.statistics(steps):
-        metrics.add(stats)
+    metrics = mean_by_key(engine.statistics(steps))
     engine.end_of_ppo_step()
-    return {f"{engine.name}/{key}": value for key, value in metrics.result().items()}
+    return {f"{engine.name}/{key}": value for key, value in metrics.items()}
 
 
 def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -208,7 +204,7 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
         scale = critic.loss_scale_factor or cfg.data.max_response_length
         objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
         budget = token_budget(run, "critic", state.step)
-        metrics = update(run.critic, batch, minis, objective, budget, run.skipped, state.packing)
+        metrics = update(run.critic, batch, minis, objective, budget, run.skipped)
         state.metrics.update(metrics)
 
 
@@ -237,7 +233,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         vocab_size = run.actor.shape.vocab_size
         objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
         budget = token_budget(run, "actor", state.step)
-        metrics = update(run.actor, batch, minis, objective, budget, run.skipped, state.packing)
+        metrics = update(run.actor, batch, minis, objective, budget, run.skipped)
         state.metrics.update(metrics)
 
 

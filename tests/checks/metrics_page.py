@@ -42,7 +42,7 @@ may change more, such as protobuf. `trainer.project_name` is the project, in MLf
 
 - **No secrets in the config.** The whole config goes to the trackers, and with the command line to `starts.jsonl`,
   without the values of keyword arguments that look like secrets ([reliability.md](reliability.md)). Keys belong into
-  environment variables: those of the trackers, and the one that a remote reward's `api_key_env` names.
+  environment variables: the trackers' own, and the one that a remote reward's `api_key_env` names.
 - `wandb` and `swanlab` log to their servers, and under `wandb/` and `swanlog/` in the run's directory. The run has the
   id of `run.json` there. Their environment variables count: `WANDB_MODE=offline` with `wandb sync` afterwards,
   `WANDB_API_KEY`, `SWANLAB_MODE=offline` with `swanlab sync`, `SWANLAB_API_KEY`, ...
@@ -78,7 +78,7 @@ continues the counts by the rows of `metrics.jsonl`; without that file they begi
 """
 HEALTH_TAIL = """\
 **Bounds.** The ranges of `actor/ppo_kl` (0.01 to 0.03), of gradient norms (0.5 to 2.0) and of `critic/vf_clipfrac`
-(0.05) are those of tuning notes for verl, and verl's guide takes a `clip_ratio` above 0.1 for too much truncation.
+(0.05) are from tuning notes for verl, and verl's guide takes a `clip_ratio` above 0.1 for too much truncation.
 Three are only noted by default. Of 29 runs of the quickstart's task, with ten estimators, all of which learned, 15 had
 a gradient norm above 2.0 for 5 steps, and 8 an `actor/ppo_kl` below 0.01 for 20 steps; in the log of verl's quickstart
 the critic's first norm is 1023. Set `health.responses.grad_norm_high` to `warn` for a model whose norms you know. None

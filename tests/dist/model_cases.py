@@ -98,7 +98,7 @@ def conversation_scores(
             for limit_and_own in ((40, conversations), (99, None))
         ]
         tokenizer = load_tokenizer(actor)
-        return [reward_models.score(model, tokenizer, prompts, batch, asked, None) for model in models]
+        return [reward_models.score(model, tokenizer, prompts, batch, asked) for model in models]
 
 
 def reward_engine(checkpoint: str, groups: ProcessGroups, **megatron: Any) -> ModelEngine:

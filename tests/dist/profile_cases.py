@@ -48,7 +48,7 @@ def times_of_the_slowest_rank() -> dict[str, float]:
 
 
 def waiting_by_collective() -> dict[str, float]:
-    """Return the seconds of waiting that each collective is found to take, where rank 1 is late by DELAY."""
+    """Return the seconds of waiting that each collective takes, where rank 1 is late by DELAY."""
     vector = torch.ones(4)
     calls = {
         "all_reduce": lambda: dist.all_reduce(vector),
