@@ -1,18 +1,14 @@
-"""vLLM as a rollout engine, without importing it: the names and shards of its parameters, and the sizes that it can
-split. The dry run of a config plans with it.
+"""The names and shards of vLLM's parameters, and the sizes that it can split. Nothing here imports vLLM, since the dry
+run of a config plans with it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rlhf_mc.architectures.parameters import Param, model_params
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import Config, RolloutConfig
 from rlhf_mc.reshard.layout import (
     FIRST_LAYER,
     Layout,
@@ -27,11 +23,6 @@ from rlhf_mc.reshard.layout import (
     layout_of_layers,
     local_param,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from rlhf_mc.rollout.base import RolloutEngine
 
 _RENAMED = {
     ".self_attn.q_proj.": ".self_attn.qkv_proj.",
@@ -87,43 +78,3 @@ def _obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
         ffn = ("moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")
     vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")
     return indivisible([heads_size(shape), ffn, vocab], tp_size)
-
-
-class VLLM:
-    """vLLM, as rollout/base.py describes an EngineFactory. Its engine is imported by name where a run is built, since
-    it imports torch and vLLM."""
-
-    title = "vLLM"
-    layout = staticmethod(vllm_layout)
-    check_layout = staticmethod(check_vllm)
-
-    def check_installation(self) -> None:
-        """Import vLLM. Raise UserError if it is missing, of another version or for another device."""
-        importlib.import_module("rlhf_mc.rollout.vllm_engine").check_build()
-
-    def check_model(self, shape: ModelShape, cfg: RolloutConfig) -> None:
-        """Raise UserError where vLLM cannot shard the model so, or has no kernel for it on this machine."""
-        check_vllm(shape, cfg.tensor_model_parallel_size)
-        importlib.import_module("rlhf_mc.rollout.vllm_limits").check_kernels(shape, cfg)
-
-    def build(
-        self,
-        cfg: Config,
-        shape: ModelShape,
-        groups: Sequence[Sequence[int]],
-        rank: int,
-        storage: Mapping[str, torch.Tensor],
-    ) -> RolloutEngine:
-        """Return this rank's part of the engines over these groups. Every rank must call it."""
-        engine: RolloutEngine = importlib.import_module("rlhf_mc.rollout.vllm_engine").VLLMEngine(
-            cfg.model.path,
-            shape,
-            cfg.rollout,
-            groups,
-            rank,
-            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
-            dtype=cfg.actor.megatron.dtype,
-            seed=cfg.trainer.seed,
-            storage=storage,
-        )
-        return engine

@@ -25,6 +25,7 @@ from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.config.load import load_config
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.heads import log_prob_head
+from rlhf_mc.run_files import SUCCESS_FILE
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
@@ -62,7 +63,7 @@ def quickstart(report: Report, sizes: Sizes) -> None:
         [*launch, "configs/quickstart.yaml", *made, *settings],
     ):
         _run(command)
-    if not (Path(directory) / "run" / "success.json").is_file():
+    if not (Path(directory) / "run" / SUCCESS_FILE).is_file():
         raise RuntimeError("the run has not written success.json")
     lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
