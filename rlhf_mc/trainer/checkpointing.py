@@ -120,7 +120,7 @@ class Checkpoints:
     def _acquire(self) -> None:
         self._lock.take()
         if (moved := ownership.finish_moving(self._root)) is not None:
-            _say(f"WARNING: an interrupted move of an earlier run's files is completed; they are in {moved}")
+            _say(f"warning: an interrupted move of an earlier run's files is completed; they are in {moved}")
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume
@@ -176,7 +176,7 @@ class Checkpoints:
             _say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
         ownership.claim(self._root, self.run_id, self.position.step, start)
         if start is not None and (left := start.parent / ADJUSTMENTS_FILE).exists():
-            _say(f"WARNING: this run has the settings of its config; those that the earlier run changed are in {left}")
+            _say(f"warning: this run has the settings of its config; those that the earlier run changed are in {left}")
 
     def _continue_run(self, path: Path) -> None:
         """Resume the run that the directory belongs to."""
@@ -251,7 +251,7 @@ class Checkpoints:
 
     def _list(self) -> list[int]:
         for line in () if self.is_rolled_back else directory.ignored(self._root):
-            _say(f"WARNING: {line}")
+            _say(f"warning: {line}")
         return directory.steps_with_checkpoint(self._root)
 
     def _began_at(self, given: str, steps: list[int]) -> bool:
@@ -272,7 +272,7 @@ class Checkpoints:
                 self._load(path)
                 return path
             except directory.CorruptCheckpoint as error:
-                _say(f"WARNING: {error}; using the checkpoint before it")
+                _say(f"warning: {error}; using the checkpoint before it")
         if steps:
             raise UserError(
                 f"{self._root}: none of the {len(steps)} training checkpoints is intact; to begin a new run, set "
@@ -301,7 +301,7 @@ class Checkpoints:
             return
         self._say_changed_settings(config)
         for line in changed:
-            _say(f"WARNING: {line}")
+            _say(f"warning: {line}")
 
     def _say_changed_settings(self, stored: dict[str, Any]) -> None:
         pairs = differences(without_secrets(stored), recorded(self._run.config))
@@ -404,7 +404,7 @@ class Checkpoints:
                 with disk_errors(str(self._root)):
                     self._remove_old()
             except UserError as error:
-                _say(f"WARNING: an old checkpoint cannot be deleted: {error}")
+                _say(f"warning: an old checkpoint cannot be deleted: {error}")
 
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)

@@ -197,7 +197,7 @@ def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoi
     adjustments.add(Adjustment("learning_rate_factor", cfg.rollback_lr_factor, start, reason))
     factor = adjustments.learning_rate_factor(start + 1)
     print_line(
-        f"WARNING: rolled back from step {step} to step {start}; learning rates are those of the config times "
+        f"warning: rolled back from step {step} to step {start}; learning rates are those of the config times "
         f"{factor:g} from there on",
         rank_0_only=True,
     )
@@ -211,4 +211,4 @@ def fix_kl_coef(cfg: HealthConfig, adjustments: Adjustments, step: int, reason: 
     if adjustments.kl_coef(step + 1) == coef:
         return
     adjustments.add(Adjustment("kl_coef", coef, step, reason))
-    print_line(f"WARNING: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)
+    print_line(f"warning: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)

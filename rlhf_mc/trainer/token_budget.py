@@ -43,7 +43,7 @@ class TokenBudget:
         half = max(limit // 2, self.longest)
         reason = f"{self._where(number, rank)}, with micro-batches of {limit} tokens"
         self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
-        print_line(f"WARNING: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
+        print_line(f"warning: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
 
     def advice(self, number: int, rank: int) -> str:
         """Return what a user can do where the budget is not halved."""

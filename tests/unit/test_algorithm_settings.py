@@ -65,13 +65,13 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
         (("critic.enable=false",), "critic.enable is false and algorithm.adv_estimator is gae, which needs a critic"),
         ((*GROUPS, "critic.model_path=x"), "critic.model_path is x and algorithm.adv_estimator is grpo"),
         ((*GROUPS, "trainer.critic_warmup=2"), "trainer.critic_warmup is 2 and algorithm.adv_estimator is grpo"),
-        (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is None; set both"),
+        (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is null; set both"),
         (("algorithm.custom_estimator.path=a.py",), "algorithm.adv_estimator is gae and"),
         (
             ("algorithm.custom_estimator.needs_group=true",),
             "algorithm.custom_estimator.needs_group is true and algorithm.adv_estimator is gae",
         ),
-        (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is None; set both"),
+        (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is null; set both"),
         (("actor.policy_loss.loss_mode=gspo",), "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean"),
         (
             ("actor.loss_scale_factor=3",),

@@ -76,8 +76,9 @@ def test_metrics_that_pages_name_are_explained() -> None:
     assert len(named) > 10 and undeclared(re.sub(r"(?<=@)[Nk]\b", "4", key) for key in named) == []
 
 
-def test_the_page_of_metrics_is_made_of_their_declarations() -> None:
-    assert metrics_page.PATH.read_text() == metrics_page.page(), "run python tests/checks/metrics_page.py"
+def test_the_pages_of_metrics_and_health_are_made_of_their_declarations() -> None:
+    for path, text in metrics_page.pages().items():
+        assert path.read_text() == text, "run python tests/checks/metrics_page.py"
 
 
 def literals() -> set[str]:

@@ -87,7 +87,7 @@ def test_the_soft_limit_on_open_files_is_raised() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "3000\n", "")
 
 
-@pytest.mark.parametrize(("rank", "least"), [(0, 2298), (8, 1274)])
+@pytest.mark.parametrize(("rank", "least"), [(0, 2810), (8, 1786)])
 def test_too_low_a_limit_on_open_files_is_one_line(rank: int, least: int) -> None:
     done = with_limits(100, least - 1, world=512, rank=rank)
     message = (
