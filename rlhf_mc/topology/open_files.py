@@ -10,9 +10,9 @@ import resource
 
 from rlhf_mc.config.errors import NodeError
 
-_GROUPS = 3
+_GROUPS = 4
 """Connections to other ranks, as multiples of the world: in torch's world, in vLLM's, and in all training groups of one
-layout, which have together fewer members than the world."""
+layout, which have together fewer than twice as many members."""
 _SERVERS = 2
 """Servers of rank 0 with a connection from every rank: torch's store and the heartbeats'."""
 _OTHERS = 250
