@@ -51,8 +51,8 @@ def check_experts(key: str, frozen: Collection[str], shape: ModelShape) -> None:
     for stack, members in experts.items():
         if (frozen_members := members.intersection(frozen)) and frozen_members != members:
             raise UserError(
-                f"{key} freezes {min(frozen_members)} but not {min(members - frozen_members)}; Transformer Engine computes"
-                f" the gradients of {stack} in one call: freeze all of them or none"
+                f"{key} freezes {min(frozen_members)} but not {min(members - frozen_members)}; Transformer Engine"
+                f" computes the gradients of {stack} in one call: freeze all of them or none"
             )
 
 
