@@ -307,9 +307,8 @@ def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise refused(key, value, "expected an object with rope_type")
     if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
         raise refused("rope_scaling", ropes["rope_scaling"], "rope_parameters differs from it; keep one of them")
-    for key, value in ropes.items():
-        return key, dict(value)
-    return "rope_parameters", {}
+    key, value = next(iter(ropes.items()), ("rope_parameters", {}))
+    return key, dict(value)
 
 
 def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,7 +345,7 @@ def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str,
 
 
 def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, Any]) -> int:
-    """Return the maximum length before scaling. The key at top level overrides that of the rotary settings."""
+    """Return the maximum length before scaling. The key at top level overrides the key of the rotary settings."""
     name = "original_max_position_embeddings"
     if config.get(name) is not None:
         return size(config, name)
