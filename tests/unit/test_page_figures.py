@@ -8,10 +8,10 @@ import shlex
 
 import pytest
 from documents import ROOT
-from rlhf_mc.observability.progress import COLUMNS
 
 from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.observability.catalog import undeclared
+from rlhf_mc.observability.step_table import COLUMNS
 from rlhf_mc.planner.__main__ import main as planner
 from rlhf_mc.topology.groups import _group_ranks
 from rlhf_mc.topology.mesh import Mesh
