@@ -189,7 +189,8 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
         if value is None or (rule.families is not None and family not in rule.families):
             continue
         if value not in rule.values:
-            raise refused(key, value, _supported(rule.values) + rule.reason)
+            supported = f"only {rule.values[0]!r} is supported" if rule.values else "it is not supported"
+            raise refused(key, value, f"{supported}: {rule.reason}")
     _check_windows(config, family)
     _check_biases(config, family)
 
@@ -389,10 +390,6 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def _supported(values: tuple[Any, ...]) -> str:
-    return f"only {values[0]!r} is supported: " if values else "it is not supported: "
 
 
 def refused(key: str, value: Any, expected: str) -> UserError:

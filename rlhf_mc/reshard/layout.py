@@ -143,7 +143,7 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     params = model_params(shape)
     occurrences = _occurrences(shape, params, range(shape.num_layers))
-    # All parameters of one expert precede those of the next, as in the models' own order.
+    # All parameters of one expert precede the next expert's, as in the models' own order.
     for (layer, stage), group in itertools.groupby(occurrences, lambda pair: (pair[1], params[pair[0]].stage)):
         indices = [index for index, _ in group]
         for expert in range(shape.num_experts if stage == "expert" else 1):

@@ -116,7 +116,7 @@ def make_plan(
         tuple(aliases),
         tuple(patterns),
         buckets,
-        tuple(itemsize * sum(alias.numel for alias in of_rank.values()) for of_rank in aliases),
+        tuple(itemsize * sum(alias.numel for alias in rank_aliases.values()) for rank_aliases in aliases),
         tuple(copied),
         tuple(sent),
         tuple(received),

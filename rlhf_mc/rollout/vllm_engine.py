@@ -210,9 +210,9 @@ class VLLMEngine:
         return _to_responses(outputs, draws)
 
     def _finished(self, prompts: Sequence[np.ndarray], requests: Sequence[vllm.SamplingParams]) -> list[Any]:
-        """Return vLLM's output of each request, in order, and count them as work. Requests are named by their numbers.
-
-        LLM.generate renders each prompt first, which tokens do not need: a quarter of the time of adding a request."""
+        """Return vLLM's output of each request, in order, and count them as work. Requests are named by number."""
+        # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of adding a
+        # request.
         engine = self._llm.llm_engine
         added: list[str] = []
         try:

@@ -260,8 +260,8 @@ def _smallest_share() -> int:
     memory of its ranks, in equal parts. Every rank must call it."""
     nodes: dict[str, list[tuple[int, int]]] = {}
     memory = (available_memory(), platform.process_memory())
-    for host, of_rank in gather_objects((socket.gethostname(), memory)):
-        nodes.setdefault(host, []).append(of_rank)
+    for host, rank_memory in gather_objects((socket.gethostname(), memory)):
+        nodes.setdefault(host, []).append(rank_memory)
     return min(
         (min(available for available, _ in ranks) + sum(used for _, used in ranks)) // len(ranks)
         for ranks in nodes.values()

@@ -43,8 +43,8 @@ def scorable(
 
     problems: dict[int, str] = {}
     share = my_share(len(prompts))
-    for of_rank in gather_objects(_problems(check, prompts, share, on_bad_row == "error")):
-        problems |= of_rank
+    for rank_problems in gather_objects(_problems(check, prompts, share, on_bad_row == "error")):
+        problems |= rank_problems
     if not problems:
         return prompts
     first = next(iter(problems.values()))

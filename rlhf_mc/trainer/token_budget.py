@@ -27,7 +27,7 @@ class TokenBudget:
     """Tokens of the longest sequence that the settings allow: no budget is below it."""
     adjustments: Adjustments
 
-    def of_update(self, number: int) -> Limit:
+    def update_limit(self, number: int) -> Limit:
         """Return the limit of an update of the step, from 0."""
         if isinstance(self.limit, Sequences):
             return self.limit
@@ -37,7 +37,7 @@ class TokenBudget:
     def halve(self, number: int, rank: int) -> None:
         """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence,
         or a number of sequences. Every rank must call it. rank: the one that is out of memory."""
-        limit = self.of_update(number)
+        limit = self.update_limit(number)
         if isinstance(limit, Sequences) or limit <= self.longest:
             raise UserError(self.advice(number, rank))
         half = max(limit // 2, self.longest)
@@ -47,7 +47,7 @@ class TokenBudget:
 
     def advice(self, number: int, rank: int) -> str:
         """Return what a user can do where the budget is not halved."""
-        limit = self.of_update(number)
+        limit = self.update_limit(number)
         by_number = isinstance(limit, Sequences)
         size = f"{limit.at_most} sequences" if isinstance(limit, Sequences) else f"{limit} tokens"
         setting = "ppo_micro_batch_size_per_gpu" if by_number else "ppo_max_token_len_per_gpu"
@@ -65,7 +65,7 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
     repeat it with half the token budget if the engine recovers memory; else add to that rank's error what to lower.
     number: of the update in its step, from 0."""
     while True:
-        micro_batches = my_micro_batches(engine, mini, budget.of_update(number))
+        micro_batches = my_micro_batches(engine, mini, budget.update_limit(number))
         try:
             return engine.train_step(mini, micro_batches, loss)
         except OutOfMemory as error:
