@@ -18,13 +18,14 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast coverage checks lock format clean
+.PHONY: help install quickstart test test-fast coverage overhead checks lock format clean
 
 help:
 	@echo "make quickstart  PPO on a small model, on the CPU: from nothing to 90% in minutes (writes $(RUN)/)"
 	@echo "make test        every test"
 	@echo "make test-fast   the quick tests of one process, within a minute"
 	@echo "make coverage    the lines of rlhf_mc/ that no test runs on this machine (build/coverage/lines.txt)"
+	@echo "make overhead    the trainer's own share of a quickstart step, at most 10% (idle machine, after make quickstart)"
 	@echo "make checks      ruff, mypy, import-linter, hadolint, sizes"
 	@echo "make lock        resolve requirements/gpu.txt again; keeps each version that still fits"
 	@echo "make clean       remove caches and runs/quickstart (the virtual environment stays)"
@@ -60,6 +61,9 @@ coverage: $(STAMP)
 	$(BIN)/coverage run -m pytest tests --lanes 2
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report | tee build/coverage/lines.txt
+
+overhead: $(STAMP)
+	$(BIN)/python benchmarks/step_overhead.py
 
 checks: $(STAMP)
 	$(BIN)/ruff check .

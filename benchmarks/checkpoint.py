@@ -61,7 +61,7 @@ def make_roles(hidden: int, layers: int, dtype: str) -> list[TrainedModel]:
     return roles
 
 
-def seconds_of(action: Callable[[], object]) -> float:
+def timed(action: Callable[[], object]) -> float:
     """Return the seconds from the common start of all ranks to the end of the last."""
     dist.barrier()
     start = time.perf_counter()
@@ -73,7 +73,7 @@ def memory_bandwidth(size: int) -> float:
     """Return the bytes per second of a copy between two tensors whose pages are mapped."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.ones(size, dtype=torch.uint8)
-    return size / min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
+    return size / min(timed(lambda: target.copy_(source)) for _ in range(5))
 
 
 def disk_bandwidth(directory: Path, size: int) -> float:
@@ -86,7 +86,7 @@ def disk_bandwidth(directory: Path, size: int) -> float:
             file.flush()
             os.fsync(file.fileno())
 
-    seconds = statistics.median(seconds_of(write) for _ in range(3))
+    seconds = statistics.median(timed(write) for _ in range(3))
     (directory / f"speed{dist.get_rank()}").unlink()
     return size / seconds
 
@@ -112,8 +112,8 @@ def main() -> None:
     args = parser.parse_args()
     init_process_group(timeout_seconds=600)
     roles = make_roles(args.hidden, args.layers, args.dtype)
-    with tempfile.TemporaryDirectory(dir=args.directory) as mine:
-        root = Path(gather_objects(mine)[0])
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        root = Path(gather_objects(directory)[0])
         measure(roles, root, args.rounds)
         dist.barrier()
     dist.destroy_process_group()
@@ -132,14 +132,14 @@ def measure(roles: list[TrainedModel], root: Path, rounds: int) -> None:
         def begin(step: int, background: bool, save: list[Save] = save) -> None:
             save.append(Save(root, step, roles, {}, {}, {}, "run", buffers if background else None))
 
-        synchronous = seconds_of(lambda: begin(step, False)) + seconds_of(lambda: save[-1].commit())  # noqa: B023
+        synchronous = timed(lambda: begin(step, False)) + timed(lambda: save[-1].commit())  # noqa: B023
         started = time.perf_counter()
-        begun = seconds_of(lambda: begin(step + 1, True))  # noqa: B023
+        begun = timed(lambda: begin(step + 1, True))  # noqa: B023
         speed["during save"].append(matmul_rate(60, save[-1]._writing.is_done))
         while not save[-1].is_written():
             time.sleep(0.01)
         after = time.perf_counter() - started
-        committed = seconds_of(lambda: save[-1].commit())  # noqa: B023
+        committed = timed(lambda: save[-1].commit())  # noqa: B023
         speed["alone"].append(matmul_rate(1.0, lambda: False))
         for name, value in zip(blocked, (synchronous, begun, committed, after), strict=True):
             blocked[name].append(value)

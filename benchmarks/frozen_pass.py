@@ -26,7 +26,7 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
-from rlhf_mc.trainer.log_probs import score_tokens
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 VARIANTS = ("trainable", "frozen")
 
@@ -80,22 +80,24 @@ def main() -> None:
         dist.broadcast_object_list(shared)
         for dtype in ("bfloat16", "float32"):
             engines = make_variants(shared[0], dtype)
-            found: dict[str, list[tuple[float, int]]] = {variant: [] for variant in VARIANTS}
+            rows: dict[str, list[tuple[float, int]]] = {variant: [] for variant in VARIANTS}
             scores: dict[str, Any] = {}
             for number in range(args.rounds + 1):  # the first is a warm-up
                 for variant, engine in engines.items():
 
                     def run(variant: str = variant, engine: ModelEngine = engine, out: dict[str, Any] = scores) -> None:
-                        out[variant] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
+                        out[variant] = engine.score(
+                            batch, my_micro_batches(engine, batch, 1 << 20), log_prob_head(args.vocab, 1.0)
+                        )
 
                     dist.barrier()
                     start = time.perf_counter()
                     peak = peak_bytes(run)
                     if number:
-                        found[variant].append((time.perf_counter() - start, peak))
+                        rows[variant].append((time.perf_counter() - start, peak))
             torch.testing.assert_close(scores["frozen"], scores["trainable"], rtol=0, atol=0.1)
             medians = {
-                variant: [statistics.median(column) for column in zip(*found[variant], strict=True)]
+                variant: [statistics.median(column) for column in zip(*rows[variant], strict=True)]
                 for variant in VARIANTS
             }
             if rank == 0:

@@ -92,8 +92,8 @@ class Waits:
 
     def shares(self) -> tuple[float, float]:
         """Return the idle shares (of wall time, of processor time) over all ranks."""
-        mine = (self.ready - self.begun, self.all_ready - self.begun, self.ready_cpu - self.begun_cpu)
-        busy, whole, cpu = zip(*gather_objects(mine), strict=True)
+        times = (self.ready - self.begun, self.all_ready - self.begun, self.ready_cpu - self.begun_cpu)
+        busy, whole, cpu = zip(*gather_objects(times), strict=True)
         return 1 - sum(busy) / sum(whole), 1 - sum(cpu) / (len(cpu) * max(cpu))
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     def loss(model, states, micro):  # type: ignore[no-untyped-def]
         return log_probs(model, states, micro.targets, VOCAB, 1.0).sum(), {}
 
-    found: dict[str, list[tuple[float, float, float]]] = {"round-robin": [], "balanced by cost": []}
+    shares: dict[str, list[tuple[float, float, float]]] = {"round-robin": [], "balanced by cost": []}
     for number in range(args.rounds + 1):  # the first is a warm-up
         batch = gsm8k_like_batch(args.sequences, args.longest, seed=number)
         lens = batch.seq_lens.tolist()
@@ -133,13 +133,13 @@ def main() -> None:
             costs = [sum(cost(lens[i]) for group in replica for i in group) for replica in plan]
             measured = waits.shares()
             if number:
-                found[name].append((*measured, 1 - sum(costs) / (world * max(costs))))
+                shares[name].append((*measured, 1 - sum(costs) / (world * max(costs))))
     if rank == 0:
         print(
             f"{world} replicas, {args.sequences} sequences a mini-batch; median (largest) of {args.rounds} mini-batches"
         )
         print(f"{'idle share of time':>28} {'wall clock':>16} {'processor time':>16} {'by the plan':>16}")
-        for name, rows in found.items():
+        for name, rows in shares.items():
             columns = (f"{statistics.median(c):.1%} ({max(c):.1%})" for c in zip(*rows, strict=True))
             print(f"{name:>28} " + " ".join(f"{column:>16}" for column in columns))
     shut_down()

@@ -24,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from rlhf_mc.observability.progress import validation_accuracies
+from rlhf_mc.observability.step_table import validation_accuracies
 from rlhf_mc.report.plots import COLORS
 from rlhf_mc.run_files import json_objects
 
@@ -37,7 +37,7 @@ LOWEST_END = 0.90
 
 @dataclass(frozen=True)
 class Variant:
-    """An estimator with the settings of its runs, beside those of its config."""
+    """An estimator with the settings that its runs add to its config."""
 
     name: str
     """Name in the table."""
@@ -93,7 +93,7 @@ class Result:
         return self.error is None and self.points[0][1] <= HIGHEST_START and self.points[-1][1] >= LOWEST_END
 
 
-def command_of(variant: Variant, seed: int, num_steps: int, directory: Path, launch: str) -> list[str]:
+def run_command(variant: Variant, seed: int, num_steps: int, directory: Path, launch: str) -> list[str]:
     """Return the command of a run that validates every 5 steps, and ends once the accuracy is 0.95 (target_val_acc of
     the quickstart). It writes its metrics to `directory`."""
     settings = [
@@ -121,7 +121,7 @@ def run(variant: Variant, seed: int, num_steps: int, output: Path, launch: str) 
     """Run one process to its end, and return its curve."""
     directory = output / f"{variant.name}_seed{seed}"
     directory.mkdir(parents=True, exist_ok=True)
-    command = command_of(variant, seed, num_steps, directory, launch)
+    command = run_command(variant, seed, num_steps, directory, launch)
     with open(directory / "console.log", "w") as log:
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
     error = None
@@ -135,8 +135,8 @@ def run(variant: Variant, seed: int, num_steps: int, output: Path, launch: str) 
 def read_results(path: Path) -> list[Result]:
     """Return the newest result of each variant and seed, in the order of VARIANTS; [] if there is no file."""
     lines = path.read_text().splitlines() if path.is_file() else []
-    found = [Result(**json.loads(line)) for line in lines]
-    newest = {(result.variant, result.seed): result for result in found}
+    results = [Result(**json.loads(line)) for line in lines]
+    newest = {(result.variant, result.seed): result for result in results}
     names = [variant.name for variant in VARIANTS]
     return sorted(newest.values(), key=lambda result: (names.index(result.variant), result.seed))
 

@@ -73,8 +73,8 @@ def main() -> None:
                 else:
                     heads.CHUNK_LOGITS = chunk
                     head = heads.log_probs_and_entropy if args.entropy else heads.log_probs
-                    found = head(model, hidden[:, None], targets, args.vocab, 0.7)
-                    out = found[0] if args.entropy else found
+                    result = head(model, hidden[:, None], targets, args.vocab, 0.7)
+                    out = result[0] if args.entropy else result
                 if backward:
                     out.backward(upstream)
 

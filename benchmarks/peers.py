@@ -78,23 +78,23 @@ def compare(args: argparse.Namespace, programs: Mapping[str, Program]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for lengths, prompts, processes in itertools.product(args.lengths, args.prompts, args.processes):
             cell = make_cell(args, Path(directory) / f"{lengths}_{prompts}_{processes}", lengths, prompts, processes)
-            found: dict[str, Steps] = {name: [] for name in programs}
+            steps: dict[str, Steps] = {name: [] for name in programs}
             for number, (index, name) in itertools.product(range(args.rounds), enumerate(programs)):
                 output = cell.directory / f"round_{number}_{index}"
                 output.mkdir()
-                found[name] += programs[name](cell, output)
+                steps[name] += programs[name](cell, output)
             print(f"\n{args.size} parameters, {prompts} prompts, {lengths} lengths, {processes} process(es)")
-            print_table(found, args.seconds)
+            print_table(steps, args.seconds)
 
 
-def print_table(found: Mapping[str, Steps], seconds: int) -> None:
+def print_table(steps_by_program: Mapping[str, Steps], seconds: int) -> None:
     """Print one row for each program."""
-    first = max(len("seconds a step, median"), *(len(name) + 2 for name in found))
-    last, reference = list(found.items())[-1]
+    first = max(len("seconds a step, median"), *(len(name) + 2 for name in steps_by_program))
+    last, reference = list(steps_by_program.items())[-1]
     head = ["whole", "min", "gen", "passes", "updates", f"{last}/it"]
     widths = [max(8, len(cell)) for cell in head]
     print(f"{'seconds a step, median':>{first}} {' '.join(map(str.rjust, head, widths))}")
-    for name, steps in found.items():
+    for name, steps in steps_by_program.items():
         if not steps:
             print(f"{name:>{first}} over {seconds} s, stopped")
             continue
@@ -147,16 +147,16 @@ def train(config: str, overrides: list[str]) -> None:
     """Run rlhf_mc in this process. On rank 0 print the seconds of each step, by phase."""
     from rlhf_mc.api import Trainer
 
-    found = []
+    steps = []
     last = time.perf_counter()
     for step in Trainer(config, overrides):
         now = time.perf_counter()
         log = json.loads((Path(overrides[0].partition("=")[2]) / "metrics.jsonl").read_text().splitlines()[-1])
         assert log["training/global_step"] == step.number
-        found.append({"whole": now - last, **phases(log)})
+        steps.append({"whole": now - last, **phases(log)})
         last = time.perf_counter()
     if os.environ["RANK"] == "0":
-        print(json.dumps(found), flush=True)
+        print(json.dumps(steps), flush=True)
 
 
 def phases(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -137,22 +137,22 @@ class Gatherer:
         self.params = params
         self.model = model
         self.rank = dist.get_rank()
-        self.tp_ranks = self._group_of(lambda c: (c.dp, c.pp))
-        self.pp_ranks = self._group_of(lambda c: (c.dp, c.tp))
+        self.tp_ranks = self._group_ranks(lambda c: (c.dp, c.pp))
+        self.pp_ranks = self._group_ranks(lambda c: (c.dp, c.tp))
         self.tp_group = self._new_groups(lambda c: (c.dp, c.pp))
         self.pp_group = self._new_groups(lambda c: (c.dp, c.tp))
 
-    def _group_of(self, key: Callable[[Any], Any]) -> list[int]:
-        mine = key(self.mesh.coordinate(self.rank))
-        return [r for r in range(self.mesh.world) if key(self.mesh.coordinate(r)) == mine]
+    def _group_ranks(self, key: Callable[[Any], Any]) -> list[int]:
+        own_key = key(self.mesh.coordinate(self.rank))
+        return [r for r in range(self.mesh.world) if key(self.mesh.coordinate(r)) == own_key]
 
     def _new_groups(self, key: Callable[[Any], Any]) -> Any:
-        mine = key(self.mesh.coordinate(self.rank))
-        found = None
+        own_key = key(self.mesh.coordinate(self.rank))
+        own_group = None
         for value in sorted({key(self.mesh.coordinate(r)) for r in range(self.mesh.world)}):
             group = dist.new_group([r for r in range(self.mesh.world) if key(self.mesh.coordinate(r)) == value])
-            found = group if value == mine else found
-        return found
+            own_group = group if value == own_key else own_group
+        return own_group
 
     def update(self) -> None:
         """Fill vLLM's parameters."""
@@ -177,13 +177,13 @@ class Gatherer:
         self, local: str, shards: list[torch.Tensor], layouts: list[Layout]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         full: dict[str, torch.Tensor] = {}
-        for held, layout in zip(shards, layouts, strict=False):
+        for tensor, layout in zip(shards, layouts, strict=False):
             for shard in layout.shards:
                 if shard.local == local:
                     out = full.setdefault(shard.tensor, torch.empty(self.sizes[shard.tensor], dtype=DTYPE))
                     box = tuple(slice(a, b) for a, b in shard.box)
                     there = tuple(slice(o, o + b - a) for o, (a, b) in zip(shard.offset, shard.box, strict=True))
-                    out[box] = held[there]
+                    out[box] = tensor[there]
         yield from full.items()
 
 
@@ -213,9 +213,9 @@ def timed(action: Callable[[], Any]) -> float:
 
 def largest(value: float) -> float:
     """Return the maximum over all ranks."""
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    maximum = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return float(maximum)
 
 
 def measure(directory: str, shape: ModelShape, mesh: Mesh, rollout_tp: int, share: bool, repeats: int) -> list[str]:

@@ -5,7 +5,7 @@ python benchmarks/reshard_70b.py [--ranks 64 512]
 
 That table's peak is M for DS-Chat and HybridFlow-V and M/t_g for HybridFlow, its redundancy M/(t p d), M/(t p) and 0.
 Here "redundant copy" is the redundancy, and "peak" a rank's weights during generation: the rollout weights and the
-redundant copy. No weights and no processes: the plans are those of a run of that size. Volumes are in GB per rank.
+redundant copy. No weights and no processes: the plans are as in a run of that size. Volumes are in GB per rank.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(shape: ModelShape, ranks: int, t: int, p: int, t_g: int) -> Row:
     def gigabytes(counts: tuple[int, ...]) -> list[float]:
         return [count / GB for count in counts]
 
-    held = {sum(size) for size in zip(plan.shared_bytes, plan.copied_bytes, plan.received_bytes, strict=True)}
+    sums = {sum(size) for size in zip(plan.shared_bytes, plan.copied_bytes, plan.received_bytes, strict=True)}
     return Row(
         ranks,
         t,
@@ -85,7 +85,7 @@ def measure(shape: ModelShape, ranks: int, t: int, p: int, t_g: int) -> Row:
         gigabytes(plan.received_from_other_nodes),
         gigabytes(plan.shared_bytes),
         gigabytes(plan.copied_bytes),
-        max(held) / GB,
+        max(sums) / GB,
         plan.sender_imbalance,
         seconds,
     )
@@ -116,7 +116,7 @@ def cells(row: Row, model: float) -> list[str]:
     """Return the cells of one line of the table; model: M in GB."""
     both = row.t * row.p
 
-    def spread(values: list[float]) -> str:
+    def mean_and_max(values: list[float]) -> str:
         return f"{mean(values):.2f} ({max(values):.2f})"
 
     return [
@@ -125,11 +125,11 @@ def cells(row: Row, model: float) -> list[str]:
         f"{(row.ranks - 1) / row.ranks * model:.2f}",
         f"{(both - 1) / both * model:.2f}",
         f"{(both - row.t_g) / (row.t_g * both) * model:.2f}",
-        spread(row.received),
-        spread(row.across_nodes),
+        mean_and_max(row.received),
+        mean_and_max(row.across_nodes),
         f"{row.rollout:.2f} ({model / row.t_g:.2f})",
-        spread(row.shared),
-        spread(row.redundant),
+        mean_and_max(row.shared),
+        mean_and_max(row.redundant),
         f"{row.rollout + max(row.redundant):.2f}",
         f"{row.imbalance:.3f}",
         f"{row.seconds:.2f}",

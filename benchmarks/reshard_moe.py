@@ -3,8 +3,8 @@ against their lower bound, which is computed here by interval arithmetic and not
 
 python benchmarks/reshard_moe.py [--models 30B 235B] [--ranks 64 512]
 
-No weights are involved: the plans are those of a run of that size. Each plan is made in a process of its own, whose
-memory is measured. Sizes are those of Qwen3-30B-A3B and Qwen3-235B-A22B, in bfloat16.
+No weights are involved: the plans are as in a run of that size. Each plan is made in a process of its own, whose
+memory is measured. The models are Qwen3-30B-A3B and Qwen3-235B-A22B, in bfloat16.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ NODE = 8
 BUCKET = 256 << 20
 
 
-def mesh_of(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
+def make_mesh(shape: ModelShape, ranks: int, t: int, p: int, ep: int) -> Mesh:
     """Return the mesh. If stages cannot be equal, the last one has fewer layers."""
     last = shape.num_layers - (p - 1) * -(-shape.num_layers // p)
     return Mesh(ranks, t, p, ep, last_stage_layers=last if shape.num_layers % p else None)
@@ -125,25 +125,25 @@ class Bound:
         kv_heads = sorted({head // per_group for head in heads})
         starts = [head // per_group * (per_group + 2) + head % per_group for head in heads]
         starts += [kv * (per_group + 2) + per_group + which for kv in kv_heads for which in (0, 1)]
-        held = None if t is None else _part(t, self.mesh.tp, (shape.num_heads + 2 * shape.num_kv_heads) * size)
-        return sum(_common((start * size, (start + 1) * size), held) for start in starts)
+        present = None if t is None else _part(t, self.mesh.tp, (shape.num_heads + 2 * shape.num_kv_heads) * size)
+        return sum(_common((start * size, (start + 1) * size), present) for start in starts)
 
     def _vocab(self, g: int, t: int | None) -> int:
         shape = self.shape
         logical = (0, shape.vocab_size)
         start, end = _part(g, self.g, padded_vocab_size(shape.vocab_size, 1))
         want = (min(start, shape.vocab_size), min(end, shape.vocab_size))
-        held = logical if t is None else _part(t, self.mesh.tp, padded_vocab_size(shape.vocab_size, self.mesh.tp))
-        return shape.hidden_size * _common(want, held)
+        present = logical if t is None else _part(t, self.mesh.tp, padded_vocab_size(shape.vocab_size, self.mesh.tp))
+        return shape.hidden_size * _common(want, present)
 
 
 def _part(index: int, count: int, size: int) -> tuple[int, int]:
     return size * index // count, size * (index + 1) // count
 
 
-def _common(wanted: tuple[int, int], held: tuple[int, int] | None) -> int:
+def _common(wanted: tuple[int, int], present: tuple[int, int] | None) -> int:
     a, b = wanted
-    c, d = held or wanted
+    c, d = present or wanted
     return max(0, min(b, d) - max(a, c))
 
 
@@ -153,7 +153,7 @@ def measure(model: str, ranks: int, t: int, p: int, ep: int, t_g: int) -> dict[s
     before = _peak()
     begin = time.perf_counter()
     begin_cpu = time.process_time()
-    mesh = mesh_of(shape, ranks, t, p, ep)
+    mesh = make_mesh(shape, ranks, t, p, ep)
     groups = rollout_groups(mesh, t_g)
     plan = make_plan(
         training_layouts(shape, mesh), rollout_layouts(shape, groups, vllm_layout), BF16, BUCKET, NODE, share=True
@@ -211,19 +211,19 @@ def main() -> None:
             for layout in LAYOUTS[model, ranks]:
                 one = json.dumps([model, ranks, *layout])
                 child = subprocess.run([sys.executable, __file__, "--one", one], check=True, stdout=subprocess.PIPE)
-                found = json.loads(child.stdout)
+                result = json.loads(child.stdout)
                 t, p, ep, t_g = layout
                 cells = (
                     model,
                     str(ranks),
                     f"{t}, {p}, {ep} → {t_g}",
-                    f"{found['received']:.2f} ({found['most']:.2f})",
-                    f"{found['bound']:.2f}",
-                    "yes" if found["exact"] else "NO",
-                    f"{found['imbalance']:.3f}",
-                    str(found["transfers"]),
-                    f"{found['seconds']:.2f} ({found['cpu']:.2f})",
-                    f"{math.ceil(found['memory'])}",
+                    f"{result['received']:.2f} ({result['most']:.2f})",
+                    f"{result['bound']:.2f}",
+                    "yes" if result["exact"] else "NO",
+                    f"{result['imbalance']:.3f}",
+                    str(result["transfers"]),
+                    f"{result['seconds']:.2f} ({result['cpu']:.2f})",
+                    f"{math.ceil(result['memory'])}",
                 )
                 print("| " + " | ".join(cells) + " |", flush=True)
 

@@ -1,9 +1,10 @@
-"""The trainer's own share of a PPO step: the time of real steps, less what the engines alone take for the same work.
+"""The trainer's own share of a PPO step: the time of real steps, less what the engines alone take for the same work. A
+share that is above 10 % in 95 % of resampled runs is an error: one line, and exit code 1. Needs an idle machine.
 
     export OMP_NUM_THREADS=1
-    torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py                         # 0.7 M parameters
-    torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py --size 26M --prompts 128
-    torchrun --standalone --nproc-per-node 2 benchmarks/step_overhead.py --config configs/quickstart.yaml
+    python benchmarks/step_overhead.py                                # the quickstart, after `make quickstart`
+    python benchmarks/step_overhead.py --size 0.7M                    # longer responses
+    python benchmarks/step_overhead.py --size 26M --prompts 128
 
 After each step the engines repeat its work without the trainer, in the same processes and on the same weights:
 
@@ -21,10 +22,9 @@ sums over all rounds.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from workload import EQUAL, LONG_TAILED, SIZES, make_workload
 
 from rlhf_mc.config.load import load_config
@@ -53,6 +54,9 @@ ROWS = {
 }
 """Phases of a step, by the timer's names. Those of a row end together on all ranks."""
 REST = "between the phases, metrics"
+MOST_SHARE = 0.10
+"""Largest own share of a step that is accepted, as its 5th percentile over resampled runs: the share of one run of 61
+rounds varies by 1.3 percentage points."""
 
 
 class EnginesAlone:
@@ -198,7 +202,7 @@ def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
     from rlhf_mc.trainer import loop
 
     alone = EnginesAlone(run)
-    found = []
+    counted = []
     for step in range(1, rounds + 2):  # the first is a warm-up
         state = step_state.begin_step(step, RankStatus())
         stop = StopRequests(run.config.trainer)
@@ -211,10 +215,10 @@ def measure(run: Any, rounds: int) -> list[dict[str, tuple[float, float]]]:
         for phase, action in alone.work().items():
             row[f"alone/{phase}"] = timed(action)
         if step > 1:
-            found.append(row)
+            counted.append(row)
         else:
             print_bounds(run, batches[0])
-    return found
+    return counted
 
 
 def slowest(rounds: list[list[dict[str, tuple[float, float]]]], *keys: str) -> list[float]:
@@ -233,12 +237,12 @@ def share(by_round: Sequence[tuple[float, float]]) -> float:
 def interval(by_round: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the 5th and the 95th percentile of `share` of as many rounds, drawn with replacement (bootstrap)."""
     draw = random.Random(0)
-    found = sorted(share(draw.choices(by_round, k=len(by_round))) for _ in range(1000))
-    return found[50], found[950]
+    shares = sorted(share(draw.choices(by_round, k=len(by_round))) for _ in range(1000))
+    return shares[50], shares[950]
 
 
-def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
-    """Print the table. rounds: [rank][round]."""
+def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> tuple[float, float]:
+    """Print the table. Return the own share, and its 5th percentile over resampled runs. rounds: [rank][round]."""
     whole = statistics.median(slowest(rounds, "step"))
     print(f"\n{'seconds, median':>28} {'step':>9} {'engines':>9} {'own':>9} {'of the step':>12} {'engines, min':>13}")
     in_phases = 0.0
@@ -265,7 +269,7 @@ def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
     low, high = interval(by_round)
     print(
         f"own share, sums over {len(by_round)} rounds: {share(by_round):.1%} (90 % of resampled runs: {low:.1%} to "
-        f"{high:.1%}; at most 10 %)"
+        f"{high:.1%})"
     )
     cpu_step = [sum(r) for r in zip(*[[row["step"][1] for row in rank] for rank in rounds], strict=True)]
     cpu_alone = [
@@ -281,38 +285,44 @@ def report(rounds: list[list[dict[str, tuple[float, float]]]]) -> None:
         f"{statistics.median(cpu_alone):.3f} s, own share {statistics.median(shares):.1%}"
         f" (rounds {min(shares):.1%} to {max(shares):.1%})"
     )
+    return share(by_round), low
+
+
+def run_rank(config: Path, overrides: list[str], rounds: int) -> tuple[float, float]:
+    """Run the steps and the engines alone on this rank. Return `report` on rank 0, zeros on another."""
+    cfg = load_config(config, overrides)
+    with session(cfg, RankStatus(), StopRequests(cfg.trainer)) as run:
+        from rlhf_mc.topology.consensus import gather_objects
+
+        rounds_of_ranks = gather_objects(measure(run, rounds))
+        if dist.get_rank() != 0:
+            return 0.0, 0.0
+        print(f"{dist.get_world_size()} processes, {torch.get_num_threads()} threads each")
+        return report(rounds_of_ranks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="0.7M")
-    parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--long-tailed", action="store_true", help="geometric lengths, mean 64, at most 512")
-    parser.add_argument("--longest", type=int, help="tokens at which a response is truncated")
-    parser.add_argument("--config", type=Path, help="a config of one's own in place of the options above")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--size", choices=SIZES, help="a model of this size in place of the config's")
+    parser.add_argument("--prompts", type=int, default=256, help="with --size")
+    parser.add_argument(
+        "--long-tailed", action="store_true", help="with --size: geometric lengths, mean 64, at most 512"
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=61)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     args = parser.parse_args()
-    lengths = LONG_TAILED if args.long_tailed else EQUAL
     with tempfile.TemporaryDirectory() as directory:
         config = args.config
-        shared = Path(tempfile.gettempdir()) / f"step_overhead_{os.environ['TORCHELASTIC_RUN_ID']}"
-        if config is None:
-            config = shared / "config.yaml"
-            if os.environ["RANK"] == "0":
-                make_workload(shared, SIZES[args.size], lengths, args.prompts)
-            while not config.exists():
-                time.sleep(0.2)
-        cfg = load_config(config, [f"trainer.default_local_dir={directory}", *args.overrides])
-        with session(cfg, RankStatus(), StopRequests(cfg.trainer)) as run:
-            from rlhf_mc.topology.consensus import gather_objects
-
-            rounds = gather_objects(measure(run, args.rounds))
-            if dist.get_rank() == 0:
-                print(f"{dist.get_world_size()} processes, {torch.get_num_threads()} threads each")
-                report(rounds)
-        if os.environ["RANK"] == "0":
-            shutil.rmtree(shared, ignore_errors=True)
+        if args.size is not None:
+            lengths = LONG_TAILED if args.long_tailed else EQUAL
+            config = make_workload(Path(directory), SIZES[args.size], lengths, args.prompts)
+        launch = LaunchConfig(1, 1, args.processes, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+        overrides = [f"trainer.default_local_dir={directory}/run", "trainer.logger=[]", *args.overrides]
+        own_share, low = elastic_launch(launch, run_rank)(config, overrides, args.rounds)[0]
+    if low > MOST_SHARE:
+        sys.exit(f"the trainer's own share of a step is {own_share:.1%}, above {MOST_SHARE:.0%}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from make_quickstart import Question, parquet_rows, train_tokenizer
 from rlhf_mc.data.source import write_prompts
 
 NUM_QUESTIONS = 2048
-REWARD = '''"""Reward of the benchmarks: its cost is that of any short rule."""
+REWARD = '''"""Reward of the benchmarks: as cheap as any short rule."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -1,16 +1,10 @@
-"""Responses of the engine from Python objects, as tests write them."""
-
-from collections.abc import Sequence
-
-import numpy as np
+"""Responses of the engine as Python objects, in which tests compare them."""
 
 from rlhf_mc.data.batch import Generation, Responses
 
 
-def to_responses(generations: Sequence[Generation]) -> Responses:
-    return Responses(
-        np.array([len(g.token_ids) for g in generations], dtype=np.int64),
-        np.array([t for g in generations for t in g.token_ids], dtype=np.int32),
-        np.array([x for g in generations for x in g.log_probs], dtype=np.float32),
-        np.array([g.finished for g in generations], dtype=np.bool_),
-    )
+def to_generations(responses: Responses) -> list[Generation]:
+    ends = zip(responses.lens, responses.lens.cumsum(), strict=True)
+    log_probs = [responses.log_probs[end - length : end].tolist() for length, end in ends]
+    rows = zip(responses.token_ids(), log_probs, responses.finished.tolist(), strict=True)
+    return [Generation(*row) for row in rows]

@@ -40,6 +40,7 @@ def check_config(cfg: Config, world_size: int) -> None:
         _layouts(cfg, world_size),
         _frozen_roles(cfg),
         _storage(cfg),
+        _engine(cfg),
         _batches(cfg, world_size),
         _micro_batches(cfg),
         algorithm_checks.problems(cfg),

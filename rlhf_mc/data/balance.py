@@ -6,7 +6,6 @@ computes the same assignment, so nothing here communicates. A sequence is given 
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def assign_to_replicas(seq_lens: Sequence[int], num_replicas: int, cost: Cost = 
     Replicas may get different numbers of sequences. Each gets at least one if there are at least num_replicas
     sequences. Deterministic. The default cost is the number of tokens.
     """
-    return [sorted(group) for group in _largest_differencing(tuple(sequence_costs(seq_lens, cost)), num_replicas)]
+    return [sorted(group) for group in _largest_differencing(sequence_costs(seq_lens, cost), num_replicas)]
 
 
 def num_micro_batches_needed(seq_lens: Sequence[int], budget: int) -> int:
@@ -80,7 +79,7 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
     def load(group: list[int]) -> int:
         return sum(seq_lens[i] for i in group)
 
-    groups = [list(group) for group in _largest_differencing(tuple(seq_lens), count)]
+    groups = [list(group) for group in _largest_differencing(seq_lens, count)]
     if max(map(load, groups)) > budget:
         # Balancing ignores the budget; a tight one needs the packing.
         groups = packed + [[] for _ in range(count - len(packed))]
@@ -165,20 +164,17 @@ def _first_fit_decreasing(seq_lens: Sequence[int], budget: int) -> list[list[int
     return groups
 
 
-@functools.lru_cache(maxsize=16)
-def _largest_differencing(costs: tuple[float, ...], num_groups: int) -> tuple[tuple[int, ...], ...]:
+def _largest_differencing(costs: Sequence[float], num_groups: int) -> list[tuple[int, ...]]:
     """Return the indices of `costs` (> 0) in groups of nearly equal sum, by Karmarkar and Karp's largest differencing.
 
     A partial solution is num_groups groups, by decreasing sum; it starts as one item and empty groups. The two
     solutions with the largest spread are merged, the largest group of one with the smallest of the other, until one
     solution remains. Empty groups are the smallest and filled first: none stays empty if there are enough items.
-
-    Cached: a step asks for the same lengths again, for critic and actor and for its metrics.
     """
     if not costs:
-        return ((),) * num_groups
+        return [()] * num_groups
     if num_groups == 1:
-        return (tuple(range(len(costs))),)
+        return [tuple(range(len(costs)))]
     empty = [(0.0, ())] * (num_groups - 1)
     solutions: list[tuple[float, int, list[tuple[float, tuple[int, ...]]]]] = [
         (-cost, i, [(cost, (i,)), *empty]) for i, cost in enumerate(costs)
@@ -190,4 +186,4 @@ def _largest_differencing(costs: tuple[float, ...], num_groups: int) -> tuple[tu
         merged = [(ca + cb, ia + ib) for (ca, ia), (cb, ib) in zip(a, reversed(b), strict=True)]
         merged.sort(key=itemgetter(0), reverse=True)
         heapq.heappush(solutions, (merged[-1][0] - merged[0][0], serial, merged))
-    return tuple(group for _, group in solutions[0][2])
+    return [group for _, group in solutions[0][2]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ class Prompt:
     """Row of the dataset (over all its files, after filtering). It names the row in messages and seeds its sampling."""
     token_ids: np.ndarray
     """[tokens] int32: the prompt after the chat template."""
-    text: str
-    """The same as text, for samples; empty where load_prompts does not keep it."""
     data_source: str
     """The name by which the reward rule is chosen and validation reports accuracy."""
     ground_truth: Any
@@ -47,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response of the rollout engine."""
+    """One response of a rollout engine."""
 
     token_ids: list[int]
     """Sampled tokens, the end-of-sequence token included where one was sampled."""
@@ -58,9 +56,9 @@ class Generation:
 
 
 @dataclass(frozen=True, eq=False)
-class Responses(Sequence[Generation]):
-    """S responses of the rollout engine with R tokens, as vectors. A Generation is made when it is read: as Python
-    objects a million tokens take a tenth of a second at each step from the engine to the batch."""
+class Responses:
+    """S responses of the rollout engine with R tokens, as vectors: as Python objects a million tokens take a tenth of a
+    second at each step from the engine to the batch."""
 
     lens: np.ndarray
     """[S] int64: tokens of each, at least 1."""
@@ -71,29 +69,22 @@ class Responses(Sequence[Generation]):
     finished: np.ndarray
     """[S] bool: as Generation has it."""
 
-    @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        return self.lens.cumsum()
+    @staticmethod
+    def of(generations: Sequence[Generation]) -> Responses:
+        """Return these responses."""
+        return Responses(
+            np.array([len(g.token_ids) for g in generations], dtype=np.int64),
+            np.array([t for g in generations for t in g.token_ids], dtype=np.int32),
+            np.array([x for g in generations for x in g.log_probs], dtype=np.float32),
+            np.array([g.finished for g in generations], dtype=np.bool_),
+        )
 
     def __len__(self) -> int:
         return len(self.lens)
 
-    @overload
-    def __getitem__(self, index: int) -> Generation: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Generation]: ...
-
-    def __getitem__(self, index: int | slice) -> Generation | list[Generation]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        end = self._ends[index]
-        part = slice(end - self.lens[index], end)
-        return Generation(self.tokens[part].tolist(), self.log_probs[part].tolist(), bool(self.finished[index]))
-
     def token_ids(self) -> list[list[int]]:
         """Return the tokens of each response."""
-        ends = self._ends.tolist()
+        ends = self.lens.cumsum().tolist()
         tokens = self.tokens.tolist()
         return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -24,7 +24,7 @@ from rlhf_mc.config.errors import error_reason
 from rlhf_mc.config.schema import DataConfig
 from rlhf_mc.runtime.console import print_line
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same inputs give other tokens, or the file's layout changes."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _SETTINGS = (
@@ -70,7 +70,6 @@ class Tokens:
     tokens: np.ndarray
     lens: np.ndarray
     rows: np.ndarray
-    texts: list[str]
     counts: Counts
 
 
@@ -80,10 +79,9 @@ def cache_key(
     cfg: DataConfig,
     by_rule: bool,
     most_rows: int | None,
-    most_texts: int | None,
 ) -> str:
-    """Return the name of a file's entry. content: SHA-256 of the file. most_rows, most_texts: how many of them are
-    wanted; None: all."""
+    """Return the name of a file's entry. content: SHA-256 of the file. most_rows: how many of them are wanted; None:
+    all."""
     parts = {
         "format": FORMAT,
         "versions": [transformers.__version__, tokenizers.__version__, np.__version__],
@@ -96,7 +94,7 @@ def cache_key(
         "class": type(tokenizer).__name__,
         "template": tokenizer.chat_template,
         "settings": {name: getattr(cfg, name) for name in _SETTINGS},
-        "wanted": [by_rule, most_rows, most_texts],
+        "wanted": [by_rule, most_rows],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -115,17 +113,17 @@ def read(directory: str, key: str) -> Tokens | None:
         print_line(f"warning: data.cache_dir: {path} cannot be used, its rows are tokenised anew ({error})")
         return None
     with np.load(io.BytesIO(arrays), allow_pickle=False) as entry:
-        plain = json_files.parse(entry["about"].tobytes())
-        return Tokens(entry["tokens"], entry["lens"], entry["rows"], plain["texts"], Counts(**plain["counts"]))
+        counts = Counts(**json_files.parse(entry["counts"].tobytes()))
+        return Tokens(entry["tokens"], entry["lens"], entry["rows"], counts)
 
 
 def write(directory: str, key: str, tokens: Tokens) -> None:
     """Write an entry. An error of the file system is a warning: the run needs no cache."""
     path = _path(directory, key)
-    plain = json.dumps({"texts": tokens.texts, "counts": asdict(tokens.counts)}).encode()
+    counts = json.dumps(asdict(tokens.counts)).encode()
     buffer = io.BytesIO()
     arrays = {"tokens": tokens.tokens, "lens": tokens.lens, "rows": tokens.rows}
-    np.savez(buffer, about=np.frombuffer(plain, np.uint8), **arrays)  # type: ignore[arg-type]
+    np.savez(buffer, counts=np.frombuffer(counts, np.uint8), **arrays)  # type: ignore[arg-type]
     # Another node may write the same entry to the same file system.
     staging = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

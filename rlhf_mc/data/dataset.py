@@ -33,8 +33,6 @@ class FilePrompts:
     """The file's rows: data source, `reward_model` and `extra_info`, where the file has them."""
     source_key: str
     """Column of the data source."""
-    texts: Sequence[str]
-    """Texts of the first prompts."""
     name: str
     """The setting and the file, for messages."""
     messages_key: str | None = None
@@ -44,8 +42,7 @@ class FilePrompts:
         """Return the prompts but those at these places."""
         kept = np.setdiff1d(np.arange(len(self.lens)), list(places))
         is_kept = np.repeat(np.isin(np.arange(len(self.lens)), kept), self.lens)
-        texts = [text for place, text in enumerate(self.texts) if place not in places]
-        return replace(self, tokens=self.tokens[is_kept], lens=self.lens[kept], rows=self.rows[kept], texts=texts)
+        return replace(self, tokens=self.tokens[is_kept], lens=self.lens[kept], rows=self.rows[kept])
 
 
 class Prompts(Sequence[Prompt]):
@@ -112,7 +109,6 @@ class Prompts(Sequence[Prompt]):
         return Prompt(
             index=index,
             token_ids=file.tokens[start : start + file.lens[place]],
-            text=file.texts[place] if place < len(file.texts) else "",
             data_source=row.get(file.source_key, NO_SOURCE),
             ground_truth=row.get(REFERENCE, {}).get("ground_truth"),
             extra_info=row.get(EXTRA) or {},

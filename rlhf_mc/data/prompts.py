@@ -37,7 +37,6 @@ def load_prompts(
     cfg: DataConfig,
     max_samples: int,
     key: str = "data.train_files",
-    num_texts: int | None = None,
     by_rule: bool = True,
     with_messages: bool = False,
 ) -> Prompts:
@@ -51,23 +50,21 @@ def load_prompts(
 
     Each rank renders and tokenises a consecutive part of each file's rows, and the tokens are gathered: every rank must
     call it, and has the same prompts, or raises the same error, as a process alone. With cfg.cache_dir the tokens of a
-    file are read from the cache if all ranks have its entry. num_texts: Prompt.text is kept for that many prompts from
-    the first on; None: for all. with_messages: Prompt.messages is kept.
+    file are read from the cache if all ranks have its entry. with_messages: Prompt.messages is kept.
     """
     rows_to_tokens = RowTokenizer(tokenizer, cfg, by_rule)
     prompts: list[FilePrompts] = []
     total = Counts()
     for file in files:
         most_rows = None if max_samples < 0 else max_samples - total.num_rows
-        most_texts = None if num_texts is None else max(0, num_texts - sum(len(other.lens) for other in prompts))
         where = f"{key} {file}"
         all_rows, content = _open(where, file, cfg, by_rule)
         rows = all_rows.first(most_rows)
-        entry = cache.cache_key(content, tokenizer, cfg, by_rule, most_rows, most_texts)
+        entry = cache.cache_key(content, tokenizer, cfg, by_rule, most_rows)
         tokens = _cached(cfg.cache_dir, entry)
         if tokens is None:
-            share = _tokenised_share(where, rows, rows_to_tokens, cfg, most_texts)
-            tokens = _gathered(share, len(rows), most_texts)
+            share = _tokenised_share(where, rows, rows_to_tokens, cfg)
+            tokens = _gathered(share, len(rows))
             if cfg.cache_dir is not None and global_rank() % ranks_per_node() == 0:
                 cache.write(cfg.cache_dir, entry, tokens)
         _warn(where, tokens.counts, cfg)
@@ -76,7 +73,7 @@ def load_prompts(
         messages_key = cfg.prompt_key if with_messages else None
         source = rows.keep((cfg.reward_fn_key, REFERENCE, EXTRA, *([messages_key] if messages_key else [])))
         arrays = (tokens.tokens, tokens.lens, tokens.rows)
-        prompts.append(FilePrompts(*arrays, source, cfg.reward_fn_key, tokens.texts, where, messages_key))
+        prompts.append(FilePrompts(*arrays, source, cfg.reward_fn_key, where, messages_key))
     _check_any(f"{key} {', '.join(files)}", sum(len(file.lens) for file in prompts), total, cfg)
     return Prompts(prompts)
 
@@ -150,16 +147,13 @@ class _Share:
     lens: array[int] = field(default_factory=lambda: array("i"))
     rows: array[int] = field(default_factory=lambda: array("i"))
     """Row of each prompt."""
-    texts: list[str] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     error: UserError | None = None
     order: tuple[int, int] = (0, 0)
     """Of the errors of all ranks, the one of the lowest order is raised: a column's, then a row's."""
 
 
-def _tokenised_share(
-    where: str, rows: Rows, rows_to_tokens: RowTokenizer, cfg: DataConfig, most_texts: int | None
-) -> _Share:
+def _tokenised_share(where: str, rows: Rows, rows_to_tokens: RowTokenizer, cfg: DataConfig) -> _Share:
     """Return this rank's share of a file's prompts."""
     share = _Share()
     numbers = my_share(len(rows))
@@ -170,8 +164,6 @@ def _tokenised_share(
         for number, row in read:
             share.order = (1, number)
             _add_row(share, number, row, f"{where}, {rows.place(number)}", rows_to_tokens, cfg)
-            if most_texts is not None:
-                del share.texts[most_texts:]
     except ColumnError as error:
         return _Share(error=NodeError(f"{where}: {error}"), order=(0, error.number))
     except UserError as error:
@@ -195,7 +187,7 @@ def _add_row(
     try:
         if isinstance(row, UserError):
             raise UserError(f"{where}: {row}")
-        text, token_ids, is_truncated = rows_to_tokens.tokens(row, where)
+        token_ids, is_truncated = rows_to_tokens.tokens(row, where)
     except TooLongError as error:
         if not cfg.filter_overlong_prompts:
             raise UserError(str(error)) from None
@@ -212,10 +204,9 @@ def _add_row(
     share.tokens.extend(token_ids)
     share.lens.append(len(token_ids))
     share.rows.append(number)
-    share.texts.append(text)
 
 
-def _gathered(share: _Share, num_rows: int, most_texts: int | None) -> Tokens:
+def _gathered(share: _Share, num_rows: int) -> Tokens:
     """Return the prompts of all ranks' shares of one file. Every rank must call it."""
     shares = gather_objects(share)
     if failed := [other for other in shares if other.error is not None]:
@@ -224,7 +215,6 @@ def _gathered(share: _Share, num_rows: int, most_texts: int | None) -> Tokens:
     def joined(name: str) -> np.ndarray:
         return np.concatenate([np.frombuffer(getattr(other, name), np.int32) for other in shares])
 
-    texts = [text for other in shares for text in other.texts][:most_texts]
     counts = Counts(
         num_rows,
         sum(other.counts.num_overlong for other in shares),
@@ -232,4 +222,4 @@ def _gathered(share: _Share, num_rows: int, most_texts: int | None) -> Tokens:
         sum(other.counts.num_bad for other in shares),
         [problem for other in shares for problem in other.counts.problems][:NAMED],
     )
-    return Tokens(joined("tokens"), joined("lens"), joined("rows"), texts, counts)
+    return Tokens(joined("tokens"), joined("lens"), joined("rows"), counts)

@@ -32,9 +32,9 @@ class RowTokenizer:
         self._by_rule = by_rule
         self._most_characters = cfg.max_prompt_length * _most_characters_of_a_token(tokenizer)
 
-    def tokens(self, row: dict[str, Any], where: str) -> tuple[str, list[int], bool]:
-        """Return the text and the tokens of the row's prompt, and whether they were truncated. Raise TooLongError if it
-        has too many, and UserError if a column is not as expected. `where` begins the message: file and row."""
+    def tokens(self, row: dict[str, Any], where: str) -> tuple[list[int], bool]:
+        """Return the tokens of the row's prompt, and whether they were truncated. Raise TooLongError if it has too
+        many, and UserError if a column is not as expected. `where` begins the message: file and row."""
         self._check_columns(row, where)
         text, add_special_tokens = self._text(row.get(self._cfg.prompt_key), where)
         cfg = self._cfg
@@ -47,11 +47,10 @@ class RowTokenizer:
         if not token_ids:
             raise UserError(f"{where}: the prompt has no tokens")
         if len(token_ids) <= limit:
-            return text, token_ids, False
+            return token_ids, False
         if not cuts:
             raise TooLongError(f"{where}: the prompt has {len(token_ids)} tokens, more than {hint}")
-        token_ids = truncated(token_ids, limit, cfg.truncation)
-        return str(self._tokenizer.decode(token_ids)), token_ids, True
+        return truncated(token_ids, limit, cfg.truncation), True
 
     def _check_columns(self, row: dict[str, Any], where: str) -> None:
         key = self._cfg.reward_fn_key

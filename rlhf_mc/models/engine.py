@@ -21,12 +21,12 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
-from rlhf_mc.models.forward import MicroBatch, PackingCache, packed_lengths, run_stage, states_at
-from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients
+from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
+from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients, named_parameters
 from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
 from rlhf_mc.models.memory_recovery import MemoryRecovery
-from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
+from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, gradient_buffers, model_offload
 from rlhf_mc.models.optimizer import (
     OptimizerPart,
     adam_steps,
@@ -41,7 +41,7 @@ from rlhf_mc.models.statistics import Exchange, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
+from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
@@ -51,7 +51,7 @@ Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[
 
 
 @dataclass(frozen=True)
-class Held:
+class RankShare:
     """Share of a model that one rank holds, in bytes, offloaded or not."""
 
     num_parameters: int
@@ -91,8 +91,7 @@ class ModelEngine:
         self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-        prefixed = ((chunk_prefix(i, len(self.chunks)), chunk) for i, chunk in enumerate(self.chunks))
-        self._parameters = {prefix + name: p for prefix, chunk in prefixed for name, p in chunk.named_parameters()}
+        self._parameters = named_parameters(self.chunks)
         self._megatron = megatron
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -112,14 +111,13 @@ class ModelEngine:
             )
         return self.chunks[0]
 
-    def held(self) -> Held:
-        """Return what this rank holds."""
+    def rank_share(self) -> RankShare:
+        """Return the share of the model that this rank holds."""
         params = self.named_parameters().values()
-        grads = [b.grad_data for part in self._ddp for b in (*part.buffers, *part.expert_parallel_buffers)]
-        return Held(
+        return RankShare(
             sum(param.numel() for param in params),
             sum(param.numel() * param.element_size() for param in params),
-            sum(grad.numel() * grad.element_size() for grad in grads),
+            sum(grad.numel() * grad.element_size() for grad in gradient_buffers(self._ddp)),
             0 if self._optimizer is None else state_bytes(self._optimizer),
             self.offload.names,
         )
@@ -222,7 +220,7 @@ class ModelEngine:
 
     def load_progress(self, progress: Mapping[str, int]) -> None:
         """Set the steps of optimizer and schedule, and allocate the tensors of optimizer_parts, which the caller then
-        fills. The shape of the schedule is that of this run."""
+        fills. The schedule keeps this run's shape."""
         self.offload.require(OPTIMIZER)
         set_adam_steps(self._optimizer, progress["optimizer_steps"])
         self._scheduler.num_steps = progress["schedule_steps"]
@@ -235,13 +233,12 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         head: Head,
         per_sequence: bool = False,
-        packing: PackingCache | None = None,
     ) -> torch.Tensor:
         """Return the head's number for each response token of the whole batch, from the state at its logit position:
         [R] float32, on every rank. With per_sequence: for each sequence, from the state of its last token: [S].
 
         micro_batches: the sequences of this rank's data-parallel replica. Every rank must call it."""
-        return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence, packing))
+        return sum_over_ranks(self.my_scores(batch, micro_batches, head, per_sequence))
 
     @torch.no_grad()
     def my_scores(
@@ -250,7 +247,6 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         head: Head,
         per_sequence: bool = False,
-        packing: PackingCache | None = None,
     ) -> torch.Tensor:
         """Return what this rank has of `score`, on the device: 0 for all other tokens. The sum over all ranks is
         exact. Every rank must call it."""
@@ -264,7 +260,7 @@ class ModelEngine:
             if self.groups.coordinate.tp == 0:
                 result[micro.sequence_index if per_sequence else micro.response_index] = scored.float()
 
-        self._run(batch, self._with_dummies(micro_batches), keep, True, packing, at_last_token=per_sequence)
+        self._run(batch, self._with_dummies(micro_batches), keep, True, at_last_token=per_sequence)
         # Each token is scored by one replica, on its last stage; one of the replica's ranks has the result.
         return result
 
@@ -273,11 +269,10 @@ class ModelEngine:
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
-        packing: PackingCache | None = None,
     ) -> OptimizerStep:
         """Compute the gradient of a mini-batch as `backward` does and take one optimizer step. Where loss, statistics
         or gradient are not finite on any rank, no rank steps. Every rank must call it."""
-        sums = self._compute_gradient(batch, micro_batches, loss, packing)
+        sums = self._compute_gradient(batch, micro_batches, loss)
         with megatron_calls(), platform.named_range("grad_norm"):
             self._optimizer.prepare_grads()
             result = OptimizerStep(float(self._optimizer.get_grad_norm()), self.lr, sums)
@@ -314,16 +309,15 @@ class ModelEngine:
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
         loss: Loss,
-        packing: PackingCache | None = None,
     ) -> dict[str, float]:
         """Write into each parameter's main_grad the gradient of the sum of the shares that `loss` returns, over all
         micro-batches of all replicas (with the distributed optimizer, into the part that this rank updates).
         Return the sums of the statistics. Every rank must call it."""
-        sums = self._compute_gradient(batch, micro_batches, loss, packing)
+        sums = self._compute_gradient(batch, micro_batches, loss)
         return self._exchange.over_ranks([sums], self._has_loss)[0]
 
     def _compute_gradient(
-        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss, packing: PackingCache | None
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], loss: Loss
     ) -> StatisticSums:
         """Do as `backward`, but return this rank's sums of the statistics. Where one is not finite, the gradient is
         not either, so that its norm tells every rank."""
@@ -343,7 +337,7 @@ class ModelEngine:
             sums.add(stats)
             return value * (scale + sums.zero_if_finite())
 
-        passes = lambda: self._run(batch, micro_batches, share, False, packing)  # noqa: E731
+        passes = lambda: self._run(batch, micro_batches, share, False)  # noqa: E731
         if self._memory_recovery is None:
             passes()
         else:
@@ -366,13 +360,12 @@ class ModelEngine:
         micro_batches: Sequence[Sequence[int]],
         on_last_stage: Callable[[PackedGPT, torch.Tensor, MicroBatch], Any],
         forward_only: bool,
-        packing: PackingCache | None,
         at_last_token: bool = False,
     ) -> None:
         """Run the micro-batches through this rank's stage by Megatron-Core's schedule.
 
-        On the last stage `on_last_stage` gets the states at the logit positions, or with at_last_token those of the
-        last tokens. It returns the loss, unless forward_only."""
+        On the last stage `on_last_stage` gets the states at the logit positions, or with at_last_token at the last
+        tokens. It returns the loss, unless forward_only."""
         self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
         multiple_of = token_multiple(self._megatron)
@@ -400,12 +393,10 @@ class ModelEngine:
             on_rank = [n // shards for n in lengths]
             extra["p2p_communicator"] = PlannedShapes(self.groups.collection.pp, self.chunks[0].config, on_rank)
 
-        cache = packing or PackingCache()
-
         def micros() -> Iterator[MicroBatch]:
             for indices in micro_batches:
                 with platform.named_range("pack"), own_operations():
-                    micro = cache.micro_batch(batch, list(indices), multiple_of)
+                    micro = pack_micro_batch(batch, indices, multiple_of)
                 yield micro
 
         several = len(self.chunks) > 1

@@ -1,10 +1,10 @@
-"""Micro-batches and their pass through this pipeline stage: sequences of the ragged batch are packed, passes share the
-packed input, and the last stage's states are selected for a head.
+"""Micro-batches and their pass through this pipeline stage: sequences of the ragged batch are packed, and the last
+stage's states are selected for a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
-from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
-from rlhf_mc.models.attention import PackedSequences, pack
+from rlhf_mc.models.layers import PackedSequences, pack
 from rlhf_mc.models.megatron_patches import megatron_operations
 
 
@@ -42,59 +41,6 @@ class MicroBatch:
     def is_dummy(self) -> bool:
         """True for a replica that has no sequence left but must take part in the collectives of the others."""
         return len(self.response_index) == 0
-
-
-Plan = list[list[list[int]]]
-"""[replica][micro-batch] -> indices of its sequences."""
-
-
-@dataclass(frozen=True)
-class PlanKey:
-    """All that the plan of a batch depends on, beside the batch itself."""
-
-    num_replicas: int
-    limit: Limit
-    costs: tuple[float, ...]
-    """Of sequences of each length in the batch, ascending."""
-
-
-class PackingCache:
-    """The plans and the packed micro-batches of one batch. The step owns it; its passes share it: several models,
-    several epochs. It depends on tokens and lengths alone, so per-token fields may be added to the batch."""
-
-    def __init__(self) -> None:
-        self._tokens: torch.Tensor | None = None
-        self._plans: dict[PlanKey, Plan] = {}
-        self._micro_batches: dict[tuple[tuple[int, ...], int], MicroBatch] = {}
-        self._mini_batches: dict[tuple[int, ...], PackingCache] = {}
-
-    def plan(self, key: PlanKey, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of the key. `make` computes it the first time."""
-        if key not in self._plans:
-            self._plans[key] = make()
-        return self._plans[key]
-
-    def micro_batch(self, batch: RaggedBatch, indices: Sequence[int], multiple_of: int = 1) -> MicroBatch:
-        """Return `pack_micro_batch` of the arguments, computed the first time. `batch` has the same tokens at each
-        call."""
-        if self._tokens is not batch.tokens:
-            assert self._tokens is None or torch.equal(self._tokens, batch.tokens), "the cache is of another batch"
-            self._tokens = batch.tokens
-        key = (tuple(indices), multiple_of)
-        if key not in self._micro_batches:
-            self._micro_batches[key] = pack_micro_batch(batch, indices, multiple_of)
-        return self._micro_batches[key]
-
-    def clear(self) -> None:
-        """Free the plans and packed micro-batches, those of the mini-batches included."""
-        self._tokens = None
-        self._plans.clear()
-        self._micro_batches.clear()
-        self._mini_batches.clear()
-
-    def of_mini_batch(self, indices: Sequence[int]) -> PackingCache:
-        """Return the cache of the mini-batch of these sequences, in this order."""
-        return self._mini_batches.setdefault(tuple(indices), PackingCache())
 
 
 def packed_lengths(batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], multiple_of: int = 1) -> list[int]:

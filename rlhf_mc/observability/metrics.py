@@ -6,7 +6,7 @@ Nothing here communicates: values that need a reduction over ranks are reduced b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,20 +15,13 @@ from rlhf_mc.observability import phase_work
 from rlhf_mc.runtime.rank_status import RankStatus
 
 
-class MeanMetrics:
-    """Means by key of the values that are added within a step."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, values: Mapping[str, float]) -> None:
-        """Add one value to each key that is given."""
-        for key, value in values.items():
-            self._values.setdefault(key, []).append(float(value))
-
-    def result(self) -> dict[str, float]:
-        """Return each key's mean, in the order in which the keys were first added."""
-        return {key: sum(values) / len(values) for key, values in self._values.items()}
+def mean_by_key(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return each key's mean over the rows that have it, in the order in which the keys first occur."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(float(value))
+    return {key: sum(column) / len(column) for key, column in values.items()}
 
 
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:

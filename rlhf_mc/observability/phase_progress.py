@@ -201,12 +201,12 @@ def _rate(counts: Work, seconds: float) -> list[str]:
     return [f"{tqdm.format_sizeof(rate)}/s" if rate >= 1 else f"{1 / rate:.1f} s each"]
 
 
-def _fitted(head: str, measures: Sequence[str], columns: int) -> str:
+def _fitted(head: str, texts: Sequence[str], columns: int) -> str:
     """Return head and measures in at most `columns`. The last measure, the time left, is the last to be left out."""
-    measures = list(measures)
-    while len(measures) > 1 and len(", ".join(measures)) > columns - 24:
-        measures.pop(-2)
-    tail = " " + ", ".join(measures)
+    texts = list(texts)
+    while len(texts) > 1 and len(", ".join(texts)) > columns - 24:
+        texts.pop(-2)
+    tail = " " + ", ".join(texts)
     room = max(columns - len(tail), 0)
     if len(head) > room:
         head = head[: max(room - 2, 0)] + ".."[:room]

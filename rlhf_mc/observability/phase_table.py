@@ -40,7 +40,7 @@ class RankTimes:
     seconds: dict[str, float]
     """By phase."""
     waiting: dict[str, float]
-    """Those of them spent in collectives and messages."""
+    """By phase, the part of `seconds` spent in collectives and messages."""
     amounts: dict[str, dict[str, float]] = field(default_factory=dict)
     """By phase and kind of work: tokens, responses, file_seconds."""
 
@@ -89,54 +89,52 @@ def slowest_rank(ranks: Sequence[RankTimes], phase: str) -> int | None:
 def waiting_reason(ranks: Sequence[RankTimes], phase: str, slowest: int) -> str:
     """Return in words why the slowest rank of a phase took longer than the others."""
     work = [rank.work(phase) for rank in ranks]
-    ratio = work[slowest] / max(_of_others(work, slowest), 1e-9)
+    ratio = work[slowest] / max(_median_of_others(work, slowest), 1e-9)
     compared = ""
     for kind in ("tokens", "responses"):
         amounts = [rank.amount(phase, kind) for rank in ranks]
-        mine = amounts[slowest]
-        others = _of_others(amounts, slowest)
+        own = amounts[slowest]
+        others = _median_of_others(amounts, slowest)
         if not others:
             continue
-        if mine > others and mine / others - 1 >= _LEAST_SHARE * (ratio - 1):
-            return f"it had {mine / others:.2f}x the {kind}: {mine:.0f} against {others:.0f}"
-        is_same = abs(mine / others - 1) < _ALIKE
-        compared = compared or (f"as many {kind}; " if is_same else f"{mine:.0f} {kind} against {others:.0f}; ")
+        if own > others and own / others - 1 >= _LEAST_SHARE * (ratio - 1):
+            return f"it had {own / others:.2f}x the {kind}: {own:.0f} against {others:.0f}"
+        is_same = abs(own / others - 1) < _ALIKE
+        compared = compared or (f"as many {kind}; " if is_same else f"{own:.0f} {kind} against {others:.0f}; ")
     return compared + _other_reason(ranks, phase, slowest, work)
 
 
 def _other_reason(ranks: Sequence[RankTimes], phase: str, slowest: int, work: Sequence[float]) -> str:
     """Return the reason of a rank whose amounts of work do not explain its time."""
     files = [rank.amount(phase, "file_seconds") for rank in ranks]
+    stages = [rank.stage for rank in ranks]
+    hosts = [rank.host for rank in ranks]
     if _excess(files, slowest) >= _LEAST_SHARE * _excess(work, slowest):
         return f"it wrote files for {files[slowest]:.2f} s"
-    me = ranks[slowest]
-    others = [rank for r, rank in enumerate(ranks) if r != slowest]
-    if me.is_traced and not any(rank.is_traced for rank in others):
+    if [r for r, rank in enumerate(ranks) if rank.is_traced] == [slowest]:
         return "it was traced, which takes time (profile.ranks=[]: no traces)"
     if phase == "reward":
         return "its reward functions took longer"
-    if len({rank.stage for rank in ranks}) > 1 and _alike_are_slow(ranks, phase, slowest, "stage"):
-        return f"it has pipeline stage {me.stage + 1} of {max(rank.stage for rank in ranks) + 1}"
-    if len({rank.host for rank in ranks}) > 1 and _alike_are_slow(ranks, phase, slowest, "host"):
-        return f"slower machine: host {me.host}"
-    return f"slower processor or GPU, or other programs on it (host {me.host})"
+    if _explains(stages, work, slowest):
+        return f"it has pipeline stage {stages[slowest] + 1} of {max(stages) + 1}"
+    if _explains(hosts, work, slowest):
+        return f"slower machine: host {hosts[slowest]}"
+    return f"slower processor or GPU, or other programs on it (host {hosts[slowest]})"
 
 
-def _alike_are_slow(ranks: Sequence[RankTimes], phase: str, slowest: int, trait: str) -> bool:
-    """Return whether each rank with the slowest rank's trait works longer than most of the ranks with another."""
-    mine = getattr(ranks[slowest], trait)
-    alike = [rank.work(phase) for rank in ranks if getattr(rank, trait) == mine]
-    others = [rank.work(phase) for rank in ranks if getattr(rank, trait) != mine]
-    return bool(others) and min(alike) > statistics.median(others)
+def _explains(traits: Sequence[object], work: Sequence[float], slowest: int) -> bool:
+    """Return True if each rank with the slowest rank's trait works longer than most of the ranks with another."""
+    same = [seconds for trait, seconds in zip(traits, work, strict=True) if trait == traits[slowest]]
+    others = [seconds for trait, seconds in zip(traits, work, strict=True) if trait != traits[slowest]]
+    return bool(others) and min(same) > statistics.median(others)
 
 
-def _of_others(values: Sequence[float], one: int) -> float:
-    """Return the median of the values but one."""
+def _median_of_others(values: Sequence[float], one: int) -> float:
     return statistics.median(value for i, value in enumerate(values) if i != one)
 
 
 def _excess(values: Sequence[float], one: int) -> float:
-    return values[one] - _of_others(values, one)
+    return values[one] - _median_of_others(values, one)
 
 
 def as_json(step: int, ranks: Sequence[RankTimes]) -> dict[str, Any]:
@@ -166,14 +164,14 @@ def as_text(step: int, ranks: Sequence[RankTimes]) -> list[str]:
     the slowest rank."""
     lines = [f"profile of step {step}: seconds of each rank's own work and of its waiting"]
     lines += _columns(ranks) if len(ranks) <= MOST_COLUMNS else _summaries(ranks)
-    alike: dict[tuple[int, str], list[str]] = {}
+    phases_by_reason: dict[tuple[int, str], list[str]] = {}
     for phase in phase_names(ranks):
         slowest = slowest_rank(ranks, phase)
         if slowest is not None:
-            alike.setdefault((slowest, waiting_reason(ranks, phase, slowest)), []).append(phase)
-    rest = "the other" if len(ranks) == 2 else "the others"
-    for (slowest, reason), phases in alike.items():
-        text = f"{', '.join(phases)}: {rest} waited for rank {slowest}: {reason}"
+            phases_by_reason.setdefault((slowest, waiting_reason(ranks, phase, slowest)), []).append(phase)
+    others = "the other" if len(ranks) == 2 else "the others"
+    for (slowest, reason), phases in phases_by_reason.items():
+        text = f"{', '.join(phases)}: {others} waited for rank {slowest}: {reason}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
@@ -194,14 +192,14 @@ def _summaries(ranks: Sequence[RankTimes]) -> list[str]:
     for phase in phase_names(ranks):
         work = [rank.work(phase) for rank in ranks]
         waiting = [rank.waiting.get(phase, 0.0) for rank in ranks]
-        low = _of_rank(work, work.index(min(work)))
-        high = _of_rank(work, work.index(max(work)))
-        most = _of_rank(waiting, waiting.index(max(waiting)))
+        low = _with_rank(work, work.index(min(work)))
+        high = _with_rank(work, work.index(max(work)))
+        most = _with_rank(waiting, waiting.index(max(waiting)))
         lines.append(f"{phase[:16]:16}{low}{_cell(statistics.median(work)):>9}{high}{most}")
     return lines
 
 
-def _of_rank(values: Sequence[float], rank: int) -> str:
+def _with_rank(values: Sequence[float], rank: int) -> str:
     return f"{_cell(values[rank]).strip() + f' (rank {rank})':>18}"
 
 

@@ -24,7 +24,7 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.observability import phase_table, phase_work
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.observability.phase_work import PhaseWork
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import PROFILE
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.rank_status import WRITE_PROFILE
@@ -70,14 +70,14 @@ def profiled(cfg: Config, step: int, timer: PhaseTimer, groups: ProcessGroups) -
         root = Path(cfg.trainer.default_local_dir)
         if trace is not None:
             name = path / f"rank_{groups.rank}.json.gz"
-            view(str(name), lambda: trace.write(root / name))
+            best_effort(str(name), lambda: trace.write(root / name))
         seconds = {key.removeprefix("timing_s/"): value for key, value in timer.result().items()}
-        mine = phase_table.RankTimes(
+        times = phase_table.RankTimes(
             socket.gethostname(), is_traced, groups.coordinate.pp, seconds, dict(work.waiting), dict(work.amounts)
         )
-        ranks = gather_objects(phase_table.with_rest(mine, phase_work.WHOLE, span))
+        ranks = gather_objects(phase_table.with_rest(times, phase_work.WHOLE, span))
         if groups.rank == 0:
-            view(str(path / PHASES_FILE), lambda: _write_json(root / path / PHASES_FILE, step, ranks))
+            best_effort(str(path / PHASES_FILE), lambda: _write_json(root / path / PHASES_FILE, step, ranks))
             if "console" in cfg.trainer.logger:
                 print_line("\n".join(phase_table.as_text(step, ranks)), sys.stdout)
 

@@ -1,8 +1,8 @@
 """The sinks of a step's metrics: metrics.jsonl, TensorBoard events, experiment trackers, the table of steps on the
 console.
 
-metrics.jsonl is the run's record: the run ends if it cannot be written. All else is a view: the run continues without
-a view that cannot be written. Rank 0 writes; the other ranks have a NullSink.
+metrics.jsonl is the run's record: the run ends if it cannot be written. All else is best effort: the run continues
+without a sink that cannot be written. Rank 0 writes; the other ranks have a NullSink.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlhf_mc.config.errors import UserError, error_reason
 from rlhf_mc.config.recorded import recorded
 from rlhf_mc.config.schema import Config, TrainerConfig
 from rlhf_mc.observability.phase_work import count
-from rlhf_mc.observability.progress import Progress
+from rlhf_mc.observability.step_table import StepTable
 from rlhf_mc.observability.trackers import TRACKERS, TrackedRun, TrackerSink
 from rlhf_mc.run_files import METRICS_FILE, keep_up_to, read_rows
 from rlhf_mc.runtime.console import print_line
@@ -61,7 +61,7 @@ def build_sinks(rank: int, config: Config, total_steps: int, after_step: int | N
 
 class Sinks:
     """All sinks of trainer.logger. Files are in trainer.default_local_dir. A run that resumes after a step keeps the
-    rows up to that step and drops those of later steps."""
+    rows up to that step and drops the rows of later steps."""
 
     def __init__(
         self,
@@ -78,44 +78,41 @@ class Sinks:
         standard output. run_id: the run that every row of metrics.jsonl names. settings: the resolved config, which
         trackers show."""
         directory = Path(config.default_local_dir)
-        self._record: list[Sink] = []
-        self._views: dict[str, Sink] = {}
+        self._record: Sink = NullSink()
         if "jsonl" in config.logger:
-            self._record.append(JsonlSink(directory / METRICS_FILE, after_step, run_id))
+            self._record = JsonlSink(directory / METRICS_FILE, after_step, run_id)
+        self._others: dict[str, Sink] = {}
         if "tensorboard" in config.logger:
-            self._show("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
+            self._add("TensorBoard", lambda: TensorBoardSink(directory / TENSORBOARD_DIR, after_step))
         name = config.experiment_name or directory.resolve().name
         tracked = TrackedRun(directory, run_id or name, config.project_name, name, settings or {})
         for tracker in TRACKERS:
             if tracker in config.logger:
-                self._show(tracker, lambda tracker=tracker: TrackerSink(tracker, tracked, after_step))  # type: ignore[misc]
+                self._add(tracker, lambda tracker=tracker: TrackerSink(tracker, tracked, after_step))  # type: ignore[misc]
         if "console" in config.logger:
-            self._show("table of steps", lambda: ConsoleSink(total_steps, stream))
+            self._add("table of steps", lambda: StepTable(total_steps, stream))
 
-    def _show(self, name: str, build: Callable[[], Sink]) -> None:
-        view(name, lambda: self._views.update({name: build()}))
+    def _add(self, name: str, build: Callable[[], Sink]) -> None:
+        best_effort(name, lambda: self._others.update({name: build()}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of one step, see Sink. A view that cannot be written is dropped."""
-        for sink in self._record:
-            sink.log(step, metrics)
-        for name, sink in list(self._views.items()):
-            if not view(name, lambda sink=sink: sink.log(step, metrics)):  # type: ignore[misc]
-                del self._views[name]
+        """Write all metrics of one step, see Sink. A best-effort sink that cannot be written is dropped."""
+        self._record.log(step, metrics)
+        for name, sink in list(self._others.items()):
+            if not best_effort(name, lambda sink=sink: sink.log(step, metrics)):  # type: ignore[misc]
+                del self._others[name]
 
     def close(self) -> None:
         """Flush and close all sinks. Another call does nothing."""
-        for sink in self._record:
-            sink.close()
-        for name, sink in self._views.items():
-            view(name, sink.close)
-        self._record.clear()
-        self._views.clear()
+        self._record.close()
+        for name, sink in self._others.items():
+            best_effort(name, sink.close)
+        self._others.clear()
 
 
-def view(what: str, write: Callable[[], object]) -> bool:
-    """Write a view of the run: a picture, samples, TensorBoard's events, the table of steps. Return whether it was
-    written. Any error becomes a warning: a view never fails a run. what: the view's name in the warning."""
+def best_effort(name: str, write: Callable[[], object]) -> bool:
+    """Write an output that a run can do without: a plot, samples, TensorBoard's events, the table of steps. Return True
+    if it was written. Any error becomes a warning. name: the output's name in the warning."""
     start = time.perf_counter()
     try:
         write()
@@ -124,7 +121,7 @@ def view(what: str, write: Callable[[], object]) -> bool:
     except Exception as error:
         text = error_reason(error) if isinstance(error, OSError) else str(error)
         reason = next(iter(text.splitlines()), type(error).__name__)
-        print_line(f"warning: {what} cannot be written ({reason}); the run continues without")
+        print_line(f"warning: {name} cannot be written ({reason}); the run continues without")
         return False
 
 
@@ -173,19 +170,6 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class ConsoleSink:
-    """The table of steps."""
-
-    def __init__(self, total_steps: int, stream: TextIO | None = None) -> None:
-        self._progress = Progress(total_steps, stream)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._progress.update(step, metrics)
-
-    def close(self) -> None:
-        pass
-
-
 def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]]) -> None:
     """Raise UserError unless metrics.jsonl has exactly the rows that a checkpoint recorded as logged, all of one run.
 
@@ -198,15 +182,15 @@ def check_metrics(path: Path, run_id: str | None, logged: Sequence[Sequence[int]
     other = next((row["run_id"] for _, row in rows if row.get("run_id", run_id) != run_id), None)
     steps = [row["step"] for _, row in rows if wanted[0] <= row["step"] <= wanted[-1]]
     if other is not None:
-        fault = f"holds rows of another run, {other}, beside those of {run_id}"
+        problem = f"holds rows of another run, {other}, beside rows of {run_id}"
     elif steps != wanted:
         missing = sorted(set(wanted) - set(steps))
-        fault = f"lacks the row of step {missing[0]}" if missing else "holds a step twice, in excess or out of order"
-        fault += f" ({len(missing)} of {len(wanted)} rows are missing)" if missing else ""
+        problem = f"lacks the row of step {missing[0]}" if missing else "holds a step twice, in excess or out of order"
+        problem += f" ({len(missing)} of {len(wanted)} rows are missing)" if missing else ""
     else:
         return
     raise UserError(
-        f"{path}: {fault}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to {wanted[-1]}. Restore the "
+        f"{path}: {problem}; the checkpoint of step {wanted[-1]} needs rows {wanted[0]} to {wanted[-1]}. Restore the "
         "file, or begin at that checkpoint in another trainer.default_local_dir: trainer.resume_mode=resume_path"
     )
 

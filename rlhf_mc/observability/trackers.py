@@ -62,7 +62,7 @@ class TrackedRun:
     project: str
     """trainer.project_name."""
     name: str
-    """trainer.experiment_name, or that of the directory."""
+    """trainer.experiment_name, or the name of the directory."""
     settings: Mapping[str, Any]
     """The resolved config, nested."""
 
@@ -229,7 +229,7 @@ TRACKERS: dict[str, Callable[[TrackedRun, str | None], Tracker]] = {
     "mlflow": MlflowTracker,
     "swanlab": SwanlabTracker,
 }
-"""By the names of trainer.logger, which are those of the libraries. The second argument is the tracker's id of the run
+"""By the names of trainer.logger, which are the libraries' names. The second argument is the tracker's id of the run
 where an earlier start has logged to it."""
 
 

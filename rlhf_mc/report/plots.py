@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlhf_mc.config.errors import UserError, error_reason
-from rlhf_mc.observability.progress import validation_accuracies
+from rlhf_mc.observability.step_table import validation_accuracies
 from rlhf_mc.run_files import Row
 
 COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")

@@ -73,10 +73,6 @@ class Score:
     failure: FailureKind | None = None
     """Not None: the response could not be scored, and `score` is reward.default_score."""
 
-    def as_tuple(self) -> tuple[float, Mapping[str, float], Mapping[str, float], str | None, FailureKind | None]:
-        """Return the fields in their order: Score(*fields) is the same score."""
-        return self.score, self.parts, self.extra, self.pred, self.failure
-
     @property
     def by_functions(self) -> float:
         """The sum of the parts that reward functions gave, without reward models and `overlong`."""

@@ -3,12 +3,60 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import RolloutConfig
+from rlhf_mc.config.schema import Config, RolloutConfig
 from rlhf_mc.config.user_function import describe_error, load_attribute
-from rlhf_mc.rollout.base import EngineFactory
-from rlhf_mc.rollout.vllm_layout import VLLM
+from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
+from rlhf_mc.rollout.vllm_layout import check_vllm, vllm_layout
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VLLM:
+    """vLLM, as rollout/base.py describes an EngineFactory. Its engine is imported by name where a run is built, since
+    it imports torch and vLLM."""
+
+    title = "vLLM"
+    layout = staticmethod(vllm_layout)
+    check_layout = staticmethod(check_vllm)
+
+    def check_installation(self) -> None:
+        """Import vLLM. Raise UserError if it is missing, of another version or for another device."""
+        importlib.import_module("rlhf_mc.rollout.vllm_engine").check_build()
+
+    def check_model(self, shape: ModelShape, cfg: RolloutConfig) -> None:
+        """Raise UserError where vLLM cannot shard the model so, or has no kernel for it on this machine."""
+        check_vllm(shape, cfg.tensor_model_parallel_size)
+        importlib.import_module("rlhf_mc.rollout.vllm_limits").check_kernels(shape, cfg)
+
+    def build(
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        storage: Mapping[str, torch.Tensor],
+    ) -> RolloutEngine:
+        """Return this rank's part of the engines over these groups. Every rank must call it."""
+        engine: RolloutEngine = importlib.import_module("rlhf_mc.rollout.vllm_engine").VLLMEngine(
+            cfg.model.path,
+            shape,
+            cfg.rollout,
+            groups,
+            rank,
+            max_model_len=cfg.data.max_prompt_length + cfg.data.max_response_length,
+            dtype=cfg.actor.megatron.dtype,
+            seed=cfg.trainer.seed,
+            storage=storage,
+        )
+        return engine
+
 
 ENGINES: dict[str, EngineFactory] = {"vllm": VLLM()}
 """Built-in engines by the value of rollout.name."""

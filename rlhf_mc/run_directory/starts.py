@@ -24,7 +24,7 @@ from rlhf_mc.config.recorded import command_without_secrets, recorded
 from rlhf_mc.config.schema import Config
 from rlhf_mc.machine.check import TESTED_VERSIONS
 from rlhf_mc.machine.facts import installed_version
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import CONFIG_FILE, STARTS_FILE, differences, json_objects
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
@@ -64,12 +64,12 @@ def record_end(
     cfg: Config, rank: int, step: int, how: Literal["finished", "stopped", "left", "failed", "rolled back"], text: str
 ) -> None:
     """Add to the last line of starts.jsonl that the run has ended after `step`. A start without it is a run that goes
-    on or was killed. Any rank may call it; rank 0 writes. Like a view it cannot fail the run.
+    on or was killed. Any rank may call it; rank 0 writes. An error is a warning.
 
     how: finished; stopped on request; left by the caller of the Python API; failed with an error; rolled back to an
     earlier step, from which the next start continues. text: the reason."""
     if rank == 0 and not cfg.trainer.val_only:
-        view(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
+        best_effort(STARTS_FILE, lambda: _write_end(Path(cfg.trainer.default_local_dir), step, how, text))
 
 
 def _write_end(root: Path, step: int, how: str, text: str) -> None:

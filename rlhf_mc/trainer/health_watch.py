@@ -1,23 +1,22 @@
-"""The health rules in a run: rank 0 checks them, all ranks act on what it finds. The rules are in observability/."""
+"""The health rules in a run: rank 0 checks them, all ranks act on the result. The rules are in health/."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_mc.config.health_schema import HealthConfig, rolls_back
+from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
-from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects
@@ -34,7 +33,7 @@ class Health:
     is_healthy: bool = True
     """The weights after the step are fit to go back to, as far as its metrics show."""
     acting: tuple[tuple[str, str], ...] = ()
-    """Rules whose response is more than a warning: name, and what was found."""
+    """Rules whose response is more than a warning: name, and the line on what the metrics show."""
 
 
 class HealthWatch:
@@ -57,7 +56,7 @@ class HealthWatch:
             return
         if run.groups.rank == 0:
             self._monitor = Monitor(self._cfg, run_traits(run.config, run.log_prob_check), print_line, self._write)
-            view(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
+            best_effort(HEALTH_FILE, (self._directory / HEALTH_FILE).touch)
             if "jsonl" in run.config.trainer.logger:
                 self.last = self._replay(self._monitor, after_step)
         self.last = gather_objects(self.last)[0]
@@ -108,7 +107,7 @@ class HealthWatch:
             with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
                 file.write(line)
 
-        view(HEALTH_FILE, append)
+        best_effort(HEALTH_FILE, append)
 
 
 def run_traits(cfg: Config, log_prob_check: LogProbCheck) -> RunTraits:
@@ -158,21 +157,6 @@ def act(
     if "fixed_kl_coef" in changes:
         fix_kl_coef(cfg, adjustments, step, changes["fixed_kl_coef"][1])
     return "continues"
-
-
-def save_start(cfg: HealthConfig, state: StepState, checkpoints: Checkpoints) -> None:
-    """Save the weights before the first step, if a health rule may roll the run back to them. Every rank must call
-    it."""
-    position = checkpoints.position
-    if rolls_back(cfg) and position.step == 0 and position.last_healthy_step is None:
-        checkpoints.save(state.timer)
-
-
-def apply_adjustments(adjustments: Adjustments, models: Sequence[ModelEngine], step: int) -> None:
-    """Set the learning rates of a step. The KL coefficient and the token budgets are read where they are used."""
-    factor = adjustments.learning_rate_factor(step)
-    for model in models:
-        model.scale_learning_rate(factor)
 
 
 def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoints, step: int, reason: str) -> int:

@@ -37,7 +37,6 @@ def one_step(run: Run, state: StepState, stop: StopRequests) -> RaggedBatch:
         batch = compute_advantages(run, state, batch)
         update_critic(run, state, batch)
         update_actor(run, state, batch)
-    state.packing.clear()  # validation needs the device memory
     step_metrics(run, state, batch)
     return batch
 

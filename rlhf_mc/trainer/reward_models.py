@@ -17,7 +17,6 @@ from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.heads import value_head
 from rlhf_mc.topology.consensus import gather_results
 from rlhf_mc.trainer.token_budget import my_micro_batches
@@ -53,7 +52,7 @@ class ModelScores:
     """Scores of a batch by one reward model."""
 
     values: torch.Tensor
-    """[S] float32; 0 for sequences that the model was not asked for."""
+    """[S] float32; 0 for sequences that the model has not read."""
     num_truncated: int = 0
     """Conversations that lost their first tokens."""
 
@@ -72,27 +71,23 @@ def score(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     batch: RaggedBatch,
-    asked: Sequence[int],
-    packing: PackingCache | None,
+    indices: Sequence[int],
 ) -> ModelScores:
-    """Return the model's scores of the sequences `asked`. Raise UserError if a conversation cannot be rendered. Every
+    """Return the model's scores of the sequences `indices`. Raise UserError if a conversation cannot be rendered. Every
     rank must call it.
 
-    tokenizer: the actor's. prompts: of each sequence of the batch. packing: the cache of the batch."""
+    tokenizer: the actor's. prompts: of each sequence of the batch."""
     values = torch.zeros(batch.num_sequences)
-    if not asked:
+    if not indices:
         return ModelScores(values)
     num_truncated = 0
     if model.conversations is not None:
         responses = batch.responses()
-        pairs = [(prompts[i], responses[i]) for i in asked]
-        read, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
-        scores = score_sequences(model.engine, read, model.limit)
-    elif len(asked) == batch.num_sequences:
-        scores = score_sequences(model.engine, batch, model.limit, packing)
+        pairs = [(prompts[i], responses[i]) for i in indices]
+        sequences, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
     else:
-        scores = score_sequences(model.engine, batch.select(asked), model.limit)
-    values[list(asked)] = scores
+        sequences = batch.select(indices)
+    values[list(indices)] = score_sequences(model.engine, sequences, model.limit)
     return ModelScores(values, num_truncated)
 
 
@@ -103,25 +98,23 @@ def _conversations(
     max_tokens: int,
 ) -> tuple[RaggedBatch, int]:
     """Return the conversations of (prompt, response of the actor's tokens), each of its last `max_tokens` tokens, and
-    the number of those that had more. Each rank renders a share: every rank must call it."""
+    the number of longer ones. Each rank renders a share: every rank must call it."""
     rank = dist.get_rank()
     world = dist.get_world_size()
 
     def share() -> list[np.ndarray]:
-        mine = pairs[rank::world]
-        texts = tokenizer.batch_decode([response for _, response in mine], skip_special_tokens=True)
-        return [conversations.tokens(prompt, text) for (prompt, _), text in zip(mine, texts, strict=True)]
+        my_pairs = pairs[rank::world]
+        texts = tokenizer.batch_decode([response for _, response in my_pairs], skip_special_tokens=True)
+        return [conversations.tokens(prompt, text) for (prompt, _), text in zip(my_pairs, texts, strict=True)]
 
-    found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
+    read: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
     for r, part in enumerate(gather_results(share)):
-        found[r::world] = part
-    num_truncated = sum(len(tokens) > max_tokens for tokens in found)
-    return conversation_batch([tokens[-max_tokens:] for tokens in found]), num_truncated
+        read[r::world] = part
+    num_truncated = sum(len(tokens) > max_tokens for tokens in read)
+    return conversation_batch([tokens[-max_tokens:] for tokens in read]), num_truncated
 
 
-def score_sequences(
-    engine: ModelEngine, batch: RaggedBatch, limit: Limit, packing: PackingCache | None = None
-) -> torch.Tensor:
+def score_sequences(engine: ModelEngine, batch: RaggedBatch, limit: Limit) -> torch.Tensor:
     """Return a reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
-    micro_batches = my_micro_batches(engine, batch, limit, packing)
-    return engine.score(batch, micro_batches, value_head, per_sequence=True, packing=packing)
+    micro_batches = my_micro_batches(engine, batch, limit)
+    return engine.score(batch, micro_batches, value_head, per_sequence=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mc import json_files
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.observability.sinks import view
+from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.run_files import HISTOGRAMS_FILE
 
@@ -64,12 +64,12 @@ MAX_BINS = 64
 
 
 def record_histograms(cfg: Config, rank: int, run_id: str, step: int, batch: RaggedBatch) -> None:
-    """Add the step's histogram of response lengths to histograms.jsonl. Any rank may call it; rank 0 writes. Like a
-    view it cannot fail the run."""
+    """Add the step's histogram of response lengths to histograms.jsonl. Any rank may call it; rank 0 writes. An error
+    is a warning."""
     if rank == 0:
         lengths = histogram(batch.response_lens, length_edges(cfg.data.max_response_length))
         row = {"step": step, "run_id": run_id, "response_length": lengths}
-        view(HISTOGRAMS_FILE, lambda: _append(Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE, row))
+        best_effort(HISTOGRAMS_FILE, lambda: _append(Path(cfg.trainer.default_local_dir) / HISTOGRAMS_FILE, row))
 
 
 def length_edges(longest: int) -> list[int]:
@@ -100,4 +100,4 @@ def keep_samples(
 ) -> None:
     """Write all generations to <directory>/<step>.jsonl, unless there is none. Only rank 0 calls it."""
     if directory is not None:
-        view(directory, lambda: write_samples(Path(directory), step, tokenizer, prompts, responses, scores))
+        best_effort(directory, lambda: write_samples(Path(directory), step, tokenizer, prompts, responses, scores))

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.rewards.manager import PendingScores, RewardManager
 from rlhf_mc.rewards.results import Score, penalize_overlong, reward_metrics
@@ -38,13 +37,13 @@ def submit_responses(
     training: see RewardManager.submit."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    mine = prompts[rank::world]
-    count(responses=len(mine))
+    share = prompts[rank::world]
+    count(responses=len(share))
     texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
-    asked = None
+    prompt_texts = None
     if rewards.needs_prompts:
-        asked = tokenizer.batch_decode([prompt.token_ids for prompt in mine], skip_special_tokens=True)
-    return rewards.submit(mine, texts, training, asked)
+        prompt_texts = tokenizer.batch_decode([prompt.token_ids for prompt in share], skip_special_tokens=True)
+    return rewards.submit(share, texts, training, prompt_texts)
 
 
 def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
@@ -52,9 +51,8 @@ def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
     cannot be scored. Every rank must call it."""
     world = dist.get_world_size()
     out = [Score(0.0)] * num_rows
-    # Tuples are pickled four times as fast.
-    for r, part in enumerate(gather_results(lambda: [score.as_tuple() for score in pending.result()])):
-        out[r::world] = [Score(*fields) for fields in part]
+    for r, part in enumerate(gather_results(pending.result)):
+        out[r::world] = part
     return pending.names.limit(out)
 
 
@@ -80,19 +78,11 @@ def rewards(
     StopRequested if a stop is requested: no update has begun."""
     end_check = stop.start_check()
     if pending is not None:
-        batch = collect_rewards(run, state, prompts, batch, pending)
+        batch, scores = await_rewards(run, state, prompts, batch, pending)
+        state.metrics |= reward_metrics([prompt.data_source for prompt in prompts], scores)
+        record_samples(run, state, prompts, batch, scores)
     end_check()
     state.prompts = prompts
-    return batch
-
-
-def collect_rewards(
-    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
-) -> RaggedBatch:
-    """Return the batch with its scores, as `await_rewards`, and record them."""
-    batch, scores = await_rewards(run, state, prompts, batch, pending)
-    record_rewards(state, [prompt.data_source for prompt in prompts], scores)
-    record_samples(run, state, prompts, batch, scores)
     return batch
 
 
@@ -128,11 +118,6 @@ def await_rewards(
     return batch.with_fields(scores=numbers[: len(prompts)]), scores[: len(prompts)]
 
 
-def record_rewards(state: StepState, sources: Sequence[str], scores: Sequence[Score]) -> None:
-    """Add the metrics of the scores by data source. sources, scores: one entry per response."""
-    state.metrics.update(reward_metrics(sources, scores))
-
-
 def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
     """Write the responses that are trained on to trainer.rollout_data_dir, and some of them to train_generations/, in
     the steps in which they are due."""
@@ -156,15 +141,15 @@ def score_by_reward_model(
     such part. prompts: of each response, the greedy ones last. Raise UserError if a score is not finite."""
     weights = [run.rewards.mixture.training(prompt.data_source).get(model.part) for prompt in prompts]
     num_sampled = batch.num_sequences
-    passes = [(batch, slice(num_sampled), state.packing)]
+    passes = [(batch, slice(num_sampled))]
     if state.greedy is not None:
-        passes.append((state.greedy, slice(num_sampled, None), PackingCache()))
+        passes.append((state.greedy, slice(num_sampled, None)))
     values: list[float] = []
     num_truncated = 0
     with run.offload_schedule.phase(state.timer, model.role):
-        for responses, part, packing in passes:
-            asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
-            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, asked, packing)
+        for responses, part in passes:
+            indices = [i for i, weight in enumerate(weights[part]) if weight is not None]
+            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, indices)
             values += scores.values.tolist()
             num_truncated += scores.num_truncated
     if not all(map(math.isfinite, values)):  # the same on every rank

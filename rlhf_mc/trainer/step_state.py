@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from rlhf_mc import platform
 from rlhf_mc.data.batch import Prompt, RaggedBatch
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import start_max_over_ranks
@@ -28,8 +27,6 @@ class StepState:
     """Number of times that this step has drawn each prompt, by its index."""
     prompts: Sequence[Prompt] = ()
     """The prompt of each response of this step's batch."""
-    packing: PackingCache = field(default_factory=PackingCache)
-    """Packed inputs of this step's batch."""
     greedy: RaggedBatch | None = None
     """One response to each prompt at temperature 0, if the advantage estimator needs its score."""
     slowest: dict[str, Callable[[], float]] = field(default_factory=dict)
@@ -51,6 +48,6 @@ def start_slowest_rank(state: StepState, phase: str) -> None:
     state.slowest[key] = start_max_over_ranks(state.timer.result()[key])
 
 
-def of_slowest_rank(state: StepState) -> dict[str, float]:
+def slowest_rank_times(state: StepState) -> dict[str, float]:
     """Return `timing_s/<phase>` of the slowest rank, of the phases of `start_slowest_rank`. Every rank must call it."""
     return {key: seconds() for key, seconds in state.slowest.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_mc import platform
@@ -11,7 +10,6 @@ from rlhf_mc.data.balance import Limit, Sequences, plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
-from rlhf_mc.models.forward import PackingCache, PlanKey
 from rlhf_mc.models.memory_recovery import OutOfMemory
 from rlhf_mc.runtime.console import print_line
 
@@ -29,7 +27,7 @@ class TokenBudget:
     """Tokens of the longest sequence that the settings allow: no budget is below it."""
     adjustments: Adjustments
 
-    def of_update(self, number: int) -> Limit:
+    def update_limit(self, number: int) -> Limit:
         """Return the limit of an update of the step, from 0."""
         if isinstance(self.limit, Sequences):
             return self.limit
@@ -39,7 +37,7 @@ class TokenBudget:
     def halve(self, number: int, rank: int) -> None:
         """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence,
         or a number of sequences. Every rank must call it. rank: the one that is out of memory."""
-        limit = self.of_update(number)
+        limit = self.update_limit(number)
         if isinstance(limit, Sequences) or limit <= self.longest:
             raise UserError(self.advice(number, rank))
         half = max(limit // 2, self.longest)
@@ -49,7 +47,7 @@ class TokenBudget:
 
     def advice(self, number: int, rank: int) -> str:
         """Return what a user can do where the budget is not halved."""
-        limit = self.of_update(number)
+        limit = self.update_limit(number)
         by_number = isinstance(limit, Sequences)
         size = f"{limit.at_most} sequences" if isinstance(limit, Sequences) else f"{limit} tokens"
         setting = "ppo_micro_batch_size_per_gpu" if by_number else "ppo_max_token_len_per_gpu"
@@ -62,16 +60,14 @@ class TokenBudget:
         return f"{self.role}: rank {rank} is out of memory in update {number + 1} of step {self.step}"
 
 
-def train_step(
-    engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int, packing: PackingCache
-) -> OptimizerStep:
+def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: TokenBudget, number: int) -> OptimizerStep:
     """Take the optimizer step of one update, as ModelEngine.train_step does. Where a rank runs out of memory in it,
     repeat it with half the token budget if the engine recovers memory; else add to that rank's error what to lower.
     number: of the update in its step, from 0."""
     while True:
-        micro_batches: Sequence[Sequence[int]] = my_micro_batches(engine, mini, budget.of_update(number), packing)
+        micro_batches = my_micro_batches(engine, mini, budget.update_limit(number))
         try:
-            return engine.train_step(mini, micro_batches, loss, packing)
+            return engine.train_step(mini, micro_batches, loss)
         except OutOfMemory as error:
             rank = error.rank
         except Exception as error:
@@ -81,18 +77,7 @@ def train_step(
         budget.halve(number, rank)
 
 
-def my_micro_batches(
-    engine: ModelEngine, batch: RaggedBatch, limit: Limit, packing: PackingCache | None = None
-) -> list[list[int]]:
-    """Return the sequences of each micro-batch of this rank's data-parallel replica.
-
-    Models with the same cost of a sequence, the same number of replicas and the same limit have the same plan, and so
-    share packed micro-batches through `packing`, the cache of the batch."""
-    seq_lens = batch.seq_lens.tolist()
-    costs = {n: engine.shape.sequence_cost(n) for n in sorted(set(seq_lens))}
-    num_replicas = engine.groups.mesh.dp
-    key = PlanKey(num_replicas, limit, tuple(costs.values()))
-    plan = (packing or PackingCache()).plan(
-        key, lambda: plan_micro_batches(seq_lens, num_replicas, limit, costs.__getitem__)
-    )
+def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, limit: Limit) -> list[list[int]]:
+    """Return the sequences of each micro-batch of this rank's data-parallel replica."""
+    plan = plan_micro_batches(batch.seq_lens.tolist(), engine.groups.mesh.dp, limit, engine.shape.sequence_cost)
     return plan[engine.groups.coordinate.dp]

@@ -224,7 +224,7 @@ def step_with_nan_reference(config_path: str) -> None:
 def score_fixed_responses(directory: str, num_prompts: int, **reward: Any) -> list[Score]:
     """Score one response for each of num_prompts prompts by the directory's reward.py. reward: its settings."""
     tokenizer = load_tokenizer(str(Path(directory) / "model"))
-    prompts = [Prompt(i, np.array([5], np.int32), "", "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
+    prompts = [Prompt(i, np.array([5], np.int32), "arithmetic", "2", {"index": i}) for i in range(num_prompts)]
     rewards = RewardManager(CustomRewardFunctionConfig(path=str(Path(directory) / "reward.py")), RewardConfig(**reward))
     try:
         return collect_scores(submit_responses(rewards, tokenizer, prompts, [[6, 7]] * num_prompts), num_prompts)

@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 import vllm.model_executor.kernels.linear
 from cases import built_run
+from ragged import to_generations
 from rollout_cases import built_engine
 from vllm.platforms import PlatformEnum
 
@@ -42,7 +43,9 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "written": written,
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
-                    "responses": list(engine.generate(vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))),
+                    "responses": to_generations(
+                        engine.generate(vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
+                    ),
                 }
             )
     return out

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from cases import built_run
+from gpu_parts.engines import score_tokens
 from model_cases import _my_micro_batches, _objective, make_engine, mesh_groups
 
 from rlhf_mc.config.device_placement import TABLE
@@ -27,7 +28,6 @@ from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup import build
 from rlhf_mc.trainer import lifecycle, loop
-from rlhf_mc.trainer.log_probs import score_tokens
 
 OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 
@@ -61,7 +61,7 @@ def fit(config_path: str, overrides: list[str], vllm_sleeps: bool = False) -> di
         mock.patch.object(build, "for_this_device", lambda cfg: cfg),
         mock.patch.multiple(vllm_engine.vllm.LLM, sleep=sleep, wake_up=wake_up),
         mock.patch.object(PhaseTimer, "phase", record_phase),
-        mock.patch.object(lifecycle, "write_views", lambda *args: None),
+        mock.patch.object(lifecycle, "write_plot_and_report", lambda *args: None),
         built_run(config_path, [*overrides, f"rollout.free_cache_engine={str(vllm_sleeps).lower()}"]) as run,
     ):
         status = RankStatus()

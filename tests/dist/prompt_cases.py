@@ -16,21 +16,19 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import evaluate, step_state
 
 
-def load(
-    files: list[str], model: str, max_samples: int = -1, num_texts: int | None = None, **settings: Any
-) -> list[Prompt]:
+def load(files: list[str], model: str, max_samples: int = -1, **settings: Any) -> list[Prompt]:
     """Return the prompts as this rank has them. `{rank}` in a file's or the cache's name is this rank's number."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     names = [file.replace("{rank}", str(rank)) for file in files]
     if "cache_dir" in settings:
         settings["cache_dir"] = settings["cache_dir"].replace("{rank}", str(rank))
     cfg = DataConfig(train_files=[], **settings)
-    return list(load_prompts(names, load_tokenizer(model), cfg, max_samples, num_texts=num_texts))
+    return list(load_prompts(names, load_tokenizer(model), cfg, max_samples))
 
 
-def decoded_by_validation(config_path: str) -> tuple[int, list[str], str]:
-    """Validate. Return how many texts this rank decodes with their special tokens, as samples are, the texts of its
-    prompts, and the samples that are written."""
+def decoded_by_validation(config_path: str) -> tuple[int, str]:
+    """Validate. Return how many texts this rank decodes with their special tokens, as samples are, and the samples that
+    are written."""
     with built_run(
         config_path, ["trainer.log_val_generations=3", "rollout.val_kwargs.n=2", "rollout.val_kwargs.temperature=1"]
     ) as run:
@@ -45,4 +43,4 @@ def decoded_by_validation(config_path: str) -> tuple[int, list[str], str]:
         evaluate.validate(run, step_state.begin_step(1, RankStatus()))
         dist.barrier()
         written = Path(run.config.trainer.default_local_dir) / "generations/step_000001.txt"
-        return len(decoded), [prompt.text for prompt in run.val_prompts], written.read_text()
+        return len(decoded), written.read_text()

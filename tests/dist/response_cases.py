@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ragged import to_responses
+from ragged import to_generations
 
-from rlhf_mc.data.batch import Generation
+from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.data.responses import exchange_responses
 from rlhf_mc.patching import replaced
 
@@ -46,4 +46,4 @@ def exchange(
         original(out, value)
 
     with replaced(dist, "all_gather_into_tensor", all_gather):
-        return list(exchange_responses(to_responses(mine), engines, count)), sum(sent)
+        return to_generations(exchange_responses(Responses.of(mine), engines, count)), sum(sent)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import vllm
 from cases import built_run
+from ragged import to_generations
 from safetensors.torch import load_file
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -77,7 +78,7 @@ def generate(
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(list(engine.generate(vectors, seeds, Sampling(temperature, 8, ()))))
+            responses.append(to_generations(engine.generate(vectors, seeds, Sampling(temperature, 8, ()))))
     return responses
 
 

@@ -11,7 +11,7 @@ from gpu_parts.host_syncs import host_syncs
 from rlhf_mc.config.schema import OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss
-from rlhf_mc.models.forward import MicroBatch, PackingCache
+from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import log_prob_head, value_head
 
@@ -20,11 +20,11 @@ def waits(
     checkpoint: str, role: Role, layout: tuple[int, int, int], batch: RaggedBatch, reading: bool, **megatron: Any
 ) -> dict[str, list[dict[str, int]]]:
     """Return for a scoring pass and a gradient what makes the host wait with all sequences in one micro-batch, and with
-    one sequence in each. The micro-batches are packed before. reading: the loss reads a number in each micro-batch.
+    one sequence in each. reading: the loss reads a number in each micro-batch.
 
     layout: (tensor-parallel, pipeline-parallel, virtual pipeline chunks)."""
     tp, pp, vpp = layout
-    found: dict[str, list[dict[str, int]]] = {"score": [], "gradient": []}
+    counts_by_pass: dict[str, list[dict[str, int]]] = {"score": [], "gradient": []}
     with mesh_groups(tp, pp, vpp=vpp) as groups:
         engine = make_engine(checkpoint, role, groups, **megatron)
         engine.make_trainable(OptimConfig(), total_steps=1)
@@ -32,17 +32,16 @@ def waits(
         loss = _reading(objective(engine, batch, "token-mean")) if reading else objective(engine, batch, "token-mean")
         everything = list(range(batch.num_sequences))
         for micro_batches in ([everything], [[i] for i in everything]):
-            packing = PackingCache()
             passes = {
-                "score": lambda m=micro_batches, p=packing: engine.score(batch, m, head, packing=p),
-                "gradient": lambda m=micro_batches, p=packing: engine.backward(batch, m, loss, p),
+                "score": lambda m=micro_batches: engine.score(batch, m, head),
+                "gradient": lambda m=micro_batches: engine.backward(batch, m, loss),
             }
             for name, run in passes.items():
-                run()  # packs, and agrees on the names of the statistics
+                run()  # agrees on the names of the statistics
                 with host_syncs() as counts:
                     run()
-                found[name].append(dict(counts))
-    return found
+                counts_by_pass[name].append(dict(counts))
+    return counts_by_pass
 
 
 def _reading(loss: Loss) -> Loss:

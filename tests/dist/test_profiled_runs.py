@@ -45,12 +45,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """Return (directory, result of each rank) of a run without profile, and of one that profiles its second step."""
-    found = {}
+    outcomes = {}
     for name, settings in {"plain": [], "profiled": ["profile.steps=[2, 9]", "profile.ranks=[1]"]}.items():
         root = tmp_path_factory.mktemp(name)
         overrides = [*settings, f"trainer.default_local_dir={root}"]
-        found[name] = root, pool(2).run(profile_cases.train, config_path=str(config), overrides=overrides)
-    return found
+        outcomes[name] = root, pool(2).run(profile_cases.train, config_path=str(config), overrides=overrides)
+    return outcomes
 
 
 def test_trace_of_the_chosen_rank_has_every_phase_and_its_parts(runs: Any) -> None:

@@ -10,11 +10,10 @@ import model_cases
 import numpy as np
 import pytest
 import torch
-from ragged import to_responses
 from tiny import make_reward_model, make_tokenizer
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, build_batch
+from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.dist
@@ -74,12 +73,12 @@ def test_conversations_of_its_own_tokenizer_match_transformers(
     assert own.get_vocab() != actor.get_vocab()
     texts = [("1+1=", "2"), ("what is one?", "a number, of which there are " + "many " * 9), ("3", ""), ("a b", "c")]
     prompts = [
-        Prompt(i, np.array(ids, np.int32), "", "a", None, messages=[{"role": "user", "content": question}])
+        Prompt(i, np.array(ids, np.int32), "a", None, messages=[{"role": "user", "content": question}])
         for i, (question, _) in enumerate(texts)
         for ids in [actor(question)["input_ids"]]
     ]
     responses = [[*actor(answer)["input_ids"], actor.eos_token_id] for _, answer in texts]
-    batch = build_batch(prompts, to_responses([Generation(ids, [0.0] * len(ids), True) for ids in responses]))
+    batch = build_batch(prompts, Responses.of([Generation(ids, [0.0] * len(ids), True) for ids in responses]))
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, dtype=torch.float32)
     ids = [
         own.apply_chat_template([*prompt.messages, {"role": "assistant", "content": answer}], return_dict=False)

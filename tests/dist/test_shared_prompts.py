@@ -54,18 +54,12 @@ def test_prompts_do_not_depend_on_the_number_of_ranks(pool: Any, tmp_path: Path,
     for settings in (
         {"max_prompt_length": 10, "filter_overlong_prompts": True},
         {"max_prompt_length": 10, "filter_overlong_prompts": True, "max_samples": 20},
-        {"max_prompt_length": 10, "filter_overlong_prompts": True, "num_texts": 30},
-        {"max_prompt_length": 60, "num_texts": 0},
         {"max_prompt_length": 10, "truncation": "left", "on_bad_row": "skip"},
         {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache")},  # which the process alone has filled
         {"max_prompt_length": 60, "cache_dir": str(tmp_path / "cache{rank}")},  # which no rank has filled
     ):
         alone = prompt_cases.load(files, model, **settings)
         assert [prompt.index for prompt in alone] == list(range(len(alone)))
-        num_texts = settings.get("num_texts")
-        assert [bool(prompt.text) for prompt in alone] == [
-            num_texts is None or prompt.index < num_texts for prompt in alone
-        ]
         for mine in pool(world).run(prompt_cases.load, files=files, model=model, **settings):
             assert [repr(prompt) for prompt in mine] == [repr(prompt) for prompt in alone]
 
@@ -133,9 +127,9 @@ def test_files_of_ranks_that_differ(pool: Any, tmp_path: Path, model: str) -> No
 def test_only_samples_that_are_written_are_decoded(pool: Any, tmp_path: Path) -> None:
     make_workspace(tmp_path)
     first, second = pool(2).run(prompt_cases.decoded_by_validation, config_path=str(write_config(tmp_path)))
-    assert (first[0], second[0]) == (3, 0)
-    assert first[1] == second[1] and [bool(text) for text in first[1]] == [True, True, False, False, False]
-    assert first[2].count("[response] ") == 3
-    assert [line for line in first[2].splitlines() if line.startswith("[prompt] ")] == [
-        f"[prompt] {first[1][i]}" for i in (0, 0, 1)
+    assert (first[0], second[0]) == (6, 0), "three prompts and their responses"
+    assert first[1].count("[response] ") == 3
+    questions = [row["prompt"][0]["content"] for row in pq.read_table(tmp_path / "val.parquet").to_pylist()]
+    assert [line for line in first[1].splitlines() if line.startswith("[prompt] ")] == [
+        f"[prompt] <|user|>{questions[i]}<|bot|>" for i in (0, 0, 1)
     ]

@@ -137,7 +137,7 @@ ESTIMATE = "from rlhf_mc.algorithms.estimators import Estimate\ndef estimate(inp
     ("body", "words"),
     [
         ("return inputs.rewards", "returned Tensor; it must return rlhf_mc.algorithms.estimators.Estimate"),
-        ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be that of the rewards, (10,)"),
+        ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be the rewards' shape, (10,)"),
         ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
         ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),
         ("return Estimate(inputs.rewards + inputs.values)", "raised TypeError: "),

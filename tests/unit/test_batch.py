@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import to_responses
 
 from rlhf_mc.data.batch import (
     Generation,
     Prompt,
     RaggedBatch,
+    Responses,
     build_batch,
     concatenate,
     ragged_indices,
@@ -24,10 +24,10 @@ LOG_PROBS = [[-0.5], [-1.0, -1.5, -2.0], [-2.5, -3.0]]
 
 
 def make_batch() -> RaggedBatch:
-    prompts = [Prompt(i, np.array(ids, np.int32), "", "source", None) for i, ids in enumerate(PROMPTS)]
+    prompts = [Prompt(i, np.array(ids, np.int32), "source", None) for i, ids in enumerate(PROMPTS)]
     finished = [True, False, True]
     rows = zip(RESPONSES, LOG_PROBS, finished, strict=True)
-    return build_batch(prompts, to_responses([Generation(ids, log_probs, end) for ids, log_probs, end in rows]))
+    return build_batch(prompts, Responses.of([Generation(ids, log_probs, end) for ids, log_probs, end in rows]))
 
 
 def test_build_batch() -> None:
@@ -45,7 +45,7 @@ def test_build_batch() -> None:
 
 def test_build_batch_needs_one_generation_per_prompt() -> None:
     with pytest.raises(AssertionError):
-        build_batch([Prompt(0, np.array([1], np.int32), "", "", None)], to_responses([]))
+        build_batch([Prompt(0, np.array([1], np.int32), "", None)], Responses.of([]))
 
 
 def test_with_fields_checks_lengths_and_keeps_the_original() -> None:

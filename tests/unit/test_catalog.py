@@ -61,8 +61,8 @@ variance_proxy/{{proxy1_signal_strength,proxy2_total_power,proxy3_pure_noise,exp
     ],
 )
 def test_a_key_has_its_most_specific_declaration(key: str, declared_as: str) -> None:
-    found = find(key)
-    assert found is not None and found.keys.startswith(declared_as)
+    metric = find(key)
+    assert metric is not None and metric.keys.startswith(declared_as)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def template(tmp_path: Path) -> str:
 
 
 def prompt(*messages: dict[str, Any]) -> Prompt:
-    return Prompt(0, np.array([1], np.int32), "", "a", None, {}, "data.train_files t.parquet", 7, messages)
+    return Prompt(0, np.array([1], np.int32), "a", None, {}, "data.train_files t.parquet", 7, messages)
 
 
 def test_conversation_is_rendered_as_by_transformers(template: str, tmp_path: Path) -> None:

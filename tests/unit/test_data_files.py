@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_prompts import data_config, make_row, save_tokenizer, write_table
+from test_prompts import data_config, make_row, rendered, save_tokenizer, write_table
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
@@ -63,7 +63,7 @@ def test_jsonl_gives_the_prompts_of_parquet(tmp_path: Path, tokenizer: PreTraine
     table = write_table(tmp_path / "a.parquet", rows)
     cfg = data_config()
     check_columns(lines, needed_columns(cfg))
-    ours, theirs = (list(load_prompts([file], tokenizer, cfg, 4, num_texts=2)) for file in (lines, table))
+    ours, theirs = (list(load_prompts([file], tokenizer, cfg, 4)) for file in (lines, table))
     assert contents(replace(p, file="") for p in ours) == contents(replace(p, file="") for p in theirs)
     assert len(ours) == 4 and ours[0].file == f"data.train_files {lines}"
 
@@ -130,7 +130,7 @@ def test_a_bad_line_is_named_or_skipped(
     assert message.startswith(f"data.train_files {path}, row 1 (line 3): ") and words in message
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts([path], tokenizer, data_config(on_bad_row="skip"), -1)
-    assert [(p.index, p.row, p.text) for p in prompts] == [
+    assert [(p.index, p.row, rendered(p, tokenizer)) for p in prompts] == [
         (0, 0, "<user>1<end><assistant>"),
         (1, 2, "<user>3<end><assistant>"),
     ]
@@ -192,7 +192,7 @@ def test_rows_that_no_rule_can_score(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         kept = scorable(rewards, prompts, "skip", training=True)
-    assert [(p.index, p.text[6], p.row) for p in kept] == [(0, "0", 0), (1, "1", 0), (2, "3", 2)]
+    assert [(p.index, rendered(p, tokenizer)[6], p.row) for p in kept] == [(0, "0", 0), (1, "1", 0), (2, "3", 2)]
     assert kept.file_sizes == [1, 2]
     assert "2 of 5 prompts skipped (data.on_bad_row): " in caplog.text and "ground_truth is null" in caplog.text
     with pytest.raises(UserError, match=r"all 1 prompts are skipped \(data.on_bad_row\): .*c.jsonl, row 0 .*'mine'"):
@@ -214,7 +214,7 @@ def test_truncation(
     path = write_table(tmp_path / "a.parquet", [make_row("1"), make_row("123456")])
     with caplog.at_level(logging.WARNING):
         short, long = load_prompts([path], tokenizer, data_config(max_prompt_length=4, truncation=side), -1)
-    assert (short.text, long.text.replace(" ", "")) == ("<user>1<end><assistant>", text)
+    assert (rendered(short, tokenizer), rendered(long, tokenizer)) == ("<user>1<end><assistant>", text)
     assert len(long.token_ids) == 4
     assert "1 of 2 prompts truncated to 4 tokens" in caplog.text
 
@@ -231,8 +231,9 @@ def test_template_from_a_file(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     table = write_table(tmp_path / "a.parquet", [make_row("1+1=")])
-    (prompt,) = load_prompts([table], load_tokenizer(plain, chat_template_path=str(template)), data_config(), -1)
-    assert prompt.text == "[user]1+1="
+    tokenizer = load_tokenizer(plain, chat_template_path=str(template))
+    (prompt,) = load_prompts([table], tokenizer, data_config(), -1)
+    assert rendered(prompt, tokenizer) == "[user]1+1="
     template.write_text(" \n")
     with pytest.raises(UserError, match=r"data.chat_template_path .*chat.jinja: is empty; expected a Jinja template"):
         load_tokenizer(plain, chat_template_path=str(template))
@@ -268,7 +269,7 @@ def test_second_start_reads_the_cache(
 
     def load(**changes: Any) -> Prompts:
         cfg = data_config(**{**settings, **changes})
-        return load_prompts([str(path)], tokenizer, cfg, -1, num_texts=1)
+        return load_prompts([str(path)], tokenizer, cfg, -1)
 
     first = contents(load())
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
@@ -288,7 +289,7 @@ def test_second_start_reads_the_cache(
         write_table(path, [make_row("9"), *rows[1:]])
         with pytest.raises(Refused):
             load()
-    assert [p.text for p in load()] == ["<user>9<end><assistant>", ""]
+    assert [rendered(p, tokenizer) for p in load()] == ["<user>9<end><assistant>", "<user>12<end><assistant>"]
 
 
 def test_corrupt_cache_is_not_used(
@@ -380,7 +381,7 @@ def test_weights_of_settings() -> None:
 
 
 def test_a_prompt_that_is_drawn_twice_has_other_seeds() -> None:
-    prompts = [Prompt(i, np.array([1], np.int32), "", "", None) for i in (4, 7, 4)]
+    prompts = [Prompt(i, np.array([1], np.int32), "", None) for i in (4, 7, 4)]
     seeds = sampling_seeds(1, 0, 3, prompts, 2)
     assert len(set(seeds)) == 6
     assert seeds[:4] == sampling_seeds(1, 0, 3, prompts[:2], 2)

@@ -24,8 +24,8 @@ ARCHIVE = ROOT / "docs" / "log_archive.md"
 """A dated page: it names files and settings of its day."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
-NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl"}
-"""A column of the data and a file, which look like settings."""
+NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl", "rollout.py"}
+"""A column of the data and files, which look like settings."""
 GROUPS = "actor|critic|training|response_length|global_seqlen|timing_s|perf|memory|reshard|val-core"
 """First parts of metric keys."""
 SECTIONS = {key.partition(".")[0] for key in dotted_keys()}

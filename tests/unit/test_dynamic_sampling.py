@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from config_files import load, validated
-from ragged import to_responses
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
@@ -55,13 +54,11 @@ def test_metrics(metric: Any, expected: list[float]) -> None:
 
 def batch_of(prompts: Sequence[Prompt], scores: Sequence[float]) -> RaggedBatch:
     responses = [Generation([10 + i] * (i % 2 + 1), [-1.0] * (i % 2 + 1), True) for i in range(len(prompts))]
-    return build_batch(prompts, to_responses(responses)).with_fields(scores=torch.tensor(scores))
+    return build_batch(prompts, Responses.of(responses)).with_fields(scores=torch.tensor(scores))
 
 
 def groups_of(first: int, scores: Sequence[float]) -> tuple[list[Prompt], RaggedBatch, list[Score]]:
-    prompts = [
-        Prompt(first + i // 2, np.array([first + i // 2], np.int32), "", "mine", None) for i in range(len(scores))
-    ]
+    prompts = [Prompt(first + i // 2, np.array([first + i // 2], np.int32), "mine", None) for i in range(len(scores))]
     return prompts, batch_of(prompts, scores), [Score(score, {"custom": score}) for score in scores]
 
 
@@ -88,7 +85,7 @@ class Drawing:
         self.batches = batches
         self.recorded: dict[str, Any] = {}
         self.drawn = 0
-        for name in ("generate_batch", "submit_rewards", "await_rewards", "record_rewards", "record_samples"):
+        for name in ("generate_batch", "submit_rewards", "await_rewards", "reward_metrics", "record_samples"):
             monkeypatch.setattr(rollout, name, getattr(self, name))
 
     def generate_batch(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
@@ -101,8 +98,9 @@ class Drawing:
     def await_rewards(self, run: Any, state: Any, prompts: Any, batch: Any, pending: None) -> Any:
         return batch, [Score(score, {"custom": score}) for score in batch.scores.tolist()]
 
-    def record_rewards(self, state: Any, sources: list[str], scores: list[Score]) -> None:
+    def reward_metrics(self, sources: list[str], scores: list[Score]) -> dict[str, float]:
         self.recorded["all"] = (len(sources), [score.score for score in scores])
+        return {}
 
     def record_samples(self, run: Any, state: Any, prompts: Any, batch: Any, scores: list[Score]) -> None:
         self.recorded["trained on"] = [score.score for score in scores]
@@ -192,7 +190,7 @@ class ThreePrompts:
     file_sizes = (3,)
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
-        return [Prompt(index, np.array([1], np.int32), "", "", None) for index in indices]
+        return [Prompt(index, np.array([1], np.int32), "", None) for index in indices]
 
 
 def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
@@ -207,7 +205,7 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
 
     def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> Responses:
         calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
-        return to_responses([Generation([2], [-1.0], True)] * len(prompts))
+        return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
 
     monkeypatch.setattr(generate, "generate", record)
     state = begin_step(3, RankStatus(), num_batches=7)

@@ -127,8 +127,8 @@ def test_readable_text_is_utf8_of_the_same_value(text: str) -> None:
 def test_a_lone_surrogate_is_written_with_the_samples(tmp_path: Path) -> None:
     tokenizer: Any = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: ["text"] * len(rows))
     prompts = [
-        Prompt(0, np.array([1], np.int32), "", "mine", "\ud800"),
-        Prompt(1, np.array([1], np.int32), "", "mine", "good"),
+        Prompt(0, np.array([1], np.int32), "mine", "\ud800"),
+        Prompt(1, np.array([1], np.int32), "mine", "good"),
     ]
     write_samples(tmp_path, 3, tokenizer, prompts, [[1], [2]], [Score(0.0), Score(1.0)])
     rows = [json.loads(line) for line in (tmp_path / "3.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -35,7 +35,7 @@ if settings["trainer.seed"] == "3":
 def test_every_estimator_has_a_run_that_loads(tmp_path: Path) -> None:
     estimators = []
     for variant in curves.VARIANTS:
-        command = curves.command_of(variant, 2, 40, tmp_path, "torchrun --nproc-per-node 2")
+        command = curves.run_command(variant, 2, 40, tmp_path, "torchrun --nproc-per-node 2")
         assert command[:5] == ["torchrun", "--nproc-per-node", "2", "-m", "rlhf_mc"]
         cfg = load_config(ROOT / command[5], command[6:])
         assert (cfg.trainer.seed, cfg.trainer.total_training_steps) == (2, 40)

@@ -17,19 +17,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import TrainerConfig
-from rlhf_mc.observability.metrics import MeanMetrics, PhaseTimer, summarize, summarize_lengths
-from rlhf_mc.observability.progress import validation_accuracies
-from rlhf_mc.observability.sinks import Sinks, view
+from rlhf_mc.observability.metrics import PhaseTimer, mean_by_key, summarize, summarize_lengths
+from rlhf_mc.observability.sinks import Sinks, best_effort
+from rlhf_mc.observability.step_table import validation_accuracies
 from rlhf_mc.report.plots import plot_run
 
 
 def test_metrics_are_means_over_the_values_of_each_key() -> None:
-    metrics = MeanMetrics()
-    metrics.add({"loss": 1.0, "skipped": 0.0})
-    metrics.add({"skipped": 1.0})
-    metrics.add({"loss": 5.0, "skipped": 0.0, "late": 2.0})
-    assert metrics.result() == {"loss": 3.0, "skipped": 1 / 3, "late": 2.0}
-    assert list(metrics.result()) == ["loss", "skipped", "late"]
+    rows = [{"loss": 1.0, "skipped": 0.0}, {"skipped": 1.0}, {"loss": 5.0, "skipped": 0.0, "late": 2.0}]
+    means = mean_by_key(rows)
+    assert means == {"loss": 3.0, "skipped": 1 / 3, "late": 2.0}
+    assert list(means) == ["loss", "skipped", "late"]
 
 
 def test_summarize() -> None:
@@ -48,9 +46,9 @@ def test_summarize_bfloat16_takes_the_mean_in_high_precision() -> None:
 
 
 def test_summarize_lengths_counts_those_at_the_limit() -> None:
-    found = summarize_lengths("response_length", torch.tensor([4, 16, 16, 7]), limit=16)
-    assert found["response_length/clip_ratio"] == 0.5
-    assert found["response_length/mean"] == 10.75
+    summary = summarize_lengths("response_length", torch.tensor([4, 16, 16, 7]), limit=16)
+    assert summary["response_length/clip_ratio"] == 0.5
+    assert summary["response_length/mean"] == 10.75
 
 
 def test_phase_timer_adds_up_and_synchronizes() -> None:
@@ -120,7 +118,7 @@ class FullStream(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_unwritable_views_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_sinks_warn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fill the disk for TensorBoard and the table of steps. metrics.jsonl continues."""
     config = TrainerConfig(default_local_dir=str(tmp_path))
     sinks = Sinks(config, total_steps=2, stream=FullStream())
@@ -214,5 +212,5 @@ def test_unwritable_plot_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write the plot .*plot\.png"):
         plot_run([{"step": 1}], tmp_path / "no-such-directory" / "plot.png")
     (tmp_path / "full.png").symlink_to("/dev/full")
-    assert not view("plot", lambda: plot_run([{"step": 1}], tmp_path / "full.png"))
+    assert not best_effort("plot", lambda: plot_run([{"step": 1}], tmp_path / "full.png"))
     assert not (tmp_path / "full.png").exists()

@@ -15,7 +15,7 @@ from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.schema import get_setting
 from rlhf_mc.observability.catalog import undeclared
-from rlhf_mc.observability.progress import COLUMNS
+from rlhf_mc.observability.step_table import COLUMNS
 from rlhf_mc.planner.__main__ import main as planner
 from rlhf_mc.topology.groups import _group_ranks
 from rlhf_mc.topology.mesh import Mesh

@@ -168,11 +168,11 @@ def terminal_output(monkeypatch: pytest.MonkeyPatch, columns: int, body) -> str:
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", stream)
         body(stream)
-        found = b""
-        while not found.endswith(b"END\r\n"):
-            found += os.read(controller, 65536)
+        output = b""
+        while not output.endswith(b"END\r\n"):
+            output += os.read(controller, 65536)
     os.close(controller)
-    return found.decode()
+    return output.decode()
 
 
 def screen(output: str) -> list[str]:

@@ -114,7 +114,7 @@ def test_table_fits_80_columns(count: int) -> None:
 
 
 def test_rest_is_the_time_of_no_phase() -> None:
-    mine = RankTimes(
+    times = RankTimes(
         "n1",
         False,
         0,
@@ -122,9 +122,9 @@ def test_rest_is_the_time_of_no_phase() -> None:
         {"gen": 0.25, "whole": 0.5, "step": 0.25},
         {"gen": {"tokens": 5.0}, "whole": {"tokens": 5.0, "file_seconds": 0.125}},
     )
-    found = with_rest(mine, "whole", 2.0)
-    assert found.seconds[REST] == 0.5 and found.waiting[REST] == 0.25
-    assert found.amounts[REST] == {"tokens": 0.0, "file_seconds": 0.125}
+    rest = with_rest(times, "whole", 2.0)
+    assert rest.seconds[REST] == 0.5 and rest.waiting[REST] == 0.25
+    assert rest.amounts[REST] == {"tokens": 0.0, "file_seconds": 0.125}
 
 
 def test_amounts_and_phases_are_recorded_only_in_a_profile() -> None:
@@ -174,11 +174,11 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def trace() -> Trace:
-    found = Trace(["memory", "shapes", "stack"])
-    found.start()
+    recorded = Trace(["memory", "shapes", "stack"])
+    recorded.start()
     with platform.recorded_ranges(), platform.named_range("mine"):
         torch.ones(64, 64) @ torch.ones(64, 64)
-    return found
+    return recorded
 
 
 def test_trace_that_does_not_fit_on_the_disk_is_an_error_and_leaves_no_file(trace: Trace, tmp_path: Path) -> None:

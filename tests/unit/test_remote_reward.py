@@ -235,7 +235,7 @@ def test_hostile_answers_are_failures_of_their_rows(endpoint: Endpoint) -> None:
     """Continue after them in a worker, with reward.on_error default_score."""
     answers = ["[" * 100_000, "{" * 3, "0.5", '{"score": {"score": 1}}']
     endpoint.answer = lambda path, request, headers: (200, answers[int(request["solution_str"])])
-    prompts = [Prompt(i, np.array([1], np.int32), "", "mine", "4", {}, "t.parquet", i) for i in range(4)]
+    prompts = [Prompt(i, np.array([1], np.int32), "mine", "4", {}, "t.parquet", i) for i in range(4)]
     cfg = RewardConfig(on_error="default_score", remote=RemoteRewardConfig(endpoint.url))
     manager = RewardManager(CustomRewardFunctionConfig(), cfg)
     try:
@@ -370,7 +370,7 @@ def test_missing_key_is_found_before_training(endpoint: Endpoint) -> None:
 def test_endpoint_beside_a_rule_in_a_worker(endpoint: Endpoint, capfd: pytest.CaptureFixture[str]) -> None:
     """Score by both; a row for which the endpoint gives no number fails alone."""
     endpoint.answer = lambda path, request, headers: (200, '"high"' if request["solution_str"] == "5" else "0.5")
-    prompts = [Prompt(i, np.array([1], np.int32), "", "arithmetic", "4", {}, "t.parquet", i) for i in range(3)]
+    prompts = [Prompt(i, np.array([1], np.int32), "arithmetic", "4", {}, "t.parquet", i) for i in range(3)]
     mixture = {"arithmetic": {"exact_match": 1.0, "remote": 2.0}}
     cfg = RewardConfig(
         mixture=mixture, on_error="default_score", default_score=-1.0, remote=RemoteRewardConfig(endpoint.url)
@@ -396,7 +396,7 @@ def test_endpoint_that_is_down_is_named_with_file_and_row(endpoint: Endpoint) ->
     )
     try:
         with pytest.raises(UserError) as caught:
-            manager.submit([Prompt(0, np.array([1], np.int32), "", "mine", "4", {}, "t.parquet", 7)], ["4"]).result()
+            manager.submit([Prompt(0, np.array([1], np.int32), "mine", "4", {}, "t.parquet", 7)], ["4"]).result()
     finally:
         manager.close()
     for word in (f"reward.remote.url {endpoint.url}", "t.parquet, row 7", "ConnectError", "1 attempts"):

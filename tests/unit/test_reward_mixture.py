@@ -44,7 +44,7 @@ MODELS = {"helpful": "reward_models.helpful.model_path", "harmless": "reward_mod
 
 def prompts(count: int, source: str = "mine", truth: Any = "4") -> list[Prompt]:
     return [
-        Prompt(i, np.array([1], np.int32), "", source, truth, {}, "data.train_files t.parquet", 10 + i)
+        Prompt(i, np.array([1], np.int32), source, truth, {}, "data.train_files t.parquet", 10 + i)
         for i in range(count)
     ]
 

@@ -48,7 +48,7 @@ def score(manager: RewardManager, prompts: Sequence[Prompt], responses: Sequence
 
 
 def make_prompt(index: int = 0, data_source: str = "mine", truth: Any = "4", **extra: Any) -> Prompt:
-    return Prompt(index, np.array([1], np.int32), "2+2=", data_source, truth, extra)
+    return Prompt(index, np.array([1], np.int32), data_source, truth, extra)
 
 
 # ---------------------------------------------------------------- the manager with the built-in rules

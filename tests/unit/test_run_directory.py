@@ -225,7 +225,7 @@ def test_rows_of_another_run_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lacks the row of step 1"):
         check_metrics(path, "first", [[1, 2]])
     path.write_text("".join(json.dumps({"step": n, "run_id": run}) + "\n" for n, run in ((1, "first"), (2, "second"))))
-    with pytest.raises(UserError, match="rows of another run, second, beside those of first"):
+    with pytest.raises(UserError, match="rows of another run, second, beside rows of first"):
         check_metrics(path, "first", [[1, 2]])
 
 

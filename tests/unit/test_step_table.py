@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_mc.observability import progress as table
-from rlhf_mc.observability.progress import COLUMNS, LEGEND, Progress, number, short_time
+from rlhf_mc.observability.step_table import COLUMNS, HEADER_ROWS, LEGEND, StepTable, number, short_time
 
 KEYS = [key for column in COLUMNS for key in column.keys] + ["val-core/a/acc/mean@1", "val-core/b/c/acc/mean@4"]
 VALUES = st.floats(-1e300, 1e300) | st.sampled_from([float("nan"), float("inf"), float("-inf")])
@@ -56,9 +55,9 @@ def cells(header: str, row: str) -> dict[str, str]:
 def test_long_run_fits_80_columns_with_every_metric() -> None:
     stream = io.StringIO()
     clock = Clock()
-    steps = Progress(20000, stream, clock)
+    table = StepTable(20000, stream, clock)
     clock.now += 1234.5
-    steps.update(12345, TYPICAL)
+    table.log(12345, TYPICAL)
     header, row = rows_of(stream)
     assert header == "       step  reward  kl_ref  kl_old entropy length  clip s/step   left   val gen"
     assert row == "12345/20000 -12.346  0.0312  -2e-05   1.250  32768 0.012 1234.5   109d 0.875  12"
@@ -76,10 +75,10 @@ def test_no_line_is_wider_than_80_and_none_lacks_reward_or_kl(
 ) -> None:
     stream = io.StringIO()
     clock = Clock()
-    progress = Progress(total, stream, clock)
+    table = StepTable(total, stream, clock)
     for metrics in steps:
         clock.now += seconds
-        progress.update(max(1, int(part * total)), metrics)
+        table.log(max(1, int(part * total)), metrics)
     assert all(len(line) <= 80 for line in stream.getvalue().splitlines())
     header = ""
     shown = []
@@ -118,24 +117,24 @@ def test_short_time() -> None:
 
 def test_time_left_is_the_median_of_recent_steps() -> None:
     clock = Clock()
-    steps = Progress(40, io.StringIO(), clock)
+    table = StepTable(40, io.StringIO(), clock)
     clock.now += 30  # validation before the first step
-    steps.update(0, {"val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
+    table.log(0, {"val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
     for step, seconds in enumerate((60, 10, 12, 11), start=1):  # the first step is slow
         clock.now += seconds
-        steps.update(step, {})
-    assert steps.seconds_left(4) == 36 * 11.5
+        table.log(step, {})
+    assert table.seconds_left(4) == 36 * 11.5
 
 
 def test_header_is_repeated_and_changes_with_the_metrics() -> None:
     stream = io.StringIO()
-    steps = Progress(100, stream, Clock())
-    steps.update(0, {"val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
-    for step in range(1, 2 * table.HEADER_ROWS):
-        steps.update(step, {"critic/score/mean": 0.5, "train/num_gen_batches": 2})
+    table = StepTable(100, stream, Clock())
+    table.log(0, {"val-core/a/acc/mean@1": 0.25, "val-core/b/acc/mean@1": 0.75})
+    for step in range(1, 2 * HEADER_ROWS):
+        table.log(step, {"critic/score/mean": 0.5, "train/num_gen_batches": 2})
     lines = rows_of(stream)
     headers = [i for i, line in enumerate(lines) if "reward" in line]
-    assert headers == [0, 2, 2 + 1 + table.HEADER_ROWS]
+    assert headers == [0, 2, 2 + 1 + HEADER_ROWS]
     assert cells(lines[0], lines[1])["val"] == "0.500"
     assert "gen" not in lines[0] and "gen" in lines[2]
     assert cells(lines[2], lines[3])["val"] == "-"
@@ -146,7 +145,7 @@ def test_wide_terminal_shows_more_and_a_narrow_one_keeps_reward_and_kl(monkeypat
     metrics = {**TYPICAL, "actor/grad_norm": 0.75, "perf/throughput": 1234.0}
     for columns, titles in ((120, 15), (36, 4)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        header, row = Progress(99, Terminal(), Clock()).lines(1, metrics)
+        header, row = StepTable(99, Terminal(), Clock()).lines(1, metrics)
         assert len(header) == len(row) <= columns
         assert header.split()[:4] == ["step", "reward", "kl_ref", "kl_old"]
         assert len(header.split()) == titles

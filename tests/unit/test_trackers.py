@@ -74,7 +74,7 @@ def log_records(path: Path) -> Iterator[bytes]:
 def wandb_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]:
     from wandb.proto import wandb_internal_pb2
 
-    found: Recorded = {}
+    points: Recorded = {}
     ids: set[str] = set()
     config: dict[str, Any] = {}
     for path in sorted((directory / "wandb").glob("offline-run-*/*.wandb")):
@@ -85,14 +85,14 @@ def wandb_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]:
             for item in record.history.item:
                 key = item.key or "/".join(item.nested_key)
                 if not key.startswith("_"):
-                    found.setdefault(key, []).append((record.history.step.num, float(json.loads(item.value_json))))
-    return found, ids, config
+                    points.setdefault(key, []).append((record.history.step.num, float(json.loads(item.value_json))))
+    return points, ids, config
 
 
 def swanlab_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
-    found: Recorded = {}
+    points: Recorded = {}
     ids: set[str] = set()
     config: dict[str, Any] = {}
     for path in sorted((directory / "swanlog").glob("run-*/*.swanlab")):
@@ -100,10 +100,10 @@ def swanlab_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]
             record = Record.FromString(data)
             ids |= {record.start.id} - {""}
             if record.scalar.key:
-                found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
+                points.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
         settings = yaml.safe_load((path.parent / "files" / "config.yaml").read_text())
         config |= {key: item["value"] for key, item in settings.items()}
-    return found, ids, config
+    return points, ids, config
 
 
 def mlflow_records(directory: Path) -> tuple[Recorded, set[str], dict[str, Any]]:
@@ -134,12 +134,12 @@ def test_a_resumed_run_continues_the_run_of_the_tracker(
     log_steps(tmp_path, name, range(4), None)
     time.sleep(1.1)  # offline directories are named by the second
     log_steps(tmp_path, name, range(2, 6), 1, value=10.0)  # resumed after step 1
-    found, ids, config = records(tmp_path)
+    points, ids, config = records(tmp_path)
     accuracy = "val-core/sums/acc/mean_at_4" if name == "mlflow" else "val-core/sums/acc/mean@4"
     scores = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0), (5, 15.0)]
     if name != "mlflow":  # it may lack steps 2 and 3, and gets them again; of a step that it has, its server keeps one
         scores[4:4] = [(2, 12.0), (3, 13.0)]
-    assert found == {"critic/score/a b/mean": scores, accuracy: [(step, 0.5) for step, _ in scores]}
+    assert points == {"critic/score/a b/mean": scores, accuracy: [(step, 0.5) for step, _ in scores]}
     assert ids == {RUN_ID}
     assert config["actor.optim.lr"] == "1e-06" if name == "mlflow" else config["actor"]["optim"]["lr"] == 1e-6
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -208,8 +208,8 @@ def test_mlflow_takes_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sinks = Sinks(config, total_steps=1, run_id=RUN_ID, settings=SETTINGS)
     sinks.log(1, {key: float(number) for number, key in enumerate(keys)})
     sinks.close()
-    found, _, _ = mlflow_records(tmp_path)
-    assert sorted(points for points in found.values()) == [[(1, float(number))] for number in range(len(keys))]
+    points, _, _ = mlflow_records(tmp_path)
+    assert sorted(points.values()) == [[(1, float(number))] for number in range(len(keys))]
 
 
 @pytest.mark.parametrize("hanging", ["start", "close"])

@@ -19,7 +19,7 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.forward import MicroBatch, PackingCache
+from rlhf_mc.models.forward import MicroBatch
 from rlhf_mc.models.gpt_model import PackedGPT, uses_transformer_engine
 from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS
 from rlhf_mc.reshard.placement import rollout_layouts, training_layouts
@@ -133,13 +133,13 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
             del activations
             return value, stats
 
-        train_step(engine, batch, loss, token_budget, 0, PackingCache())  # allocates the optimizer's state
+        train_step(engine, batch, loss, token_budget, 0)  # allocates the optimizer's state
         in_use = torch.cuda.memory_allocated() if platform.use_cuda() else 0
         is_last = groups.rank == groups.mesh.world - 1
         with measure.limited_memory(5 << 28) if is_last else contextlib.nullcontext():
-            step = train_step(engine, batch, loss, token_budget, 1, PackingCache())
+            step = train_step(engine, batch, loss, token_budget, 1)
         kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
-        report.check(token_budget.of_update(1) == longest, f"the budget of the repeated update is {token_budget}")
+        report.check(token_budget.update_limit(1) == longest, f"the budget of the repeated update is {token_budget}")
         report.check(not step.skipped, "the repeated update was skipped")
         report.check(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
     report.record(kept_bytes=kept)

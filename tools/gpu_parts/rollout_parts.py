@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from gpu_parts import measure
-from gpu_parts.engines import shared_directory
+from gpu_parts.engines import score_tokens, shared_directory
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from gpu_parts.tiny import REWARD, make_checkpoint, make_prompts
@@ -25,12 +25,12 @@ from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.config.load import load_config
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.heads import log_prob_head
+from rlhf_mc.run_files import SUCCESS_FILE
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.trainer import generate, log_probs, loop, step_state
-from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -62,7 +62,7 @@ def quickstart(report: Report, sizes: Sizes) -> None:
         [*launch, "configs/quickstart.yaml", *made, *settings],
     ):
         _run(command)
-    if not (Path(directory) / "run" / "success.json").is_file():
+    if not (Path(directory) / "run" / SUCCESS_FILE).is_file():
         raise RuntimeError("the run has not written success.json")
     lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]

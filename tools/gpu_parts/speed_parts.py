@@ -24,7 +24,6 @@ from rlhf_mc import platform
 from rlhf_mc.architectures.operations import forward_flops
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import ModelEngine
-from rlhf_mc.models.forward import PackingCache
 from rlhf_mc.models.gpt_model import uses_transformer_engine
 from rlhf_mc.models.heads import log_prob_head
 
@@ -71,21 +70,20 @@ def synchronisations(report: Report, sizes: Sizes) -> None:
     )
 
 
-def _score(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]], packing: PackingCache) -> None:
-    engine.score(batch, micro_batches, log_prob_head(engine.shape.vocab_size, TEMPERATURE), packing=packing)
+def _score(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]]) -> None:
+    engine.score(batch, micro_batches, log_prob_head(engine.shape.vocab_size, TEMPERATURE))
 
 
-def _train_step(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]], packing: PackingCache) -> None:
-    engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"), packing)
+def _train_step(engine: ModelEngine, batch: RaggedBatch, micro_batches: list[list[int]]) -> None:
+    engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
 
 
 def _of_each_sequence(action: Callable[..., None], engine: ModelEngine, batch: RaggedBatch) -> Callable[[], None]:
-    """Return the action with one micro-batch per sequence, packed before."""
-    packing = PackingCache()
+    """Return the action with one micro-batch per sequence, run once before."""
     micro_batches = [[i] for i in range(batch.num_sequences)]
 
     def run() -> None:
-        action(engine, batch, micro_batches, packing)
+        action(engine, batch, micro_batches)
 
     run()
     return run
@@ -114,14 +112,13 @@ def throughput(report: Report, sizes: Sizes) -> None:
         )
         batch = with_targets(engine, batch)
         micro_batches = my_micro_batches(engine, batch, sum(lens) // 2)
-        packing = PackingCache()
         actions: dict[str, tuple[Callable[..., None], int]] = {"score": (_score, 1), "train_step": (_train_step, 3)}
         responses = sum(n - n // 4 for n in lens)
         peak = measure.matmul_rate(sizes.matmul)
         sheet = measure.data_sheet_flops()
         shares: dict[str, float] = {}
         for name, (action, passes) in actions.items():
-            seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches, packing))
+            seconds = measure.seconds(lambda a=action: a(engine, batch, micro_batches))
             flops = passes * forward_flops(engine.shape, lens, responses).total / seconds
             shares[name] = flops / (sheet or peak)
             report.record(**{f"{name}_tokens_per_s": sum(lens) / seconds, f"{name}_tflops": flops / 1e12})

@@ -203,5 +203,5 @@ GROUPS = Section(
     ],
     "Only with `algorithm.filter_groups`. The step's batch is then the groups that are kept, and so is "
     "`critic/score/*`.\nThe scores by data source, `reward/*` and `reward_extra/*` are of all responses that the step "
-    "has drawn, those of\ndropped groups too.",
+    "has drawn,\ndropped groups included.",
 )

@@ -59,8 +59,8 @@ COLUMNS = (
 """From left to right, and from those that are never left out to those that only a wide terminal shows."""
 
 
-class Progress:
-    """The table of steps. A file and a terminal get the same lines; a terminal may be wider."""
+class StepTable:
+    """The table, a sink. A file and a terminal get the same lines; a terminal may be wider."""
 
     def __init__(
         self, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -76,7 +76,7 @@ class Progress:
         self._header = ""
         self._num_rows = 0
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the row of `step` (0: the validation before the first step), after the header where it has changed or
         is out of view."""
         now = self._clock()
@@ -92,6 +92,9 @@ class Progress:
         self._header = header
         self._num_rows += 1
         console.write(row, self._stream)
+
+    def close(self) -> None:
+        pass
 
     def lines(self, step: int, metrics: Mapping[str, float]) -> tuple[str, str]:
         """Return the header and the row of `step`, of the same width."""
