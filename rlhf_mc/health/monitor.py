@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.health.conditions import Observed, Past, RunTraits, Violation
+from rlhf_mc.health.conditions import REWARD_WINDOWS, Observed, Past, RunTraits, Violation
 from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.run_files import read_rows
 
@@ -99,7 +99,7 @@ class Monitor:
         self._traits = traits
         self._print_line = print_line
         self._write = write
-        self._past = Past(max(cfg.window, cfg.reward_window))
+        self._past = Past(REWARD_WINDOWS * cfg.window)
         self._rules = [rule for rule in RULES if getattr(cfg.responses, rule.name) != "off"]
         self._counts = {rule.name: _Count() for rule in self._rules}
         self._violations: dict[str, Violation] = {}

@@ -13,13 +13,22 @@ from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.health import conditions
 from rlhf_mc.health.conditions import (
     ENTROPY,
+    ENTROPY_LEFT,
+    EXPLAINED_VARIANCE_MIN,
+    GRAD_NORM_GROWTH,
+    GRAD_NORM_RANGE,
     GRAD_NORMS,
     HIGHEST,
+    IDLE_SHARE_MAX,
     LOWEST,
+    MEMORY_MAX,
     PPO_KL,
+    PPO_KL_RANGE,
     REF_KL,
     SCORE,
     THROUGHPUT,
+    THROUGHPUT_LEFT,
+    VF_CLIPFRAC_MAX,
     Observed,
     Violation,
 )
@@ -89,7 +98,9 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "ppo_kl_low",
         (PPO_KL,),
-        lambda seen: seen.below("ppo_kl_min", PPO_KL) if seen.traits.updates_per_step > 1 else None,
+        lambda seen: (
+            seen.below(seen.cfg.ppo_kl_max / PPO_KL_RANGE, PPO_KL) if seen.traits.updates_per_step > 1 else None
+        ),
         "the updates hardly move the policy",
         "raise actor.optim.lr or actor.ppo_epochs",
         "Only if the reward rises slowly: many good runs are below. In the first update of a step the KL is 0 by "
@@ -107,7 +118,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "grad_norm_growing",
         GRAD_NORMS,
-        lambda seen: seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS),
+        lambda seen: seen.beyond_median("above", GRAD_NORM_GROWTH, *GRAD_NORMS),
         "gradients grow: training becomes unstable",
         "lower actor.optim.lr or critic.optim.lr",
         "Compare actor/ppo_kl and the longest responses.",
@@ -115,7 +126,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "grad_norm_low",
         GRAD_NORMS,
-        lambda seen: seen.below("grad_norm_min", *GRAD_NORMS),
+        lambda seen: seen.below(seen.cfg.grad_norm_max / GRAD_NORM_RANGE, *GRAD_NORMS),
         "little signal reaches the weights",
         "raise rollout.n, or take other prompts (see equal_groups)",
         "Models of billions of parameters are often below.",
@@ -124,7 +135,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "entropy_falling",
         (ENTROPY,),
-        lambda seen: seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY),
+        lambda seen: seen.beyond_median("below", ENTROPY_LEFT, ENTROPY),
         "the policy soon explores nothing",
         "raise actor.entropy_coeff or actor.clip_ratio_high",
         "A lower actor.optim.lr slows it down.",
@@ -141,7 +152,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "vf_clipfrac_high",
         ("critic/vf_clipfrac",),
-        lambda seen: seen.above("vf_clipfrac_max", "critic/vf_clipfrac"),
+        lambda seen: seen.above(VF_CLIPFRAC_MAX, "critic/vf_clipfrac"),
         "values move further than the clip range",
         "raise critic.cliprange_value, or lower critic.optim.lr",
         "The range is in units of the return: rewards of tens need a larger one.",
@@ -149,7 +160,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "explained_variance_low",
         ("critic/vf_explained_var",),
-        lambda seen: seen.below("explained_variance_min", "critic/vf_explained_var"),
+        lambda seen: seen.below(EXPLAINED_VARIANCE_MIN, "critic/vf_explained_var"),
         "the critic predicts worse than a constant",
         "raise critic.optim.lr or trainer.critic_warmup",
         "Advantages are noisier than without a critic; an algorithm.adv_estimator without one may do better.",
@@ -208,7 +219,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "throughput_falling",
         (THROUGHPUT,),
-        lambda seen: seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT),
+        lambda seen: seen.beyond_median("below", THROUGHPUT_LEFT, THROUGHPUT),
         "steps take longer than they did",
         "compare the timing_s/* of this step and earlier ones",
         "Another program, a throttled GPU, slow storage, or one slow rank.",
@@ -216,7 +227,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "replicas_unbalanced",
         ("global_seqlen/idle_share",),
-        lambda seen: seen.above("idle_share_max", "global_seqlen/idle_share"),
+        lambda seen: seen.above(IDLE_SHARE_MAX, "global_seqlen/idle_share"),
         "replicas wait for the one with the most to do",
         "raise actor.ppo_mini_batch_size",
         "A few long sequences cannot be spread evenly: more sequences, or fewer replicas with more tensor parallelism.",
@@ -224,7 +235,7 @@ RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "memory_near_limit",
         ("perf/memory_used_ratio",),
-        lambda seen: seen.above("memory_max", "perf/memory_used_ratio"),
+        lambda seen: seen.above(MEMORY_MAX, "perf/memory_used_ratio"),
         "a longer batch may end the run",
         "lower actor.ppo_max_token_len_per_gpu",
         "Or rollout.gpu_memory_utilization, or offload; docs/planner.md has what takes how much.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import heads
 from rlhf_mc.models.engine import ModelEngine
@@ -30,7 +29,7 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     mine: dict[str, torch.Tensor] = {}
     for name, (phase, engine, pass_head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
-            mine[name] = my_token_scores(engine, batch, pass_head, run.limits[phase])
+            mine[name] = my_token_scores(engine, batch, pass_head, run.token_budgets[phase])
     if "old_log_probs" in mine:
         start_slowest_rank(state, "old_log_prob")
     if mine:
@@ -44,12 +43,12 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
 
 
-def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
+def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
     """Return the head's number for every response token of the batch: [R] float32, on every rank. Every rank must call
     it. A step, which makes several passes, sums the parts of all of them at once."""
-    return sum_over_ranks(my_token_scores(engine, batch, head, limit))
+    return sum_over_ranks(my_token_scores(engine, batch, head, budget))
 
 
-def my_token_scores(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
+def my_token_scores(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
     """Return what this rank has of `score_tokens`, on the device: [R] float32, 0 for the tokens of other ranks."""
-    return engine.my_scores(batch, my_micro_batches(engine, batch, limit), head)
+    return engine.my_scores(batch, my_micro_batches(engine, batch, budget), head)

@@ -198,7 +198,7 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
             cfg.rollout.n,
             critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size,
             critic.ppo_epochs or cfg.actor.ppo_epochs,
-            critic.shuffle,
+            cfg.actor.shuffle,
             (cfg.trainer.seed, state.step),
         )
         scale = critic.loss_scale_factor or cfg.data.max_response_length
@@ -241,4 +241,4 @@ def token_budget(run: Run, role: str, step: int) -> TokenBudget:
     """Return the token budget of a model's updates in a step."""
     data = run.config.data
     longest = data.max_prompt_length + data.max_response_length
-    return TokenBudget(role, step, run.limits[f"update_{role}"], longest, run.adjustments)
+    return TokenBudget(role, step, run.token_budgets[f"update_{role}"], longest, run.adjustments)

@@ -76,12 +76,11 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             "health.patience=1",
             "health.window=4",
             "health.entropy_min=3",
-            "health.entropy_collapse=0.3",
-            "health.memory_max=0.001",
             "health.responses.policy_collapsed=warn",
             "trainer.max_rollout_logprob_diff=1e-9",
         ],
         change="checked",
+        bounds={"health.rules.MEMORY_MAX": 0.001},
     )
     return found
 
@@ -103,8 +102,8 @@ def no_signal(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory)
             "actor.entropy_coeff=0",
             "health.patience=1",
             "health.window=4",
-            "health.reward_window=4",
         ],
+        bounds={"health.conditions.REWARD_WINDOWS": 1},
     )
     result: dict[str, Any] = found
     return result
@@ -123,12 +122,11 @@ def broken(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) ->
         overrides=[
             f"trainer.default_local_dir={tmp_path_factory.mktemp('broken')}",
             "health.patience=1",
-            "health.idle_share_max=0",
             "trainer.total_training_steps=2",
-            "trainer.max_consecutive_skipped_updates=100",
             "algorithm.kl_ctrl.type=fixed",
         ],
         change="nan reference",
+        bounds={"health.rules.IDLE_SHARE_MAX": 0.0, "setup.build.MOST_CONSECUTIVE": 100},
     )
     result: dict[str, Any] = found
     return result

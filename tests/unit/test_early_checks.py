@@ -103,6 +103,7 @@ EXTRA = {
     "reward_model.tokenizer_path": ["reward_model.model_path={0}/model"],
     "reward_model.chat_template_path": ["reward_model.model_path={0}/model", "reward_model.tokenizer_path={0}/model"],
     "actor.policy_loss.custom_loss.path": ["actor.policy_loss.loss_mode=custom"],
+    "rollout.custom_engine.path": ["rollout.name=custom"],
 }
 """Settings that a path needs, by its key. {0}: the directory."""
 

@@ -17,6 +17,7 @@ from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
 from rlhf_mc.config.load import dotted_keys, load_config
+from rlhf_mc.health import conditions
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import Event, Monitor, keep_events_up_to
 from rlhf_mc.health.rules import RULES
@@ -47,6 +48,12 @@ LAST = 12
 """Steps of the healthy beginning."""
 
 
+@pytest.fixture(autouse=True)
+def _short_reward_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reward_flat look at two windows, which the healthy beginning has."""
+    monkeypatch.setattr(conditions, "REWARD_WINDOWS", 2)
+
+
 class Recorded:
     """A monitor with its console lines and events."""
 
@@ -54,7 +61,7 @@ class Recorded:
         responses = HealthResponsesConfig(**settings.pop("responses", {}))
         self.lines: list[str] = []
         self.events: list[Event] = []
-        cfg = HealthConfig(**{"patience": 2, "window": 6, "reward_window": 10, "responses": responses, **settings})
+        cfg = HealthConfig(**{"patience": 2, "window": 6, "responses": responses, **settings})
         self.monitor = Monitor(cfg, traits, self.lines.append, self.events.append)
         self.verdict = None
 
@@ -263,12 +270,10 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
         (["health.ppo_kl_max=often"], "health.ppo_kl_max: found the string 'often', expected a finite number"),
         (["health.ppo_kl_max=.inf"], "expected a finite number"),
         (["health.truncated_max=1.5"], "health.truncated_max is 1.5; it must be at most 1"),
-        (["health.throughput_min=1"], "health.throughput_min is 1.0; it must be below 1"),
-        (["health.throughput_min=0"], "health.throughput_min is 0.0; it must be above 0"),
-        (["health.grad_norm_growth=1"], "health.grad_norm_growth is 1.0; it must be above 1"),
+        (["health.rollback_lr_factor=1"], "health.rollback_lr_factor is 1.0; it must be below 1"),
         (["health.window=1"], "health.window is 1; it must be at least 2"),
-        (["health.ppo_kl_min=0.05"], "health.ppo_kl_min is 0.05, above health.ppo_kl_max, which is 0.03"),
-        (["health.grad_norm_max=0.1"], "health.grad_norm_min is 0.5, above health.grad_norm_max, which is 0.1"),
+        (["health.ppo_kl_max=0.6"], "health.ppo_kl_max is 0.6, above health.ppo_kl_explosion, which is 0.5"),
+        (["health.ppo_kl_min=0.05"], "unknown key 'health.ppo_kl_min'; it is a third of health.ppo_kl_max"),
     ],
 )
 def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str, tmp_path: Path) -> None:

@@ -33,11 +33,7 @@ ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_gr
             [HALVE, *ALONE, "actor.megatron.tensor_model_parallel_size=2"],
             "that needs actor.megatron.tensor_model_parallel_size: 1 (now 2), since no rank may wait for another",
         ),
-        (
-            [HALVE, *ALONE, "actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=1"],
-            "that needs a token budget: actor.use_dynamic_bsz: true",
-        ),
-        (["health.ppo_kl_min=0.2"], "health.ppo_kl_min is 0.2, above health.ppo_kl_max, which is 0.03"),
+        (["health.ppo_kl_max=0.7"], "health.ppo_kl_max is 0.7, above health.ppo_kl_explosion, which is 0.5"),
         (["health.responses.grad_norm_high=roll_back"], "health.responses.grad_norm_high"),
         (["health.responses.kl_explosoin=stop"], "kl_explosion"),
         (["health.rollback_lr_factor=0"], "health.rollback_lr_factor"),
