@@ -26,7 +26,7 @@ from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.groups import build_groups
 from rlhf_mc.topology.mesh import Mesh
 from rlhf_mc.topology.rendezvous import init_process_group
-from rlhf_mc.trainer.log_probs import score_tokens
+from rlhf_mc.trainer.token_budget import my_micro_batches
 
 VARIANTS = ("trainable", "frozen")
 
@@ -86,7 +86,9 @@ def main() -> None:
                 for variant, engine in engines.items():
 
                     def run(variant: str = variant, engine: ModelEngine = engine, out: dict[str, Any] = scores) -> None:
-                        out[variant] = score_tokens(engine, batch, log_prob_head(args.vocab, 1.0), 1 << 20)
+                        out[variant] = engine.score(
+                            batch, my_micro_batches(engine, batch, 1 << 20), log_prob_head(args.vocab, 1.0)
+                        )
 
                     dist.barrier()
                     start = time.perf_counter()

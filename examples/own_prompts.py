@@ -39,9 +39,11 @@ def main() -> None:
     )
     for step in trainer:
         if os.environ.get("RANK", "0") == "0":
-            text = trainer.run.tokenizer.decode(step.batch.responses()[0])  # while the steps run there is a run
+            decode = trainer.run.tokenizer.decode  # while the steps run there is a run
+            question = decode(step.prompts[0].token_ids)
+            answer = decode(step.batch.responses()[0])
             score = step.metrics["critic/score/mean"]
-            print(f"step {step.number}: mean score {score:.3f}; to {step.prompts[0].text!r} it says {text!r}")
+            print(f"step {step.number}: mean score {score:.3f}; to {question!r} it says {answer!r}")
 
 
 if __name__ == "__main__":

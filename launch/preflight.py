@@ -213,7 +213,7 @@ def main() -> int:
     num_nodes = int(arguments[0])
     nodes = collect(Path(folder), num_nodes)
     complaints = compare(nodes, num_nodes)
-    for line in [*(f"WARNING: {line}" for line in with_nodes(nodes, "warnings")), *complaints]:
+    for line in [*(f"warning: {line}" for line in with_nodes(nodes, "warnings")), *complaints]:
         print(f"preflight: {line}", file=sys.stderr)
     if not complaints:
         print(f"preflight: {len(nodes)} nodes see the same code, config, inputs and output directory", file=sys.stderr)

@@ -4,7 +4,7 @@ have died. It does not disturb a run.
     python tools/report.py RUN_DIR [RUN_DIR ...] [--output report.html] [--plot]
 
 RUN_DIR is trainer.default_local_dir. The page goes to report.html in the first of them; a run writes it there at its
-end too. docs/report.md explains the page.
+end too. docs/watching.md explains the page.
 """
 
 from __future__ import annotations

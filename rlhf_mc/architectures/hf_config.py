@@ -189,7 +189,8 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
         if value is None or (rule.families is not None and family not in rule.families):
             continue
         if value not in rule.values:
-            raise refused(key, value, _supported(rule.values) + rule.reason)
+            supported = f"only {rule.values[0]!r} is supported" if rule.values else "it is not supported"
+            raise refused(key, value, f"{supported}: {rule.reason}")
     _check_windows(config, family)
     _check_biases(config, family)
 
@@ -307,9 +308,8 @@ def _rope_dict(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise refused(key, value, "expected an object with rope_type")
     if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
         raise refused("rope_scaling", ropes["rope_scaling"], "rope_parameters differs from it; keep one of them")
-    for key, value in ropes.items():
-        return key, dict(value)
-    return "rope_parameters", {}
+    key, value = next(iter(ropes.items()), ("rope_parameters", {}))
+    return key, dict(value)
 
 
 def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,7 +346,7 @@ def _scaling(config: Mapping[str, Any], key: str, kind: str, given: Mapping[str,
 
 
 def _original_length(config: Mapping[str, Any], key: str, given: Mapping[str, Any]) -> int:
-    """Return the maximum length before scaling. The key at top level overrides that of the rotary settings."""
+    """Return the maximum length before scaling. The key at top level overrides the key of the rotary settings."""
     name = "original_max_position_embeddings"
     if config.get(name) is not None:
         return size(config, name)
@@ -390,10 +390,6 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def _supported(values: tuple[Any, ...]) -> str:
-    return f"only {values[0]!r} is supported: " if values else "it is not supported: "
 
 
 def refused(key: str, value: Any, expected: str) -> UserError:

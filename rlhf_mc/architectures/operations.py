@@ -14,20 +14,8 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 
 BACKWARD = 2
-"""FLOPs of the backward pass over those of the forward pass: one product for the gradient of the input, and one for
-that of the weight (or, in attention, of the other factor)."""
-
-
-@dataclass(frozen=True)
-class LayerFlops:
-    """FLOPs of one layer's forward pass."""
-
-    projections: float
-    """Per token: to queries, keys and values, and from the attention's output."""
-    feed_forward: float
-    """Per token: gate, up and down of the dense network or of the token's experts, and the router."""
-    attention: float
-    """Per pair of a query and a key: the score, and the value's share of the output."""
+"""FLOPs of the backward pass divided by the forward pass's: one product for the gradient of the input, and one for the
+gradient of the weight (or, in attention, of the other factor)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +23,11 @@ class ForwardFlops:
     """FLOPs of a forward pass through all layers."""
 
     projections: float
+    """To queries, keys and values, and from the attention's output."""
     feed_forward: float
+    """Gate, up and down of the dense network or of the tokens' experts, and the router."""
     attention: float
+    """The scores, and the weighted sums of values."""
     output: float
     """The output layer or value head, at the positions where it is computed."""
 
@@ -44,17 +35,6 @@ class ForwardFlops:
     def total(self) -> float:
         """All of them."""
         return self.projections + self.feed_forward + self.attention + self.output
-
-
-def layer_flops(shape: ModelShape) -> LayerFlops:
-    """Return the FLOPs of one layer: 2 per weight and token, and 4 per query dimension and pair."""
-    q = shape.num_heads * shape.head_dim
-    kv = shape.num_kv_heads * shape.head_dim
-    return LayerFlops(
-        projections=2.0 * shape.hidden_size * (2 * q + 2 * kv),
-        feed_forward=2.0 * shape.hidden_size * (3 * shape.active_ffn_size + shape.num_experts),
-        attention=4.0 * q,
-    )
 
 
 def output_flops(shape: ModelShape) -> float:
@@ -68,15 +48,17 @@ def num_pairs(seq_lens: Iterable[float]) -> float:
 
 
 def forward_flops(shape: ModelShape, seq_lens: Iterable[float], num_positions: float) -> ForwardFlops:
-    """Return the FLOPs of a forward pass. num_positions: positions at which the output layer is computed, such as the
-    number of response tokens for log-probs, or the number of sequences for a reward model."""
+    """Return the FLOPs of a forward pass: in each layer 2 per weight and token, and 4 per query dimension and pair of a
+    query and a key. num_positions: positions at which the output layer is computed, such as the number of response
+    tokens for log-probs, or the number of sequences for a reward model."""
     lens = list(seq_lens)
-    layer = layer_flops(shape)
+    q = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
     tokens = shape.num_layers * sum(lens)
     return ForwardFlops(
-        projections=tokens * layer.projections,
-        feed_forward=tokens * layer.feed_forward,
-        attention=shape.num_layers * num_pairs(lens) * layer.attention,
+        projections=tokens * (2.0 * shape.hidden_size * (2 * q + 2 * kv)),
+        feed_forward=tokens * (2.0 * shape.hidden_size * (3 * shape.active_ffn_size + shape.num_experts)),
+        attention=shape.num_layers * num_pairs(lens) * (4.0 * q),
         output=num_positions * output_flops(shape),
     )
 

@@ -125,7 +125,7 @@ class ModelShape(Traits):
     """Experts of each layer; 0: the layers are dense."""
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
-    """Intermediate size of one expert; ffn_hidden_size is that of a dense layer."""
+    """Intermediate size of one expert; a dense layer has ffn_hidden_size."""
     norm_topk_prob: bool = False
     """The router's weights of a token's experts are normalised to sum to 1."""
     value_head: bool = False
@@ -189,7 +189,7 @@ class ModelShape(Traits):
 
     @property
     def active_ffn_size(self) -> int:
-        """The intermediate size that one token uses: that of a dense layer, or of the token's experts together."""
+        """The intermediate size that one token uses: of a dense layer, or of the token's experts together."""
         return self.experts_per_token * self.expert_ffn_hidden_size if self.has_experts else self.ffn_hidden_size
 
     @property

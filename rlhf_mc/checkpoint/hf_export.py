@@ -25,7 +25,7 @@ from rlhf_mc.config.errors import UserError, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, Layout, hf_layout, logical_shapes
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import point_to_point
+from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.run_files import RUN_FILE
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.topology.consensus import on_every_rank, on_rank_0
@@ -50,12 +50,13 @@ def export_hf(
     """Write the model whose parameters are sharded over the group by `layouts` (one per rank), as write_hf does. Every
     rank must call it."""
     dtype: torch.dtype = getattr(torch, dtype_name)
+    transport = None if group is None else PointToPoint(group)
 
     def gather(names: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
         targets = [hf_layout(shape, of_rank) if of_rank else EMPTY for of_rank in names]
         plan = make_plan(layouts, targets, dtype.itemsize, bucket_bytes)
         tensors = {name: torch.empty(size, dtype=dtype) for name, size in targets[rank].shapes.items()}
-        execute(plan.for_rank(rank), params, tensors, point_to_point(group), wire_dtype=dtype)
+        execute(plan.for_rank(rank), params, tensors, transport, wire_dtype=dtype)
         return tensors
 
     world = len(layouts)

@@ -26,7 +26,6 @@ from rlhf_mc.config.errors import UserError, error_reason, first_line
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import Layout, logical_shapes, whole_layout
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import Local
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import on_every_rank
 
@@ -295,7 +294,7 @@ def import_hf(reader: HFReader, layout: Layout, params: Mapping[str, torch.Tenso
         source = whole_layout({name: tuple(s.get_shape()) for name, s in slices.items()})
         plan = make_plan([source], [wanted], itemsize=1, bucket_bytes=1)
         with reader.reading(), working(f"reading {reader.directory.name}"):
-            execute(plan.for_rank(0), slices, params, Local())
+            execute(plan.for_rank(0), slices, params, transport=None)
 
     on_every_rank(read)
     tensors: dict[str, dict[str, None]] = {}

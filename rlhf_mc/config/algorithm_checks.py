@@ -13,6 +13,7 @@ from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch, uses_critic
 from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig, expand_reward_models, get_setting, reward_models
+from rlhf_mc.config.yaml_reader import yaml_text
 
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """A part of a host's name."""
@@ -30,7 +31,8 @@ def _estimator(cfg: Config) -> Iterator[str]:
     needs = estimator_needs(cfg.algorithm)
     key = f"algorithm.adv_estimator is {name}"
     if (name == "custom") != (custom.path is not None):
-        yield (f"{key} and algorithm.custom_estimator.path is {custom.path}; set both (custom, and a path) or neither")
+        path = yaml_text(custom.path)
+        yield f"{key} and algorithm.custom_estimator.path is {path}; set both (custom, and a path) or neither"
     if name != "custom" and custom.needs:
         yield f"algorithm.custom_estimator.needs is {custom.needs} and {key}; it is for adv_estimator custom"
     if needs.group and cfg.rollout.n < 2:
@@ -49,8 +51,8 @@ def _losses(cfg: Config) -> Iterator[str]:
     key = f"actor.policy_loss.loss_mode is {loss.loss_mode}"
     if (loss.loss_mode == "custom") != (loss.custom_loss.path is not None):
         yield (
-            f"{key} and actor.policy_loss.custom_loss.path is {loss.custom_loss.path}; set both (custom, and a path) or"
-            " neither"
+            f"{key} and actor.policy_loss.custom_loss.path is {yaml_text(loss.custom_loss.path)}; set both (custom, and"
+            " a path) or neither"
         )
     if loss.loss_mode in SEQUENCE_LOSSES and mode != "seq-mean-token-mean":
         yield f"{key}, a loss of sequences; actor.loss_agg_mode is {mode}; it must be seq-mean-token-mean"

@@ -208,7 +208,7 @@ class AlgorithmConfig:
     kl_penalty: KLEstimator = "k1"
     """KL estimator of use_kl_in_reward, as actor.kl_loss_type."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
-    """Coefficient of use_kl_in_reward."""
+    """Coefficient of the KL in the reward, or with type adaptive and without use_kl_in_reward of the KL loss."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Dynamic sampling: training on groups whose responses differ alone."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -24,6 +24,7 @@ from rlhf_mc.config.schema import (
     layouts,
     reward_models,
 )
+from rlhf_mc.config.yaml_reader import yaml_text
 
 
 def check_config(cfg: Config, world_size: int | None) -> None:
@@ -170,8 +171,8 @@ def _engine(cfg: Config) -> Iterator[str]:
     path = cfg.rollout.custom_engine.path
     if (cfg.rollout.name == "custom") != (path is not None):
         yield (
-            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is {path}; set both (custom, and a"
-            " path) or neither"
+            f"rollout.name is {cfg.rollout.name} and rollout.custom_engine.path is {yaml_text(path)}; set both (custom,"
+            " and a path) or neither"
         )
 
 
@@ -245,9 +246,10 @@ def _validation(cfg: Config) -> Iterator[str]:
 
 def _checkpoints(cfg: Config) -> Iterator[str]:
     trainer = cfg.trainer
-    if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
+    path = trainer.resume_from_path
+    if (trainer.resume_mode == "resume_path") != (path is not None):
         yield (
-            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is {trainer.resume_from_path};"
+            f"trainer.resume_mode is {trainer.resume_mode} and trainer.resume_from_path is {yaml_text(path)};"
             " set both (resume_path, and a path) or neither"
         )
     for key in ("max_ckpt_to_keep", "keep_best"):
@@ -298,8 +300,8 @@ def _halving(cfg: Config) -> Iterator[str]:
         for key, wanted in _ALONE.items():
             if (value := getattr(layouts(cfg)[role], key)) != wanted:
                 yield (
-                    f"{needs} {role}.megatron.{key}: {str(wanted).lower()} (now {value}), since no rank may wait for"
-                    " another within an update"
+                    f"{needs} {role}.megatron.{key}: {yaml_text(wanted)} (now {yaml_text(value)}), since no rank may"
+                    " wait for another within an update"
                 )
 
 

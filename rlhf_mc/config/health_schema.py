@@ -73,7 +73,7 @@ class HealthResponsesConfig:
 
 @dataclass
 class HealthConfig:
-    """Rules that watch the metrics of each step. docs/metrics.md lists symptom, meaning and the setting to turn."""
+    """Rules that watch the metrics of each step. docs/health.md lists symptom, meaning and the setting to turn."""
 
     enable: bool = True
     """Check the rules. Rank 0 does, on the metrics that it logs."""

@@ -253,7 +253,7 @@ class TrainerConfig:
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
     """Outputs of the metrics. wandb (Weights & Biases), mlflow and swanlab need the package of that name, and read the
-    environment variables of that package (docs/metrics.md)."""
+    environment variables of that package (docs/trackers.md)."""
     project_name: str = "rlhf_mc"
     """Project in Weights & Biases and SwanLab, experiment in MLflow."""
     experiment_name: str | None = None
@@ -307,7 +307,7 @@ class ReshardConfig:
 
 @dataclass
 class ProfileConfig:
-    """Profiles of single steps: traces, and a table of each phase's seconds by rank (docs/profiling.md). They change no
+    """Profiles of single steps: traces, and a table of each phase's seconds by rank (docs/watching.md). They change no
     number of the training."""
 
     steps: list[Count] = field(default_factory=list)

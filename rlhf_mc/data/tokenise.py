@@ -59,7 +59,7 @@ class RowTokenizer:
                 raise UserError(f"{where}: no column {name!r}; its columns are {', '.join(row)[:300] or 'none'}")
         data_source = row.get(key, "")
         if not isinstance(data_source, str):
-            raise UserError(f"{where}: column {key!r} is {repr(data_source)[:60]}, expected a string")
+            raise UserError(f"{where}: column {key!r} is {_shown(data_source)}, expected a string")
         reference = row.get(REFERENCE, {"ground_truth": None})
         if not isinstance(reference, dict) or "ground_truth" not in reference:
             raise UserError(f"{where}: column {REFERENCE!r} has no field 'ground_truth'")
@@ -106,13 +106,17 @@ def _most_characters_of_a_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return 4 * max(16, max(map(len, tokenizer.get_vocab())))
 
 
+def _shown(value: Any) -> str:
+    """Return the value of a column for a message, at most 60 characters."""
+    return "null" if value is None else repr(value)[:60]
+
+
 def chat_messages(prompt: Any, where: str, column: str) -> list[dict[str, Any]]:
     """Return the chat messages of a prompt, without the fields that parquet filled with null."""
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        shown = "null" if prompt is None else repr(prompt)[:60]
-        raise UserError(f"{where}: column {column!r} is {shown}, expected chat messages or a non-empty string")
+        raise UserError(f"{where}: column {column!r} is {_shown(prompt)}, expected chat messages or a non-empty string")
     for message in prompt:
         fields = message if isinstance(message, dict) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):

@@ -1,6 +1,6 @@
 """Operations that a CPU computes with fewer passes over memory than Megatron-Core's local layers and torch do: the gate
 of the feed-forward part, rotary positions and the norm of a gradient, which megatron_patches.py puts in place, and the
-norm of norms.py.
+norm of layers.py.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig, OptimConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.forward import MicroBatch, pack_micro_batch, packed_lengths, run_stage, states_at
-from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients
+from rlhf_mc.models.gpt_model import DTYPES, PackedGPT, build_model, enable_input_gradients, named_parameters
 from rlhf_mc.models.heads import Head
 from rlhf_mc.models.megatron_patches import fuse_adam, gather_parameters_once, megatron_calls, own_operations
 from rlhf_mc.models.memory_recovery import MemoryRecovery
-from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, model_offload
+from rlhf_mc.models.offload import GRADS, OPTIMIZER, PARAMS, gradient_buffers, model_offload
 from rlhf_mc.models.optimizer import (
     OptimizerPart,
     adam_steps,
@@ -41,7 +41,7 @@ from rlhf_mc.models.statistics import Exchange, StatisticSums
 from rlhf_mc.models.transformer_engine import token_multiple, uses_transformer_engine
 from rlhf_mc.observability.phase_work import count
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
+from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_objects, sum_over_ranks
 from rlhf_mc.topology.groups import ProcessGroups
@@ -51,7 +51,7 @@ Loss = Callable[[PackedGPT, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[
 
 
 @dataclass(frozen=True)
-class Held:
+class RankShare:
     """Share of a model that one rank holds, in bytes, offloaded or not."""
 
     num_parameters: int
@@ -91,8 +91,7 @@ class ModelEngine:
         self.chunks = [build_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)]
         for chunk in self.chunks:
             chunk.requires_grad_(False)
-        prefixed = ((chunk_prefix(i, len(self.chunks)), chunk) for i, chunk in enumerate(self.chunks))
-        self._parameters = {prefix + name: p for prefix, chunk in prefixed for name, p in chunk.named_parameters()}
+        self._parameters = named_parameters(self.chunks)
         self._megatron = megatron
         self._optimizer: Any = None
         self._scheduler: Any = None
@@ -112,14 +111,13 @@ class ModelEngine:
             )
         return self.chunks[0]
 
-    def held(self) -> Held:
-        """Return what this rank holds."""
+    def rank_share(self) -> RankShare:
+        """Return the share of the model that this rank holds."""
         params = self.named_parameters().values()
-        grads = [b.grad_data for part in self._ddp for b in (*part.buffers, *part.expert_parallel_buffers)]
-        return Held(
+        return RankShare(
             sum(param.numel() for param in params),
             sum(param.numel() * param.element_size() for param in params),
-            sum(grad.numel() * grad.element_size() for grad in grads),
+            sum(grad.numel() * grad.element_size() for grad in gradient_buffers(self._ddp)),
             0 if self._optimizer is None else state_bytes(self._optimizer),
             self.offload.names,
         )
@@ -222,7 +220,7 @@ class ModelEngine:
 
     def load_progress(self, progress: Mapping[str, int]) -> None:
         """Set the steps of optimizer and schedule, and allocate the tensors of optimizer_parts, which the caller then
-        fills. The shape of the schedule is that of this run."""
+        fills. The schedule keeps this run's shape."""
         self.offload.require(OPTIMIZER)
         set_adam_steps(self._optimizer, progress["optimizer_steps"])
         self._scheduler.num_steps = progress["schedule_steps"]
@@ -366,8 +364,8 @@ class ModelEngine:
     ) -> None:
         """Run the micro-batches through this rank's stage by Megatron-Core's schedule.
 
-        On the last stage `on_last_stage` gets the states at the logit positions, or with at_last_token those of the
-        last tokens. It returns the loss, unless forward_only."""
+        On the last stage `on_last_stage` gets the states at the logit positions, or with at_last_token at the last
+        tokens. It returns the loss, unless forward_only."""
         self.offload.require(PARAMS)
         pp = self.groups.mesh.pp
         multiple_of = token_multiple(self._megatron)

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rlhf_mc import platform
 from rlhf_mc.data.batch import RaggedBatch, ragged_indices
-from rlhf_mc.models.attention import PackedSequences, pack
+from rlhf_mc.models.layers import PackedSequences, pack
 from rlhf_mc.models.megatron_patches import megatron_operations
 
 

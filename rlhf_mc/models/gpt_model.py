@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers as mcore_layers
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -24,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mc import platform
 from rlhf_mc.architectures.spec import Activation, ModelShape, padded_vocab_size
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.attention import PackedAttention, PackedRotaryEmbedding, PackedSequences, ReplicatedKVAttention
+from rlhf_mc.models import layers
 from rlhf_mc.models.heads import ValueHead
 from rlhf_mc.models.megatron_patches import (
     add_random_states,
@@ -33,9 +34,9 @@ from rlhf_mc.models.megatron_patches import (
     megatron_calls,
     multiply_as_matrices,
 )
-from rlhf_mc.models.norms import RMSNorm, ZeroCenteredRMSNorm
 from rlhf_mc.models.transformer_engine import fp8_settings, has_packed_attention, uses_transformer_engine
 from rlhf_mc.reshard.model_checks import check_layout
+from rlhf_mc.reshard.placement import chunk_prefix
 from rlhf_mc.topology.groups import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -139,9 +140,9 @@ class PackedGPT(GPTModel):
     heads.py applies the output layer at the logit positions."""
 
     qkv_format = "packed"
-    """That of its attention (PackedSequences)."""
+    """The format that its attention takes (PackedSequences)."""
 
-    def forward(self, *args: Any, packed_seq_params: PackedSequences, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, packed_seq_params: layers.PackedSequences, **kwargs: Any) -> torch.Tensor:
         packed = packed_seq_params.for_format(self.qkv_format)
         out: torch.Tensor = super().forward(*args, packed_seq_params=packed, **kwargs)
         return out
@@ -194,16 +195,16 @@ def _layer_spec(shape: ModelShape, config: TransformerConfig, stage: int, vp_sta
         else get_gpt_layer_local_spec(normalization="RMSNorm", **parts)
     )
     if config.num_query_groups < config.tensor_model_parallel_size:
-        spec.submodules.self_attention.module = ReplicatedKVAttention
+        spec.submodules.self_attention.module = layers.ReplicatedKVAttention
     if qkv_format == "packed":
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        spec.submodules.self_attention.submodules.core_attention = layers.PackedAttention
     if fused:
         return spec
     if shape.has_experts:
         # In checkpoints this norm is named after the linear layer that Transformer Engine fuses it with. It fuses none
         # before a router.
         spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
-    norm = ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
+    norm = layers.ZeroCenteredRMSNorm if shape.zero_centered_norms else layers.RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:
         attention = spec.submodules.self_attention.submodules
@@ -232,7 +233,7 @@ def enable_input_gradients(embedding: torch.nn.Module) -> None:
 
 def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     """Take the rotary frequencies from transformers: Megatron-Core has only some of its scaling rules."""
-    model.rotary_pos_emb = PackedRotaryEmbedding(
+    model.rotary_pos_emb = layers.PackedRotaryEmbedding(
         shape.head_dim,
         rotary_percent=1.0,
         rotary_base=shape.rope_theta,
@@ -242,7 +243,16 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
     if shape.rope_scaling is None:
         return
     rule = ROPE_INIT_FUNCTIONS[shape.rope_scaling["rope_type"]]
-    inv_freq, attention_scaling = rule(_RopeParameters(shape), model.rotary_pos_emb.inv_freq.device)
+    # The attributes of a model's configuration that transformers' rotary functions read.
+    parameters = SimpleNamespace(
+        rope_parameters={"rope_theta": shape.rope_theta, **shape.rope_scaling},
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        standardize_rope_params=lambda: None,  # they are in the standard form
+    )
+    inv_freq, attention_scaling = rule(parameters, model.rotary_pos_emb.inv_freq.device)
     model.rotary_pos_emb.inv_freq = inv_freq
     if attention_scaling != 1.0:
         # The factor of sines and cosines. Megatron-Core's attention computes it from these settings, as
@@ -252,20 +262,6 @@ def _set_rope(model: PackedGPT, shape: ModelShape) -> None:
         config.yarn_mscale = 10.0 * (attention_scaling - 1.0)
         config.yarn_mscale_all_dim = 0.0
         config.apply_rope_fusion = False
-
-
-class _RopeParameters:
-    """The attributes of a model's configuration that transformers' rotary functions read."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.rope_parameters = {"rope_theta": shape.rope_theta, **(shape.rope_scaling or {})}
-        self.hidden_size = shape.hidden_size
-        self.num_attention_heads = shape.num_heads
-        self.head_dim = shape.head_dim
-        self.max_position_embeddings = shape.max_position_embeddings
-
-    def standardize_rope_params(self) -> None:
-        """Do nothing: the parameters are in the standard form. transformers calls it."""
 
 
 def build_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups, chunk: int = 0) -> PackedGPT:
@@ -319,11 +315,17 @@ def assemble_model(shape: ModelShape, megatron: MegatronConfig, groups: ProcessG
     return model
 
 
-def fusions(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of TransformerConfig for the fusions of this process's device.
+def named_parameters(chunks: Sequence[PackedGPT]) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a rank's virtual pipeline chunks, by the names of reshard's Megatron-Core layout."""
+    return {
+        chunk_prefix(number, len(chunks)) + name: param
+        for number, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+    }
 
-    Without biases and dropout, the residual addition (bias_dropout_fusion) is one kernel as it is.
-    persist_layer_norm is about LayerNorm, masked_softmax_fusion about an attention that no model here uses."""
+
+def fusions(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings of TransformerConfig for the fusions of this process's device."""
     transformer_engine = uses_transformer_engine()
     return {
         **(_fused_activation(shape) if platform.use_cuda() else {}),
@@ -331,22 +333,23 @@ def fusions(shape: ModelShape) -> dict[str, Any]:
         "apply_rope_fusion": transformer_engine,
         # The matrix product that computes a weight's gradient adds it to main_grad. Local layers need Apex's kernel.
         "gradient_accumulation_fusion": transformer_engine
-        or (platform.use_cuda() and layers._grad_accum_fusion_available),
+        or (platform.use_cuda() and mcore_layers._grad_accum_fusion_available),
         # Otherwise Transformer Engine overwrites main_grad in the first micro-batch of a step, instead of adding to
         # it, and keeps an fp8 copy of every weight, which no offload would free.
         "disable_parameter_transpose_cache": transformer_engine,
+        # Without biases and dropout, the residual addition is one kernel as it is.
         "bias_dropout_fusion": False,
+        # Of an attention, and of a norm (LayerNorm), that no model here uses.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
 
 
 def _fused_activation(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings that fuse the activation with its gate, the bias, and an expert's weight.
-
-    Megatron-Core's fused function for F.gelu is the tanh approximation. For experts it has none."""
+    """Return the settings that fuse the activation with its gate, the bias, and an expert's weight."""
     if shape.activation == "silu":
         return {"bias_activation_fusion": True}
     if shape.has_experts:
-        return {}
+        return {}  # Megatron-Core has no fused function for F.gelu in experts
+    # Megatron-Core's fused function for F.gelu is the tanh approximation.
     return {"bias_activation_fusion": True, "activation_func": torch.nn.functional.gelu}

@@ -21,7 +21,7 @@ _NO_TOKEN = -1e30
 
 
 class ValueHead(torch.nn.Module):
-    """Linear layer hidden -> value. Its weight is replicated over tensor-parallel ranks, like that of a norm."""
+    """Linear layer hidden -> value. Its weight is replicated over tensor-parallel ranks, like a norm's weight."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -166,15 +166,6 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
-def _apply(
-    model: Any, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out: tuple[torch.Tensor, torch.Tensor] = _VocabParallelLogProbs.apply(
-        hidden[:, 0], output_weight(model), targets, vocab_size, temperature, model.pg_collection.tp, with_entropy
-    )
-    return out
-
-
 def output_weight(model: Any) -> torch.Tensor:
     """Return the weight of the output layer or of the value head, on the last stage."""
     tied: torch.Tensor | None = model.output_weight()
@@ -189,20 +180,22 @@ def log_probs(
 
     hidden: [R, 1, hidden], the final states at the logit positions. targets: [R] int64. Every tensor-parallel rank must
     call it; all get the same result."""
-    return _apply(model, hidden, targets, vocab_size, temperature, with_entropy=False)[0]
+    return log_probs_and_entropy(model, hidden, targets, vocab_size, temperature, with_entropy=False)[0]
 
 
 def log_probs_and_entropy(
-    model: Any, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float
+    model: Any,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log_probs and the entropy of the distribution of each target: two [R] float32. The backward pass computes
-    no gradient of the entropy where none is needed."""
-    return _apply(model, hidden, targets, vocab_size, temperature, with_entropy=True)
-
-
-def values(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the critic's value of each state: [R] float32. hidden: [R, 1, hidden]."""
-    out: torch.Tensor = model.output_layer(hidden)
+    no gradient of the entropy where none is needed. Without with_entropy the entropy is not computed."""
+    out: tuple[torch.Tensor, torch.Tensor] = _VocabParallelLogProbs.apply(
+        hidden[:, 0], output_weight(model), targets, vocab_size, temperature, model.pg_collection.tp, with_entropy
+    )
     return out
 
 
@@ -211,7 +204,7 @@ Head = Callable[[Any, torch.Tensor, MicroBatch], torch.Tensor]
 
 
 def log_prob_head(vocab_size: int, temperature: float) -> Head:
-    """Return the head of `my_token_scores` that gives the log-prob of each response token."""
+    """Return the head that gives the log-prob of each response token."""
 
     def head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         return log_probs(model, states, micro.targets, vocab_size, temperature)
@@ -219,6 +212,7 @@ def log_prob_head(vocab_size: int, temperature: float) -> Head:
     return head
 
 
-def value_head(model: object, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """Return the value of each state: the head of `my_token_scores` for a critic."""
-    return values(model, states)
+def value_head(model: Any, states: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Return the critic's value of each state, as a Head does."""
+    values: torch.Tensor = model.output_layer(states)
+    return values

@@ -13,11 +13,11 @@ import torch
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.models.gpt_model import DTYPES, assemble_model
+from rlhf_mc.models.gpt_model import DTYPES, assemble_model, named_parameters
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.reshard.coverage import Coverage, split_axes, training_coverage
 from rlhf_mc.reshard.layout import Layout
-from rlhf_mc.reshard.placement import chunk_prefix, training_layouts
+from rlhf_mc.reshard.placement import training_layouts
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, simulated_rank
 from rlhf_mc.topology.mesh import Mesh, training_mesh
 
@@ -39,18 +39,18 @@ def check_training_layouts(
     """Build the models of all roles on each of `world` simulated ranks. Raise UserError at the first parameter whose
     name, shape, type or sharding is not the layout's, or if the layouts do not cover the checkpoint.
 
-    The modules are those of this process: on a CPU Megatron-Core's local layers. fp8 is left out: it changes no
+    The modules are as this process builds them: on a CPU Megatron-Core's local layers. fp8 is left out: it changes no
     parameter."""
     models = {role: (shape, replace(megatron, fp8=None)) for role, (shape, megatron) in models.items()}
     meshes = {role: training_mesh(megatron, world) for role, (_, megatron) in models.items()}
-    held = {
+    layouts = {
         role: training_layouts(shape, meshes[role], uses_transformer_engine()) for role, (shape, _) in models.items()
     }
     axes = {role: split_axes(shape) for role, (shape, _) in models.items()}
     checked = {}
     for role, (shape, _) in models.items():
         start = time.perf_counter()
-        checked[role] = CheckedRole(meshes[role], training_coverage(shape, meshes[role], held[role]))
+        checked[role] = CheckedRole(meshes[role], training_coverage(shape, meshes[role], layouts[role]))
         checked[role].seconds = time.perf_counter() - start
     for rank in range(world):
         with simulated_rank(rank, world):
@@ -58,7 +58,7 @@ def check_training_layouts(
             for role, (shape, megatron) in models.items():
                 start = time.perf_counter()
                 params = _parameters(shape, megatron, groups[role])
-                layout = held[role][rank]
+                layout = layouts[role][rank]
                 if problem := _difference(params, layout, megatron) or _other_split(params, layout, axes[role]):
                     raise UserError(f"{role}, rank {rank} ({_place(groups[role])}): {problem}")
                 checked[role].num_local += len(params)
@@ -68,14 +68,8 @@ def check_training_layouts(
 
 def _parameters(shape: ModelShape, megatron: MegatronConfig, groups: ProcessGroups) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of all virtual pipeline chunks of a rank, on the meta device, by the layout's names."""
-    chunks = groups.mesh.vpp
     with torch.device("meta"):
-        models = [assemble_model(shape, megatron, groups, chunk) for chunk in range(chunks)]
-    return {
-        chunk_prefix(chunk, chunks) + name: param
-        for chunk, model in enumerate(models)
-        for name, param in model.named_parameters()
-    }
+        return named_parameters([assemble_model(shape, megatron, groups, chunk) for chunk in range(groups.mesh.vpp)])
 
 
 def _difference(params: Mapping[str, torch.nn.Parameter], layout: Layout, megatron: MegatronConfig) -> str | None:

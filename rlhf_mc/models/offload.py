@@ -141,9 +141,6 @@ def model_offload(
     def params() -> Iterable[torch.Tensor]:
         return named_parameters().values()
 
-    def grads() -> Iterator[torch.Tensor]:
-        return (b.grad_data for part in ddp for b in (*part.buffers, *part.expert_parallel_buffers))
-
     def state() -> Iterator[torch.Tensor]:
         # With float32 weights the optimizer's parameters are the model's own, or shards of them.
         return tensors_besides(optimizer_tensors(optimizer), params())
@@ -154,10 +151,15 @@ def model_offload(
         groups[PARAMS] = TensorGroup(params, never_change=optimizer is None, setting=key)
     if settings.grad_offload and optimizer is not None:
         # Each backward pass zeroes the buffers before it adds to them.
-        groups[GRADS] = TensorGroup(grads, keep_values=False)
+        groups[GRADS] = TensorGroup(lambda: gradient_buffers(ddp), keep_values=False)
     if settings.optimizer_offload and optimizer is not None:
         groups[OPTIMIZER] = TensorGroup(state, setting=f"{name}.megatron.optimizer_offload")
     return Offload(name, groups)
+
+
+def gradient_buffers(ddp: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Return the buffers of the gradients of these chunks (DistributedDataParallel)."""
+    return (buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -214,8 +216,8 @@ class HostArena:
         return len(self._bytes)
 
     def views(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return for each size in bytes a vector [size] uint8 of the arena, one after another. The values are those of
-        the last call with the same sizes. Where the arena is too small it is replaced, and the values are lost.
+        """Return for each size in bytes a vector [size] uint8 of the arena, one after another. The values are as
+        after the last call with the same sizes. Where the arena is too small it is replaced, and the values are lost.
 
         Raise UserError where there is not enough memory. The caller keeps the arena while copies to or from the views
         run: without it they are no longer page-locked."""

@@ -147,7 +147,7 @@ def learning_rate_schedule(optimizer: Any, optim: OptimConfig, total_steps: int)
 
 
 def set_learning_rates(schedule: OptimizerParamScheduler, optim: OptimConfig, factor: float) -> None:
-    """Set the highest and lowest learning rates to those of `optim` times `factor`, at this position and later ones."""
+    """Set the highest and lowest learning rates to `optim`'s times `factor`, at this position and later ones."""
     schedule.max_lr = optim.lr * factor
     schedule.min_lr = optim.min_lr * factor
     for group in schedule.optimizer.param_groups:

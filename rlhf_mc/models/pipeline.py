@@ -26,7 +26,7 @@ class PlannedShapes(P2PCommunicator):
 
     With ragged micro-batches (variable_seq_lengths) the original sends the shape as a tensor of its own, waits for the
     device, and reads it on the host. Here the shapes come from the plan, in the order in which the schedule receives
-    the tensors: that of the micro-batches, forward and backward, or with virtual pipeline chunks that of its schedule
+    the tensors: the order of the micro-batches, forward and backward, or with virtual pipeline chunks of its schedule
     table."""
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, lengths: Sequence[int]) -> None:
@@ -46,16 +46,12 @@ class PlannedShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
         """Return the shapes of the next tensors from the previous and from the next stage."""
-        return _next_if(recv_prev, self._from_prev), _next_if(recv_next, self._from_next)
-
-
-def _next_if(wanted: bool, shapes: Iterator[Shape]) -> Shape | None:
-    return next(shapes) if wanted else None
+        return next(self._from_prev) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
 def set_reduction(config: Any, replicated: Sequence[Any]) -> None:
     """Let Megatron-Core's schedule reduce the gradients of these chunks (DistributedDataParallel) in the last
-    micro-batch, as Megatron-LM does. `config` is that of the first chunk. Without chunks no pass reduces: a forward
+    micro-batch, as Megatron-LM does. config: the first chunk's. Without chunks no pass reduces: a forward
     pass would enter no_sync, and never leave it.
 
     With pipeline stages the first one reduces during its backward pass, the others together with it (Megatron-LM's

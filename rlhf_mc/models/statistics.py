@@ -50,14 +50,13 @@ class Exchange:
         rank must call it, with the same number of mini-batches."""
         if not mini_batches:
             return []
-        found = {sums.names for sums in mini_batches if sums.names and contributes}
-        rows = gather_vectors(self._rows(mini_batches, found)).tolist()
+        names = {sums.names for sums in mini_batches if sums.names and contributes}
+        rows = gather_vectors(self._rows(mini_batches, names)).tolist()
         if not all(row[0] for row in rows):
             # A rank has statistics whose names the others do not know: in the first update, and with another loss.
-            names = set().union(*gather_objects(found))
-            assert len(names) == 1, f"ranks or mini-batches have different statistics: {names}"
-            self._agreed = names.pop()
-            rows = gather_vectors(self._rows(mini_batches, found)).tolist()
+            (self._agreed, *others) = set().union(*gather_objects(names))
+            assert not others, f"ranks or mini-batches have different statistics: {self._agreed}, {others}"
+            rows = gather_vectors(self._rows(mini_batches, names)).tolist()
         totals = iter([sum(column) for column in zip(*rows, strict=True)][1:])
         return [{name: next(totals) for name in self._agreed} for _ in mini_batches]
 

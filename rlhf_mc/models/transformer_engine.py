@@ -51,7 +51,7 @@ def import_transformer_engine() -> bool:
 @functools.cache
 def has_packed_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """Return True where Transformer Engine has an attention kernel for packed sequences on this GPU: cuDNN's, from
-    Hopper on, or that of flash-attn, if it is installed. Neither takes float32 nor every head size.
+    Hopper on, or flash-attn's, if it is installed. Neither takes float32 nor every head size.
 
     Otherwise Transformer Engine would unpack the sequences, pad them to the longest, and store all scores.
     num_heads, num_kv_heads: of one rank."""

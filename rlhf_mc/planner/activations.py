@@ -70,7 +70,7 @@ class _Sizes:
         self.silu = shape.activation == "silu"
         """The activation is SiLU."""
         self.torch_norms = shape.zero_centered_norms or megatron.dtype != "float32"
-        """On a CPU, torch computes the norms and their gradient operation by operation (models/norms.py)."""
+        """On a CPU, torch computes the norms and their gradient operation by operation (models/layers.py)."""
 
     def transformer_engine(self) -> float:
         """Return the bytes of a layer of Transformer Engine without recomputation: inputs and outputs of both norms;

@@ -159,7 +159,7 @@ def check_start(cfg: Config, shapes: Mapping[str, ModelShape], capacity: Capacit
     line = fit_error(cfg, shapes, capacity, fit)
     if cfg.trainer.planner == "refuse":
         raise UserError(f"{line}; with trainer.planner=warn it starts all the same")
-    return f"WARNING: as planned it {line}"
+    return f"warning: as planned it {line}"
 
 
 # ---------------------------------------------------------------- settings that make a run fit

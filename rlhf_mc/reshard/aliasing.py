@@ -30,18 +30,18 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
     """Return, by local name, one rank's target tensors that are consecutive complete rows of one of its source tensors.
 
     The target's padding must lie within the source tensor. The values there are never used."""
-    held: dict[str, list[Shard]] = {}
+    sources: dict[str, list[Shard]] = {}
     for shard in source.stacked:
         if STACK in shard.local:
             continue  # each expert has a tensor of its own in the source
-        held.setdefault(shard.tensor, []).append(shard)
+        sources.setdefault(shard.tensor, []).append(shard)
     aliases = {}
     shapes = source.stacked_shapes
     for local, shards in target.by_local.items():
-        if not all(shard.tensor in held for shard in shards):
+        if not all(shard.tensor in sources for shard in shards):
             continue
         size = target.stacked_shapes[local]
-        starts = {_start(shard, held[shard.tensor], shapes, size) for shard in shards}
+        starts = {_start(shard, sources[shard.tensor], shapes, size) for shard in shards}
         if len(starts) != 1 or (start := starts.pop()) is None:
             continue
         src_local, row = start
@@ -53,15 +53,15 @@ def find_aliases(source: Layout, target: Layout, itemsize: int) -> dict[str, Ali
 
 
 def _start(
-    shard: Shard, held: list[Shard], shapes: Mapping[str, tuple[int, ...]], size: tuple[int, ...]
+    shard: Shard, sources: list[Shard], shapes: Mapping[str, tuple[int, ...]], size: tuple[int, ...]
 ) -> tuple[str, int] | None:
     """Return (source tensor, its row at which a view of this size begins) such that the view has the target's shard in
     its position; None if there is no such view."""
-    for other in held:
+    for other in sources:
         inside = all(a <= c and d <= b for (a, b), (c, d) in zip(other.box, shard.box, strict=True))
         if not inside or shapes[other.local][1:] != size[1:]:
             continue
-        at = other.offset_of(shard.box)
+        at = other.local_offset(shard.box)
         if at[1:] == shard.offset[1:]:
             return other.local, at[0] - shard.offset[0]
     return None

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_mc.reshard.transfers import Transfer, rows_down
+from rlhf_mc.reshard.layout import even_range
+from rlhf_mc.reshard.transfers import Transfer
 
 Parts = tuple[int, int]
 """Number of ranges that a block is split into along its first dimension, and each of them along its second. Only blocks
@@ -22,9 +23,9 @@ class Move:
     shards."""
 
     src_rank: int
-    dst_rank: int
     src: int
     src_offset: tuple[int, ...]
+    dst_rank: int
     dst: int
     dst_offset: tuple[int, ...]
     extent: tuple[int, ...]
@@ -38,18 +39,22 @@ class Move:
         return rest._range(1, inner, parts[1]) if rest and parts[1] > 1 else rest
 
     def _range(self, axis: int, number: int, parts: int) -> Move | None:
-        size = self.extent[axis]
-        start = size * number // parts
-        end = size * (number + 1) // parts
+        start, end = even_range(number, parts, self.extent[axis])
         if start == end:
             return None
         left = len(self.extent) - axis
         return replace(
             self,
-            src_offset=rows_down(self.src_offset, start, left),
-            dst_offset=rows_down(self.dst_offset, start, left),
+            src_offset=_rows_down(self.src_offset, start, left),
+            dst_offset=_rows_down(self.dst_offset, start, left),
             extent=(*self.extent[:axis], end - start, *self.extent[axis + 1 :]),
         )
+
+
+def _rows_down(offset: tuple[int, ...], rows: int, dims: int) -> tuple[int, ...]:
+    """Return the offset moved by `rows` along the first of its last `dims` dimensions."""
+    axis = len(offset) - dims
+    return (*offset[:axis], offset[axis] + rows, *offset[axis + 1 :])
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class Pattern:
         numels: dict[tuple[int, ...], int] = {}
         for move in self.moves:
             if move.extent not in numels:
-                numels[move.extent] = _numel_of_part(move.extent, number, parts)
+                part = move.part(number, parts)
+                numels[move.extent] = math.prod(part.extent) if part else 0
             if numel := numels[move.extent]:
                 loads[move.src_rank] += numel
                 loads[~move.dst_rank] += numel
@@ -96,8 +102,8 @@ class Pattern:
         """Return the split of each move such that one range of every move stays within the limit."""
         outer = self._num_ranges(0, limit)
         stacks = len(self.moves[0].extent) == 3
-        single = stacks and all(move.extent[0] <= outer for move in self.moves)
-        return outer, self._num_ranges(1, limit) if single else 1
+        is_by_expert = stacks and all(move.extent[0] <= outer for move in self.moves)
+        return outer, self._num_ranges(1, limit) if is_by_expert else 1
 
     def _num_ranges(self, axis: int, limit: int) -> int:
         """Return the number of ranges along an axis, given ranges of size 1 along the axes before it."""
@@ -119,19 +125,6 @@ class Pattern:
         return max(loads.values())
 
 
-def _numel_of_part(extent: tuple[int, ...], number: int, parts: Parts) -> int:
-    """Return the number of elements in the number-th range of a block."""
-    if parts == (1, 1):
-        return math.prod(extent)
-    outer, inner = divmod(number, parts[1])
-    numel = _range_size(extent[0], outer, parts[0]) * math.prod(extent[1:])
-    return numel if parts[1] == 1 else numel // extent[1] * _range_size(extent[1], inner, parts[1])
-
-
-def _range_size(size: int, number: int, parts: int) -> int:
-    return size * (number + 1) // parts - size * number // parts
-
-
 _Loads = dict[int, int]
 """Elements sent, by rank, and received, by ~rank (-1 for rank 0, -2 for rank 1, ...)."""
 
@@ -149,32 +142,32 @@ class BucketPart:
 def fill_buckets(
     patterns: Sequence[Pattern], queue: Sequence[tuple[int, int, int]], limit: int
 ) -> tuple[tuple[BucketPart, ...], ...]:
-    """Return steps for the queued tensors (position, pattern, index in the pattern), in buckets in which no rank sends
-    or receives more than `limit` elements."""
-    parts = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
+    """Return the parts of the queued tensors (position, pattern, index in the pattern), in buckets in which no rank
+    sends or receives more than `limit` elements."""
+    splits = {number: patterns[number].num_parts(limit) for number in {number for _, number, _ in queue}}
     loads = {
-        (number, part): patterns[number].loads(part, split)
-        for number, split in parts.items()
-        for part in range(math.prod(split))
+        (number, index): patterns[number].loads(index, split)
+        for number, split in splits.items()
+        for index in range(math.prod(split))
     }
-    steps = [
-        (position, part, BucketPart(number, tensor, part, parts[number]))
+    parts = [
+        (position, BucketPart(number, tensor, index, splits[number]))
         for position, number, tensor in queue
-        for part in range(math.prod(parts[number]))
+        for index in range(math.prod(splits[number]))
     ]
     # Layers of equal depth in all pipeline stages are neighbours, so that all stages send in every bucket.
-    steps.sort(key=lambda s: (patterns[s[2].pattern].forwarded, s[0], s[1], s[2].pattern, s[2].tensor))
+    parts.sort(key=lambda p: (patterns[p[1].pattern].forwarded, p[0], p[1].number, p[1].pattern, p[1].tensor))
     buckets: list[list[BucketPart]] = []
     filled: _Loads = {}
     forwarded = False
-    for _, _, step in steps:
-        load = loads[step.pattern, step.number]
-        begins = patterns[step.pattern].forwarded != forwarded
-        forwarded = patterns[step.pattern].forwarded
+    for _, part in parts:
+        load = loads[part.pattern, part.number]
+        begins = patterns[part.pattern].forwarded != forwarded
+        forwarded = patterns[part.pattern].forwarded
         if not buckets or begins or any(filled.get(who, 0) + amount > limit for who, amount in load.items()):
             buckets.append([])
             filled = {}
         for who, amount in load.items():
             filled[who] = filled.get(who, 0) + amount
-        buckets[-1].append(step)
+        buckets[-1].append(part)
     return tuple(map(tuple, buckets))

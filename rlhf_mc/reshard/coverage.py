@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlhf_mc.architectures.parameters import SPLIT_DIMS, Param, model_params
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.reshard.layout import Box, Layout, Shard, logical_shapes
+from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, logical_shapes, volume
 from rlhf_mc.topology.mesh import Mesh
 
 
@@ -68,7 +68,7 @@ def _coverage(
             wanted[name] += copies(param, dims)
     # Replicas share one layout.
     shared = Counter(map(id, layouts))
-    held: dict[str, Counter[Box]] = {}
+    holders: dict[str, Counter[Box]] = {}
     distinct = list({id(layout): layout for layout in layouts}.values())
     vocabulary = {name for param in model_params(shape) for name, dims in param.hf.items() if "vocab" in dims}
     padded = {shard.local for layout in distinct for shard in layout.shards if shard.tensor in vocabulary}
@@ -76,28 +76,28 @@ def _coverage(
         if problem := _misplaced(layout, padded):
             raise UserError(f"{engine}'s layout of rank {layouts.index(layout)}: {problem}")
         for shard in layout.shards:
-            held.setdefault(shard.tensor, Counter())[shard.box] += shared[id(layout)]
+            holders.setdefault(shard.tensor, Counter())[shard.box] += shared[id(layout)]
     total = Coverage(0, 0, 0)
     for tensor, size in logical_shapes(shape).items():
         count = wanted[_pattern(tensor)]
-        if problem := _uncovered(size, held.pop(tensor, Counter()), count):
+        if problem := _uncovered(size, holders.pop(tensor, Counter()), count):
             raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {tensor} {list(size)}: {problem}")
         numel = math.prod(size)
         if count:
             total = Coverage(total.num_tensors + 1, total.num_elements + numel, total.num_held + count * numel)
-    if held:
-        raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {next(iter(held))} is no tensor of the model")
+    if holders:
+        raise UserError(f"{engine}'s layouts of {len(layouts)} ranks: {next(iter(holders))} is no tensor of the model")
     return total
 
 
 def split_axes(shape: ModelShape) -> dict[str, int | None]:
     """Return for each tensor of the checkpoint the dimension that tensor parallelism splits; None: none."""
-    of_pattern = {
+    axes = {
         name: next((axis for axis, dim in enumerate(dims) if dim in SPLIT_DIMS), None)
         for param in model_params(shape)
         for name, dims in param.hf.items()
     }
-    return {tensor: of_pattern[_pattern(tensor)] for tensor in logical_shapes(shape)}
+    return {tensor: axes[_pattern(tensor)] for tensor in logical_shapes(shape)}
 
 
 def _pattern(tensor: str) -> str:
@@ -105,16 +105,16 @@ def _pattern(tensor: str) -> str:
     return re.sub(r"\.experts\.\d+\.", ".experts.{e}.", re.sub(r"^model\.layers\.\d+\.", "model.layers.{i}.", tensor))
 
 
-def _uncovered(size: Sequence[int], held: Mapping[Box, int], count: int) -> str | None:
+def _uncovered(size: Sequence[int], holders: Mapping[Box, int], count: int) -> str | None:
     """Return what is wrong with the blocks of a tensor of this size (block -> number of holders): each element must be
     in one block, and each block be held `count` times."""
-    wrong = next(((box, n) for box, n in held.items() if n != count), None)
+    wrong = next(((box, n) for box, n in holders.items() if n != count), None)
     if wrong is not None:
-        return f"{_text(wrong[0])} is held {wrong[1]} times instead of {count}"
-    overlap = next((pair for pair in itertools.combinations(held, 2) if _volume(_common(*pair))), None)
+        return f"{box_text(wrong[0])} is held {wrong[1]} times instead of {count}"
+    overlap = next((pair for pair in itertools.combinations(holders, 2) if intersection(*pair)), None)
     if overlap is not None:
-        return f"{_text(overlap[0])} and {_text(overlap[1])} overlap"
-    missing = math.prod(size) * (count > 0) - sum(map(_volume, held))
+        return f"{box_text(overlap[0])} and {box_text(overlap[1])} overlap"
+    missing = math.prod(size) * (count > 0) - sum(map(volume, holders))
     return f"{missing} of {math.prod(size)} elements are on no rank" if missing else None
 
 
@@ -128,9 +128,9 @@ def _misplaced(layout: Layout, padded: Collection[str]) -> str | None:
         boxes = [_place(shard, len(size)) for shard in shards.get(name, [])]
         if any(end > limit for box in boxes for (_, end), limit in zip(box, size, strict=True)):
             return f"a block of {name} is outside of {list(size)}"
-        if any(_volume(_common(*pair)) for pair in itertools.combinations(boxes, 2)):
+        if any(intersection(*pair) for pair in itertools.combinations(boxes, 2)):
             return f"blocks of {name} overlap"
-        free = math.prod(size) - sum(map(_volume, boxes))
+        free = math.prod(size) - sum(map(volume, boxes))
         if free and name not in padded:
             return f"{free} of {math.prod(size)} elements of {name} have no source"
     return None
@@ -140,15 +140,3 @@ def _place(shard: Shard, num_dims: int) -> Box:
     """Return the block that a shard takes in its local tensor."""
     sizes = [1] * (num_dims - len(shard.box)) + [end - start for start, end in shard.box]
     return tuple((at, at + size) for at, size in zip(shard.offset, sizes, strict=True))
-
-
-def _common(a: Box, b: Box) -> Box:
-    return tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-
-
-def _volume(box: Box) -> int:
-    return math.prod(max(0, end - start) for start, end in box)
-
-
-def _text(box: Box) -> str:
-    return f"[{', '.join(f'{start}:{end}' for start, end in box)}]"

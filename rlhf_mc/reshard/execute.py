@@ -8,7 +8,7 @@ such as the slices of a safetensors file.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,15 @@ def execute(
     plan: RankPlan,
     source: Mapping[str, Any],
     target: Mapping[str, torch.Tensor],
-    transport: Transport,
+    transport: Transport | None,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Fill `target` (in place) from the ranks' `source`, both by local name.
 
     Collective: every rank of the plan calls this, with its part of one plan. Elements are cast to the target's type.
     Messages have the type `wire_dtype`, by default the one type of all tensors that this rank sends and receives. The
-    extra memory is that of the transport's buffers: one bucket of sends and one of receives at most. Target tensors
-    that the plan aliases must be `aliased_views`.
+    transport's buffers are the extra memory: one bucket of sends and one of receives at most. Without a transport the
+    plan must keep all transfers within this process. Target tensors that the plan aliases must be `aliased_views`.
     """
     for name, view in aliased_views(plan, source).items():
         assert target[name].data_ptr() == view.data_ptr(), f"{name} does not alias its source"
@@ -46,6 +46,9 @@ def execute(
         for transfer in counted(plan.copies, len(plan.copies), "blocks"):
             for there, here in zip(destination(transfer, target), source_blocks(transfer, source, target), strict=True):
                 there.copy_(here)
+    if not plan.buckets:
+        return
+    assert transport is not None, f"rank {plan.rank}'s plan has messages to other ranks"
     dtype = wire_dtype or _only_dtype(plan, source, target)
     moves = plan.sent_bytes or plan.received_bytes
     assert not moves or dtype.itemsize == plan.itemsize, (
@@ -65,11 +68,11 @@ def execute(
         transport.release()
 
 
-def by_peer(transfers: Sequence[Transfer], peer_of: Any) -> dict[int, list[Transfer]]:
+def by_peer(transfers: Sequence[Transfer], peer: Callable[[Transfer], int]) -> dict[int, list[Transfer]]:
     """Return the transfers by the rank at their other end, each rank's in the order of the plan."""
     groups: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        groups[peer_of(transfer)].append(transfer)
+        groups[peer(transfer)].append(transfer)
     return dict(groups)
 
 

@@ -49,10 +49,10 @@ def check_experts(key: str, frozen: Collection[str], shape: ModelShape) -> None:
     for name in logical_shapes(shape):
         experts[re.sub(r"\.experts\.\d+\.", ".experts.*.", name)].add(name)
     for stack, members in experts.items():
-        if (of_stack := members.intersection(frozen)) and of_stack != members:
+        if (frozen_members := members.intersection(frozen)) and frozen_members != members:
             raise UserError(
-                f"{key} freezes {min(of_stack)} but not {min(members - of_stack)}; Transformer Engine computes the"
-                f" gradients of {stack} in one call: freeze all of them or none"
+                f"{key} freezes {min(frozen_members)} but not {min(members - frozen_members)}; Transformer Engine"
+                f" computes the gradients of {stack} in one call: freeze all of them or none"
             )
 
 

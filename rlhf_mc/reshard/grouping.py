@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhf_mc.architectures.spec import ModelShape
-from rlhf_mc.reshard.layout import Box, Layout, RankLayout, mcore_layout
+from rlhf_mc.reshard.layout import Box, Layout, RankLayout, intersection, mcore_layout, volume
 from rlhf_mc.topology.mesh import Mesh, rollout_groups
 
 LARGEST_BLOCK = 64
 """Maximum number of ranks in one assignment problem; the time grows with its third power."""
 
-_Held = tuple[int, ...]
-"""[rollout TP rank] the number of elements of its rollout shard that a rank's training shard has."""
+_Shared = tuple[int, ...]
+"""[rollout TP rank] the number of elements of its rollout shard that a rank's training shard has too."""
 
 
 def choose_rollout_groups(
@@ -34,10 +34,11 @@ def choose_rollout_groups(
     usual = rollout_groups(mesh, rollout_tp)
     if mesh.tp % rollout_tp == 0 or rollout_tp % mesh.tp == 0:
         return usual
-    held = _held_by_rank(shape, mesh, rollout_tp, layout)
+    shared = _shared_by_rank(shape, mesh, rollout_tp, layout)
 
-    def worth(groups: list[list[int]]) -> tuple[int, int]:
-        kept = sum(held[rank][tp_rank] for group in groups for tp_rank, rank in enumerate(group))
+    def preference(groups: list[list[int]]) -> tuple[int, int]:
+        """Return the number of elements that are not received, and the number of ascending groups."""
+        kept = sum(shared[rank][tp_rank] for group in groups for tp_rank, rank in enumerate(group))
         return kept, sum(group == sorted(group) for group in groups)
 
     def nodes(groups: list[list[int]]) -> int:
@@ -45,11 +46,11 @@ def choose_rollout_groups(
 
     candidates = [usual]
     for size, consecutive in itertools.product(_block_sizes(mesh, rollout_tp, ranks_per_node), (True, False)):
-        blocks = [(start, tuple(held[start : start + size])) for start in range(0, mesh.world, size)]
+        blocks = [(start, tuple(shared[start : start + size])) for start in range(0, mesh.world, size)]
         groups = [[a + r for r in group] for a, block in blocks for group in _assign(block, rollout_tp, consecutive)]
         if nodes(groups) <= nodes(usual):
             candidates.append(groups)
-    return max(candidates, key=worth)
+    return max(candidates, key=preference)
 
 
 def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
@@ -64,21 +65,21 @@ def _block_sizes(mesh: Mesh, rollout_tp: int, ranks_per_node: int) -> list[int]:
     return [n for n in sorted(sizes) if n <= LARGEST_BLOCK and n % rollout_tp == 0 and mesh.world % n == 0]
 
 
-def _held_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout) -> list[_Held]:
-    """Return `_Held` of each rank. All layers are equal, and all experts are: one layer, with the experts of one
+def _shared_by_rank(shape: ModelShape, mesh: Mesh, rollout_tp: int, layout: RankLayout) -> list[_Shared]:
+    """Return `_Shared` of each rank. All layers are equal, and all experts are: one layer, with the experts of one
     expert-parallel rank, represents them."""
     one = replace(shape, num_layers=1)
     rollout = [layout(one, tp_rank, rollout_tp) for tp_rank in range(rollout_tp)]
 
     @functools.cache
-    def of(tp: int, pp: int) -> _Held:
+    def shared(tp: int, pp: int) -> _Shared:
         num_layers = sum(map(len, mesh.chunk_layers(shape.num_layers, pp)))
         layer = mcore_layout(one, tp, mesh.tp, range(1), first=False, last=False, ep_size=mesh.ep)
         ends = mcore_layout(one, tp, mesh.tp, range(0), first=pp == 0, last=pp == mesh.pp - 1, ep_size=mesh.ep)
         return tuple(num_layers * _common(layer, want) + _common(ends, want) for want in rollout)
 
     coordinates = (mesh.coordinate(rank) for rank in range(mesh.world))
-    return [of(at.tp, at.pp) for at in coordinates]
+    return [shared(at.tp, at.pp) for at in coordinates]
 
 
 def _common(have: Layout, want: Layout) -> int:
@@ -86,27 +87,23 @@ def _common(have: Layout, want: Layout) -> int:
     boxes: dict[str, list[Box]] = defaultdict(list)
     for shard in have.stacked:
         boxes[shard.tensor].append(shard.box)
-    return sum(_overlap(box, shard.box) for shard in want.stacked for box in boxes[shard.tensor])
-
-
-def _overlap(a: Box, b: Box) -> int:
-    sides = zip(a, b, strict=True)
-    return math.prod(max(0, min(p[1], q[1]) - max(p[0], q[0])) for p, q in sides)
+    common = (intersection(box, shard.box) for shard in want.stacked for box in boxes[shard.tensor])
+    return sum(volume(box) for box in common if box)
 
 
 @functools.cache
-def _assign(held: tuple[_Held, ...], rollout_tp: int, consecutive: bool) -> list[list[int]]:
+def _assign(shared: tuple[_Shared, ...], rollout_tp: int, consecutive: bool) -> list[list[int]]:
     """Return the groups of a block's ranks, numbered from 0, that hold the most of their rollout shards.
 
     Among equals, rollout TP ranks are close to those in groups of consecutive ranks (or, if not `consecutive`, of ranks
     at a stride), because such groups are more often ascending."""
-    ranks = range(len(held))
-    repeats = len(held) // rollout_tp
+    ranks = range(len(shared))
+    repeats = len(shared) // rollout_tp
     ideal = [rank % rollout_tp if consecutive else rank // repeats for rank in ranks]
     off_by = [[(tp_rank - ideal[rank]) ** 2 for tp_rank in range(rollout_tp)] for rank in ranks]
-    weight = 1 + rollout_tp**2 * len(held)  # above the maximum of the second criterion
+    weight = 1 + rollout_tp**2 * len(shared)  # above the maximum of the second criterion
     cost = [
-        [off_by[r][tp_rank] - weight * held[r][tp_rank] for tp_rank in range(rollout_tp) for _ in range(repeats)]
+        [off_by[r][tp_rank] - weight * shared[r][tp_rank] for tp_rank in range(rollout_tp) for _ in range(repeats)]
         for r in ranks
     ]
     by_tp_rank: list[list[int]] = [[] for _ in range(rollout_tp)]
@@ -122,16 +119,16 @@ def _assignment(cost: Sequence[Sequence[int]]) -> list[int]:
     size = len(cost)
     row_potential = [0] * size
     column_potential = [0] * (size + 1)
-    row_of = [-1] * (size + 1)  # by column; the last column is the row being added
+    rows = [-1] * (size + 1)  # by column; the last column is the row being added
     for row in range(size):
-        row_of[size] = row
+        rows[size] = row
         at = size
         used = [False] * (size + 1)
         least: list[float] = [math.inf] * size
         came_from = [size] * size
-        while row_of[at] >= 0:
+        while rows[at] >= 0:
             used[at] = True
-            here = row_of[at]
+            here = rows[at]
             for column in itertools.filterfalse(used.__getitem__, range(size)):
                 reduced = cost[here][column] - row_potential[here] - column_potential[column]
                 if reduced < least[column]:
@@ -141,15 +138,15 @@ def _assignment(cost: Sequence[Sequence[int]]) -> list[int]:
             step = int(least[following])
             for column in range(size + 1):
                 if used[column]:
-                    row_potential[row_of[column]] += step
+                    row_potential[rows[column]] += step
                     column_potential[column] -= step
                 elif column < size:
                     least[column] -= step
             at = following
         while at != size:
-            row_of[at] = row_of[came_from[at]]
+            rows[at] = rows[came_from[at]]
             at = came_from[at]
     columns = [0] * size
     for column in range(size):
-        columns[row_of[column]] = column
+        columns[rows[column]] = column
     return columns

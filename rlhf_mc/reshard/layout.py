@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,22 @@ from rlhf_mc.config.errors import UserError
 
 Box = tuple[tuple[int, int], ...]
 """[start, end) in each dimension."""
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements of a block."""
+    return math.prod(end - start for start, end in box)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the block that two blocks of one tensor have in common; None if they are disjoint."""
+    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return common if all(start < end for start, end in common) else None
+
+
+def box_text(box: Box) -> str:
+    """Return a block as messages name it."""
+    return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
 
 
 STACK = "*"
@@ -48,7 +65,7 @@ class Shard:
         (start, end), *_ = self.box
         return range(self.offset[0], self.offset[0] + end - start)
 
-    def singles(self) -> Iterator[Shard]:
+    def unstack(self) -> Iterator[Shard]:
         """Yield the shard as shards of single tensors, one per expert."""
         if STACK not in self.tensor:
             yield self
@@ -61,7 +78,7 @@ class Shard:
             else:
                 yield Shard(tensor, tuple(box), self.local, (index, *self.offset[1:]))
 
-    def offset_of(self, block: Box) -> tuple[int, ...]:
+    def local_offset(self, block: Box) -> tuple[int, ...]:
         """Return the local offset of a part of the shard's block."""
         lead = len(self.offset) - len(self.box)
         dims = zip(self.offset[lead:], block, self.box, strict=True)
@@ -83,7 +100,7 @@ class Layout:
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The shards of single tensors."""
-        return tuple(single for shard in self.stacked for single in shard.singles())
+        return tuple(itertools.chain.from_iterable(shard.unstack() for shard in self.stacked))
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -126,7 +143,7 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     params = model_params(shape)
     occurrences = _occurrences(shape, params, range(shape.num_layers))
-    # All parameters of one expert precede those of the next, as in the models' own order.
+    # All parameters of one expert precede the next expert's, as in the models' own order.
     for (layer, stage), group in itertools.groupby(occurrences, lambda pair: (pair[1], params[pair[0]].stage)):
         indices = [index for index, _ in group]
         for expert in range(shape.num_experts if stage == "expert" else 1):
@@ -137,10 +154,10 @@ def logical_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout:
-    """Return the layout of a process that holds every logical tensor, or those of `names`, unsharded under its own
-    name."""
+    """Return the layout of a process that holds every logical tensor, or only the tensors `names`, unsharded under its
+    own name."""
     sizes = shape.dims()
-    held = None if names is None else frozenset(names)
+    wanted = None if names is None else frozenset(names)
     shapes: dict[str, tuple[int, ...]] = {}
     shards: list[Shard] = []
     params = model_params(shape)
@@ -153,9 +170,9 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
                 continue  # the replica of a tied embedding
             if param.stage == "expert":
                 size = (shape.num_experts, *size)
-                runs = list(_runs([e for e in range(shape.num_experts) if held is None or member(name, e) in held]))
+                runs = list(_runs([e for e in range(shape.num_experts) if wanted is None or member(name, e) in wanted]))
             else:
-                runs = [(0, size[0])] if held is None or name in held else []
+                runs = [(0, size[0])] if wanted is None or name in wanted else []
             if runs:
                 shapes[name] = size
             rest = tuple((0, length) for length in size[1:])
@@ -166,8 +183,8 @@ def hf_layout(shape: ModelShape, names: Collection[str] | None = None) -> Layout
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield ascending numbers as ranges [start, end) of consecutive numbers."""
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in run]
-        yield found[0], found[-1] + 1
+        consecutive = [number for _, number in run]
+        yield consecutive[0], consecutive[-1] + 1
 
 
 def whole_layout(shapes: dict[str, tuple[int, ...]]) -> Layout:
@@ -188,8 +205,6 @@ def mcore_layout(
     *,
     ep_rank: int = 0,
     ep_size: int = 1,
-    etp_rank: int | None = None,
-    etp_size: int | None = None,
 ) -> Layout:
     """Return the layout of a Megatron-Core rank. layers: global numbers of its stage's layers; first, last: whether the
     stage is the first or the last; transformer_engine: whether the layers are Transformer Engine's.
@@ -197,28 +212,23 @@ def mcore_layout(
     Rows of q, k and v are interleaved: for each KV group the rows of its query heads, its key and its value. They are
     split evenly over the ranks. With more ranks than KV groups a rank has part of a group, and no row is replicated.
     Of a layer's experts, the rank holds the ep_rank-th of ep_size equal ranges. Each expert is split over the
-    tensor-parallel ranks, or over etp_size ranks (expert tensor parallelism).
+    tensor-parallel ranks.
     """
-    check_mcore(shape, tp_size, ep_size=ep_size, etp_size=etp_size)
-    if etp_rank is None or etp_size is None:
-        etp_rank = tp_rank
-        etp_size = tp_size
+    check_mcore(shape, tp_size, ep_size=ep_size)
     per_rank = shape.num_experts // ep_size
     experts = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
     stages = {"layer", "expert"} | ({"first"} if first else set()) | ({"last"} if last else set())
     stages |= {"last_if_not_first"} if last and not first else set()
     vocab = padded_vocab_size(shape.vocab_size, tp_size)
-    held = []
+    params = []
     for param in (p for p in model_params(shape) if p.stage in stages):
         if is_qkv(param):
             ranges = _qkv_ranges(param, shape, tp_rank, tp_size)
-        elif param.stage == "expert":
-            ranges = even_ranges(param, shape, etp_rank, etp_size)
         else:
             ranges = even_ranges(param, shape, tp_rank, tp_size, vocab)
         local = (param.mcore_te or param.mcore) if transformer_engine else param.mcore
-        held.append(local_param(param, shape, local, ranges, experts))
-    return layout_of_layers(shape, held, layers)
+        params.append(local_param(param, shape, local, ranges, experts))
+    return layout_of_layers(shape, params, layers)
 
 
 Obstacle = tuple[str, str]
@@ -226,25 +236,21 @@ Obstacle = tuple[str, str]
 FIRST_LAYER = "model.layers.0."
 
 
-def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1, etp_size: int | None = None) -> None:
+def check_mcore(shape: ModelShape, tp_size: int, *, ep_size: int = 1) -> None:
     """Raise UserError if Megatron-Core cannot split this model over tp_size ranks, and its experts over ep_size times
-    etp_size (by default tp_size) ranks."""
-    dense = [("intermediate_size", shape.ffn_hidden_size, FIRST_LAYER + "mlp.gate_proj.weight")]
-    inside = [("moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
-    number = [("num_experts", shape.num_experts, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
-    ffn = ([] if etp_size else inside) if shape.has_experts else dense
+    tp_size ranks."""
 
-    def split(parts: int) -> Obstacle | None:
-        return indivisible([heads_size(shape), *ffn], parts) or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
+    def obstacle(parts: int) -> Obstacle | None:
+        uneven = indivisible([heads_size(shape), ffn_size(shape)], parts)
+        return uneven or kv_obstacle(shape, parts) or _uneven_rows(shape, parts)
 
-    check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, split)
+    check_split("tensor_model_parallel_size", "Megatron", shape, tp_size, obstacle)
     if not shape.has_experts:
         if ep_size > 1:
             raise UserError(f"expert_model_parallel_size {ep_size} (Megatron): a {shape.family} model has no experts")
         return
-    if etp_size:
-        check_split("expert_tensor_parallel_size", "Megatron", shape, etp_size, functools.partial(indivisible, inside))
-    check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(indivisible, number))
+    experts = [("num_experts", shape.num_experts, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")]
+    check_split("expert_model_parallel_size", "Megatron", shape, ep_size, functools.partial(indivisible, experts))
 
 
 def check_split(
@@ -260,7 +266,7 @@ def check_split(
 
 
 def kv_obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
-    """Return the obstacle where neither the number of KV heads nor that of ranks is a multiple of the other."""
+    """Return the obstacle where neither the number of KV heads nor the number of ranks is a multiple of the other."""
     kv = shape.num_kv_heads
     if kv % tp_size and tp_size % kv:
         return (
@@ -279,6 +285,13 @@ def _uneven_rows(shape: ModelShape, tp_size: int) -> Obstacle | None:
 def heads_size(shape: ModelShape) -> tuple[str, int, str]:
     """Return the size that the number of ranks must divide in any engine, as `indivisible` takes it."""
     return "num_attention_heads", shape.num_heads, FIRST_LAYER + "self_attn.q_proj.weight"
+
+
+def ffn_size(shape: ModelShape) -> tuple[str, int, str]:
+    """Return the other size that the number of ranks must divide in any engine, as `indivisible` takes it."""
+    if shape.has_experts:
+        return "moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight"
+    return "intermediate_size", shape.ffn_hidden_size, FIRST_LAYER + "mlp.gate_proj.weight"
 
 
 def indivisible(sizes: Sequence[tuple[str, int, str]], parts: int) -> Obstacle | None:
@@ -353,8 +366,8 @@ class LocalParam:
 
 
 def layout_of_layers(shape: ModelShape, params: Sequence[LocalParam], layers: range) -> Layout:
-    """Return the layout of a process that holds these parameters, in each of these layers those of the layer's kind.
-    The process numbers the layers from 0."""
+    """Return the layout of a process that holds in each of these layers the parameters of the layer's kind. The process
+    numbers the layers from 0."""
     shapes = {}
     shards = []
     for index, layer in _occurrences(shape, [param.param for param in params], layers):

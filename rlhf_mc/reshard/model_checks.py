@@ -11,8 +11,8 @@ from rlhf_mc.reshard.layout import check_mcore, mcore_layout
 from rlhf_mc.topology.mesh import Mesh
 
 FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""Recipe -> the multiple that each dimension of a matrix must be on its rank. tensorwise: that of cuBLAS. The others: a
-block of values that share a scale (is_quantizable of Transformer Engine's quantizers)."""
+"""Recipe -> the multiple that each dimension of a matrix must be on its rank. tensorwise: cuBLAS requires it. The
+others: a block of values that share a scale (is_quantizable of Transformer Engine's quantizers)."""
 
 
 def check_length(shape: ModelShape, data: DataConfig) -> None:

@@ -14,13 +14,13 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.reshard.aliasing import Alias, find_aliases
 from rlhf_mc.reshard.buckets import BucketPart, Move, Pattern, fill_buckets
-from rlhf_mc.reshard.layout import Box, Layout, Shard
+from rlhf_mc.reshard.layout import Box, Layout, Shard, box_text, intersection, volume
 from rlhf_mc.reshard.transfers import RankPlan, Transfer, join_strided
 
 MIN_SLICE_BYTES = 1 << 16
@@ -53,16 +53,16 @@ class Plan:
         """Return one rank's part."""
         copies: list[Transfer] = []
         for pattern in self.patterns:
-            mine = [m for m in pattern.copies if m.dst_rank == rank]
-            for tensor in range(len(pattern.dst_locals) if mine else 0):
-                copies += join_strided(pattern.transfer(m, tensor) for m in mine)
+            local = [m for m in pattern.copies if m.dst_rank == rank]
+            for tensor in range(len(pattern.dst_locals) if local else 0):
+                copies += join_strided(pattern.transfer(m, tensor) for m in local)
         moves = [[m for m in p.moves if rank in (m.src_rank, m.dst_rank)] for p in self.patterns]
         buckets = []
         for bucket in self.buckets:
             transfers: list[Transfer] = []
-            for step in bucket:
-                parts = [part for move in moves[step.pattern] if (part := move.part(step.number, step.parts))]
-                transfers += join_strided(self.patterns[step.pattern].transfer(part, step.tensor) for part in parts)
+            for part in bucket:
+                ranges = [r for move in moves[part.pattern] if (r := move.part(part.number, part.parts))]
+                transfers += join_strided(self.patterns[part.pattern].transfer(r, part.tensor) for r in ranges)
             sends = tuple(t for t in transfers if t.src_rank == rank)
             buckets.append((sends, tuple(t for t in transfers if t.dst_rank == rank)))
         return RankPlan(rank, self.itemsize, tuple(self.aliases[rank].values()), tuple(copies), tuple(buckets))
@@ -89,8 +89,8 @@ def make_plan(
     src = _Side(source)
     dst = _Side(target)
     same_placement: dict[tuple, list[str]] = defaultdict(list)
-    for tensor in dst.held:
-        same_placement[_placement(src.held.get(tensor, ())), _placement(dst.held[tensor])].append(tensor)
+    for tensor, shards in dst.shards.items():
+        same_placement[_placement(src.shards.get(tensor, ())), _placement(shards)].append(tensor)
     patterns: list[Pattern] = []
     queue: list[tuple[int, int, int]] = []
     balancer = _SenderBalancer(ranks_per_node, itemsize)
@@ -116,7 +116,7 @@ def make_plan(
         tuple(aliases),
         tuple(patterns),
         buckets,
-        tuple(itemsize * sum(a.numel for a in found.values()) for found in aliases),
+        tuple(itemsize * sum(alias.numel for alias in rank_aliases.values()) for rank_aliases in aliases),
         tuple(copied),
         tuple(sent),
         tuple(received),
@@ -145,24 +145,24 @@ class _Side:
     """The layouts of one side, indexed by tensor. A Layout object that several ranks share appears once."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
-        ranks_of: dict[int, list[int]] = defaultdict(list)
+        ranks: dict[int, list[int]] = defaultdict(list)
         for rank, layout in enumerate(layouts):
-            ranks_of[id(layout)].append(rank)
-        self.ranks = list(ranks_of.values())
+            ranks[id(layout)].append(rank)
+        self.ranks = list(ranks.values())
         """Ranks of each distinct layout."""
-        self.held: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
+        self.shards: dict[str, list[tuple[int, Shard]]] = defaultdict(list)
         """Tensor -> (number of the distinct layout, shard)."""
         self.position: dict[str, int] = {}
         """Tensor -> its smallest index in a layout."""
-        for number, ranks in enumerate(self.ranks):
-            for position, shard in enumerate(layouts[ranks[0]].stacked):
-                self.held[shard.tensor].append((number, shard))
+        for number, (first, *_) in enumerate(self.ranks):
+            for position, shard in enumerate(layouts[first].stacked):
+                self.shards[shard.tensor].append((number, shard))
                 if position <= self.position.get(shard.tensor, position):
                     self.position[shard.tensor] = position
 
 
-def _placement(held: Iterable[tuple[int, Shard]]) -> tuple:
-    return tuple((number, shard.box, shard.offset) for number, shard in held)
+def _placement(shards: Iterable[tuple[int, Shard]]) -> tuple:
+    return tuple((number, shard.box, shard.offset) for number, shard in shards)
 
 
 class _SenderBalancer:
@@ -171,7 +171,7 @@ class _SenderBalancer:
     def __init__(self, ranks_per_node: int, itemsize: int) -> None:
         self.ranks_per_node = ranks_per_node
         self.itemsize = itemsize
-        self.num_chosen: dict[tuple[int, ...], int] = defaultdict(int)
+        self.turns: dict[tuple[int, ...], Iterator[int]] = {}
 
     def nearest(
         self, holders: Iterable[int], receivers: Iterable[tuple[int, int]]
@@ -183,22 +183,22 @@ class _SenderBalancer:
         for rank in everywhere:
             on_node[rank // self.ranks_per_node].append(rank)
         groups: dict[tuple[int, ...], list[list[tuple[int, int]]]] = defaultdict(list)
-        of_node: dict[int, list[tuple[int, int]]] = {}
+        new_groups: dict[int, list[tuple[int, int]]] = {}
         for receiver in receivers:
             node = receiver[0] // self.ranks_per_node
             if node in on_node:
                 groups[tuple(on_node[node])].append([receiver])
-            elif node in of_node:
-                of_node[node].append(receiver)
+            elif node in new_groups:
+                new_groups[node].append(receiver)
             else:
-                of_node[node] = [receiver]
-                groups[everywhere].append(of_node[node])
+                new_groups[node] = [receiver]
+                groups[everywhere].append(new_groups[node])
         return groups
 
     def split(self, block: Box, num_senders: int, num_receivers: int, group_size: int) -> list[Box]:
         """Return slices of the block. If it is large enough, all senders send equally many slices, and all receivers of
         a group receive equally many."""
-        size = _volume(block) * self.itemsize
+        size = volume(block) * self.itemsize
         parts = group_size * (num_senders // math.gcd(num_senders, num_receivers))
         parts = max(1, min(parts, size // MIN_SLICE_BYTES))
         # Stacked experts are split between experts if that is even, else along the rows of all experts.
@@ -210,8 +210,7 @@ class _SenderBalancer:
 
     def next_sender(self, senders: tuple[int, ...]) -> int:
         """Return the next of the senders, round-robin."""
-        self.num_chosen[senders] += 1
-        return senders[(self.num_chosen[senders] - 1) % len(senders)]
+        return next(self.turns.setdefault(senders, itertools.cycle(senders)))
 
 
 class _Block:
@@ -219,27 +218,23 @@ class _Block:
 
     def __init__(self, block: Box, sources: Sequence[tuple[int, Shard]], targets: Sequence[tuple[int, Shard]]) -> None:
         self.extent = tuple(end - start for start, end in block)
-        self.begin = functools.cache(lambda number: sources[number][1].offset_of(block))
-        self.end = functools.cache(lambda number: targets[number][1].offset_of(block))
+        self.begin = functools.cache(lambda number: sources[number][1].local_offset(block))
+        self.end = functools.cache(lambda number: targets[number][1].local_offset(block))
 
     def move(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
         """Return the move from a source shard (rank, index) to a target shard."""
-        src_rank, src = sender
-        dst_rank, dst = receiver
-        return Move(src_rank, dst_rank, src, self.begin(src), dst, self.end(dst), self.extent)
+        return Move(*sender, self.begin(sender[1]), *receiver, self.end(receiver[1]), self.extent)
 
     def forward(self, sender: tuple[int, int], receiver: tuple[int, int]) -> Move:
         """Return the move from a target shard (rank, index) to a target shard of another rank."""
-        src_rank, src = sender
-        dst_rank, dst = receiver
-        return Move(src_rank, dst_rank, src, self.end(src), dst, self.end(dst), self.extent)
+        return Move(*sender, self.end(sender[1]), *receiver, self.end(receiver[1]), self.extent)
 
 
 def _make_patterns(tensors: list[str], src: _Side, dst: _Side, balancer: _SenderBalancer) -> tuple[Pattern, Pattern]:
     """Plan the first tensor, whose moves all the tensors share. Return the moves from sources, and the forwarding
     moves."""
-    sources = src.held.get(tensors[0], [])
-    targets = dst.held[tensors[0]]
+    sources = src.shards.get(tensors[0], [])
+    targets = dst.shards[tensors[0]]
     holders: dict[Box, dict[int, int]] = defaultdict(dict)  # block -> rank -> index of its shard
     for number, (layout, shard) in enumerate(sources):
         holders[shard.box].update(dict.fromkeys(src.ranks[layout], number))
@@ -274,35 +269,21 @@ def _needs(
     """Return (block of the source, its part that a target needs) -> (rank, index of its shard) of every rank that needs
     the part. Raise UserError if the source lacks a part."""
     needs: dict[tuple[Box, Box], list[tuple[int, int]]] = defaultdict(list)
-    blocks_of: dict[Box, list[tuple[Box, Box]]] = {}
+    blocks: dict[Box, list[tuple[Box, Box]]] = {}
     for number, (layout, shard) in enumerate(targets):
-        if shard.box not in blocks_of:
-            blocks_of[shard.box] = [(box, block) for box in holders if (block := _intersection(box, shard.box))]
-        for found in blocks_of[shard.box]:
-            needs[found] += [(rank, number) for rank in dst_ranks[layout]]
-        covered = sum(_volume(block) for _, block in blocks_of[shard.box])
-        assert covered <= _volume(shard.box), f"{tensor}: blocks of the source overlap"
-        if covered < _volume(shard.box):
+        if shard.box not in blocks:
+            blocks[shard.box] = [(box, block) for box in holders if (block := intersection(box, shard.box))]
+        for source_and_part in blocks[shard.box]:
+            needs[source_and_part] += [(rank, number) for rank in dst_ranks[layout]]
+        covered = sum(volume(block) for _, block in blocks[shard.box])
+        assert covered <= volume(shard.box), f"{tensor}: blocks of the source overlap"
+        if covered < volume(shard.box):
             raise UserError(
-                f"{tensor}: rank {dst_ranks[layout][0]} needs {_show(shard.box)} of it for {shard.local}, "
-                f"and the source has {', '.join(map(_show, holders)) or 'nothing of it'}"
+                f"{tensor}: rank {dst_ranks[layout][0]} needs {box_text(shard.box)} of it for {shard.local}, "
+                f"and the source has {', '.join(map(box_text, holders)) or 'nothing of it'}"
             )
     return needs
 
 
 def _locals(tensors: list[str], side: _Side) -> list[tuple[str, ...]]:
-    return [tuple(shard.local for _, shard in side.held.get(name, ())) for name in tensors]
-
-
-def _intersection(a: Box, b: Box) -> Box | None:
-    assert len(a) == len(b)
-    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
-    return both if all(start < end for start, end in both) else None
-
-
-def _volume(box: Box) -> int:
-    return math.prod(end - start for start, end in box)
-
-
-def _show(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{end}" for start, end in box) + "]"
+    return [tuple(shard.local for _, shard in side.shards.get(name, ())) for name in tensors]

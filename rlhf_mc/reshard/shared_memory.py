@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +25,23 @@ class SharedMemory:
     matter."""
 
     def __init__(self, num_bytes: int, group: dist.ProcessGroup) -> None:
-        """Allocate this rank's outbox of `num_bytes`, and map those of the node's other ranks. Collective."""
+        """Allocate this rank's outbox of `num_bytes`, and map the outboxes of the node's other ranks. Collective."""
         self._rank = dist.get_rank(group)
         # The file begins with one int64 per rank: the element at which the message to that rank begins.
         self._header_bytes = 8 * dist.get_world_size(group)
         self._memory: dict[int, mmap.mmap] = {}
         size = self._header_bytes + max(num_bytes, 8)  # torch takes no view of 0 bytes
         file = self._allocate(size)
-        mine = (namespace_id("pid"), os.getpid(), file, size)
-        everyone = gather_objects(mine, group)
-        on_node = [rank for rank, other in enumerate(everyone) if other[0] == mine[0]]
-        opened = all(self._open(rank, *everyone[rank][1:]) for rank in on_node if rank != self._rank)
+        outboxes = gather_objects((namespace_id("pid"), os.getpid(), file, size), group)
+        namespaces = [namespace for namespace, *_ in outboxes]
+        on_node = [rank for rank, namespace in enumerate(namespaces) if namespace == namespaces[self._rank]]
+        opened = all(self._open(rank, *outboxes[rank][1:]) for rank in on_node if rank != self._rank)
         all_opened = gather_objects(opened and file is not None, group)
         if file is not None:
             os.close(file)  # the mappings stay
         self.ranks = frozenset(on_node if all(all_opened[rank] for rank in on_node) else ())
         """Ranks of the node, this one included; empty where the system refuses the memory to any of them."""
-        self._barrier_group = self._build_barrier_group([other[0] for other in everyone], group)
+        self._barrier_group = self._build_barrier_group(namespaces, group)
 
     def _allocate(self, size: int) -> int | None:
         """Map a new anonymous file, and return its descriptor; None if the system refuses."""
@@ -68,13 +69,11 @@ class SharedMemory:
         return True
 
     def _build_barrier_group(self, namespaces: list[str], group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Build every node's group, as every rank must, and return that of this rank's node."""
-        for namespace in sorted(set(namespaces)):
-            ranks = [dist.get_global_rank(group, rank) for rank, other in enumerate(namespaces) if other == namespace]
-            made = dist.new_group(ranks)
-            if namespace == namespaces[self._rank]:
-                mine = made
-        return mine
+        """Return the group of this rank's node. Every rank must build the groups of all nodes."""
+        nodes: dict[str, list[int]] = {namespace: [] for namespace in sorted(set(namespaces))}
+        for rank, namespace in enumerate(namespaces):
+            nodes[namespace].append(dist.get_global_rank(group, rank))
+        return {namespace: dist.new_group(ranks) for namespace, ranks in nodes.items()}[namespaces[self._rank]]
 
     def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
         """Return the mapped outbox. Messages are read where their senders packed them, so the inbox is empty."""
@@ -118,18 +117,13 @@ class SharedMemoryAndNetwork:
         return Buffers(outbox, self._network.inbox(plan, dtype, but_from=self._shared.ranks))
 
     def exchange(self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Exchange the messages between nodes, then those within the node."""
-        on_node = self._shared.ranks
-        far = self._network.exchange(
-            buffers,
-            {rank: message for rank, message in outgoing.items() if rank not in on_node},
-            {rank: numel for rank, numel in sizes.items() if rank not in on_node},
-        )
-        near = self._shared.exchange(
-            buffers,
-            {rank: message for rank, message in outgoing.items() if rank in on_node},
-            {rank: numel for rank, numel in sizes.items() if rank in on_node},
-        )
+        """Exchange the messages between nodes, then the messages within the node."""
+
+        def select(by_rank: Mapping[int, Any], on_node: bool) -> dict[int, Any]:
+            return {rank: value for rank, value in by_rank.items() if (rank in self._shared.ranks) == on_node}
+
+        far = self._network.exchange(buffers, select(outgoing, False), select(sizes, False))
+        near = self._shared.exchange(buffers, select(outgoing, True), select(sizes, True))
         return far | near
 
     def release(self) -> None:

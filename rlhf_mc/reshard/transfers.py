@@ -73,12 +73,6 @@ class RankPlan:
         return self.itemsize * sum(t.numel for _, receives in self.buckets for t in receives)
 
 
-def rows_down(offset: tuple[int, ...], rows: int, dims: int) -> tuple[int, ...]:
-    """Return the offset moved by `rows` along the first of its last `dims` dimensions."""
-    axis = len(offset) - dims
-    return (*offset[:axis], offset[axis] + rows, *offset[axis + 1 :])
-
-
 def join_strided(transfers: Iterable[Transfer]) -> Iterable[Transfer]:
     """Merge transfers of blocks of one shape at equal steps of rows (such as the query heads of all KV groups) into one
     transfer each. Sender and receiver list the same blocks, so both merge the same."""

@@ -1,7 +1,6 @@
 """Transports: how the messages of a bucket travel between ranks. execute.py packs and unpacks the messages.
 
-Here are the interface, the transport of a single process, and point-to-point messages of torch.distributed. Shared
-memory is in shared_memory.py.
+Here are the interface and point-to-point messages of torch.distributed. Shared memory is in shared_memory.py.
 """
 
 from __future__ import annotations
@@ -47,22 +46,6 @@ class Transport(Protocol):
         ...
 
 
-class Local:
-    """No transport: the plan must keep all transfers within this process."""
-
-    def buffers(self, plan: RankPlan, dtype: torch.dtype) -> Buffers:
-        """Return empty buffers."""
-        assert not plan.buckets, f"rank {plan.rank}'s plan has messages to other ranks"
-        return Buffers(torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
-
-    def exchange(self, buffers: Buffers, outgoing: Messages, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Return no messages."""
-        return {}
-
-    def release(self) -> None:
-        """Do nothing."""
-
-
 class PointToPoint:
     """Point-to-point messages of a process group: gloo or NCCL.
 
@@ -92,11 +75,6 @@ class PointToPoint:
 
     def release(self) -> None:
         """Do nothing: the receivers have copies of their own."""
-
-
-def point_to_point(group: dist.ProcessGroup | None) -> Transport:
-    """Return the transport of a group; None: of a single process."""
-    return Local() if group is None else PointToPoint(group)
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:

@@ -30,13 +30,10 @@ class WeightSync:
         self._verify_when = verify_when
         self._is_first = True
         self.metrics = {
-            f"reshard/{name}_bytes": float(counts[rank])
-            for name, counts in (
-                ("shared", plan.shared_bytes),
-                ("copied", plan.copied_bytes),
-                ("sent", plan.sent_bytes),
-                ("received", plan.received_bytes),
-            )
+            "reshard/shared_bytes": float(plan.shared_bytes[rank]),
+            "reshard/copied_bytes": float(plan.copied_bytes[rank]),
+            "reshard/sent_bytes": float(plan.sent_bytes[rank]),
+            "reshard/received_bytes": float(plan.received_bytes[rank]),
         }
         """Bytes that one update moves on this rank."""
         self.summary = _summary(plan)

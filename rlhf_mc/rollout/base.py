@@ -1,4 +1,4 @@
-"""The interfaces of a rollout engine: that of the loop, and that of the setup. engines.py lists the engines."""
+"""The interfaces of a rollout engine: one for the loop, and one for the setup. engines.py lists the engines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RolloutEngine(Protocol):
         """Allocate the device memory of WEIGHTS or KV_CACHE again. A weight update must then fill WEIGHTS."""
 
     def close(self) -> None:
-        """Free the engine and its process groups; those of the trainer stay."""
+        """Free the engine and its process groups; the trainer's groups stay."""
 
 
 class EngineFactory(Protocol):

@@ -34,7 +34,7 @@ def fused_moe(
     """Write into out [T, hidden] each token's sum over its experts of weight x expert(hidden [T, hidden]).
 
     w13 [experts, 2 x ffn, hidden]: gate, then up; w2 [experts, hidden, ffn]; topk_weights and topk_ids [T, k].
-    The arguments are those of vllm._custom_ops.cpu_fused_moe; `isa`, which selects its kernel, is ignored."""
+    The arguments are as for vllm._custom_ops.cpu_fused_moe; `isa`, which selects its kernel, is ignored."""
     assert w13_bias is None and w2_bias is None
     out.zero_()
     for expert in topk_ids.unique().tolist():

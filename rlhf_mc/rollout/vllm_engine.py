@@ -66,8 +66,8 @@ class VLLMEngine:
         seed: int,
         storage: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not those of the weight update.
-        Every rank must call it.
+        """Build the engine. Raise UserError, on all ranks, if vLLM's parameters are not the weight update's. Every rank
+        must call it.
 
         storage: tensors that become vLLM's parameters of these names, in place of memory that vLLM allocates."""
         self._group = next(list(g) for g in groups if rank in g)
@@ -88,24 +88,13 @@ class VLLMEngine:
         vllm_patches.use_storage(storage or {})
         with vllm_patches.tensor_parallel_groups(groups), _build_errors(cfg):
             self._llm = vllm.LLM(
-                model_path,
-                config_format="hf",  # not mistral's params.json, which the trainer does not read
-                skip_tokenizer_init=True,
-                tensor_parallel_size=cfg.tensor_model_parallel_size,
-                distributed_executor_backend="external_launcher",
-                load_format=vllm_patches.LOAD_FORMAT,
-                hf_overrides=hf_overrides(shape),
+                **engine_settings(model_path, shape, cfg, max_model_len, dtype),
                 # A part of the name of vLLM's cache of compiled code, in which each global rank has a folder. The code
                 # contains what follows from the rank's place in its engine (its range of the vocabulary), and vLLM does
                 # not know that `groups` sets the place.
                 additional_config={"rank_in_engine": self._group.index(rank)},
-                dtype=dtype,
                 seed=seed,
-                max_model_len=max_model_len,
-                max_num_seqs=cfg.max_num_seqs,
-                max_num_batched_tokens=max(cfg.max_num_batched_tokens, max_model_len),
                 logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
                 **options,
             )
         self._quantized = QuantizedLayers(self._model, self._llm.llm_engine.vllm_config)
@@ -154,7 +143,7 @@ class VLLMEngine:
     @property
     def params(self) -> dict[str, torch.Tensor]:
         """vLLM's parameters, by the names of reshard's vLLM layout; a reshard writes them in place. With
-        rollout.quantization those of linear layers are temporary and unquantized, until `weights_updated`."""
+        rollout.quantization the parameters of linear layers are temporary and unquantized, until `weights_updated`."""
         assert WEIGHTS in self.awake, "vLLM's weights are offloaded"
         self._quantized.stage()
         return {name: param.data for name, param in self._model.named_parameters()}
@@ -193,8 +182,8 @@ class VLLMEngine:
         Engine e takes prompts e, e + number of engines, ... A response depends on its prompt and seed, not on its
         engine or batch. Raise UserError if the ranks of one engine have drawn different tokens."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
-        mine = range(self._replica, len(prompts), len(self._groups))
-        responses = self._generate([prompts[i] for i in mine], [seeds[i] for i in mine], sampling)
+        share = slice(self._replica, None, len(self._groups))
+        responses = self._generate(prompts[share], seeds[share], sampling)
         count(tokens=int(responses.lens.sum()), responses=len(responses))
         return exchange_responses(responses, self._groups, len(prompts))
 
@@ -221,9 +210,9 @@ class VLLMEngine:
         return _to_responses(outputs, draws)
 
     def _finished(self, prompts: Sequence[np.ndarray], requests: Sequence[vllm.SamplingParams]) -> list[Any]:
-        """Return vLLM's output of each request, in order, and count them as work. Requests are named by their numbers.
-
-        LLM.generate renders each prompt first, which tokens do not need: a quarter of the time of adding a request."""
+        """Return vLLM's output of each request, in order, and count them as work. Requests are named by number."""
+        # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of adding a
+        # request.
         engine = self._llm.llm_engine
         added: list[str] = []
         try:
@@ -258,13 +247,29 @@ class VLLMEngine:
         gc.collect()
 
 
-def hf_overrides(shape: ModelShape) -> dict[str, Any]:
-    """Return the keys that replace those of config.json."""
+def engine_settings(
+    model_path: str, shape: ModelShape, cfg: RolloutConfig, max_model_len: int, dtype: str
+) -> dict[str, Any]:
+    """Return vLLM's arguments for the model and its layout."""
+    # They replace keys of config.json.
     overrides: dict[str, Any] = {"tie_word_embeddings": shape.tie_embeddings}
     if platform.float32_products():
         # The trainer's logits are then float32 (models/heads.py): vLLM's are rounded no differently.
         overrides["head_dtype"] = "float32"
-    return overrides
+    return {
+        "model": model_path,
+        "config_format": "hf",  # not mistral's params.json, which the trainer does not read
+        "skip_tokenizer_init": True,
+        "hf_overrides": overrides,
+        "tensor_parallel_size": cfg.tensor_model_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "load_format": vllm_patches.LOAD_FORMAT,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": cfg.max_num_seqs,
+        "max_num_batched_tokens": max(cfg.max_num_batched_tokens, max_model_len),
+        "disable_log_stats": True,
+    }
 
 
 def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
@@ -336,18 +341,18 @@ def _build_errors(cfg: RolloutConfig) -> Iterator[None]:
 
 
 def check_parameters(
-    model_path: str, written: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+    model_path: str, written: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise UserError unless the parameters that a weight update writes (name -> shape) are exactly vLLM's.
 
     A parameter that nothing writes would stay zero, and vLLM would generate with it."""
     wrong = [
-        *(f"vLLM alone has {name} {shape}" for name, shape in found.items() if name not in written),
-        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in found),
+        *(f"vLLM alone has {name} {shape}" for name, shape in actual.items() if name not in written),
+        *(f"vLLM lacks {name} {shape}" for name, shape in written.items() if name not in actual),
         *(
-            f"{name} has shape {found[name]} in vLLM, {shape} in the weight update"
+            f"{name} has shape {actual[name]} in vLLM, {shape} in the weight update"
             for name, shape in written.items()
-            if name in found and found[name] != shape
+            if actual.get(name, shape) != shape
         ),
     ]
     if not wrong:

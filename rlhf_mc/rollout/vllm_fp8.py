@@ -52,7 +52,7 @@ class QuantizedLayers:
 
     def quantize(self) -> None:
         """Quantize the staged parameters into those that `stage` has replaced, and free them. Do nothing if nothing is
-        staged. Collective over the engine's ranks: a scale is that of the whole weight."""
+        staged. Collective over the engine's ranks: a scale is computed from the whole weight."""
         if not self._is_staged:
             return
         with torch.no_grad(), set_current_vllm_config(self._config):

@@ -16,6 +16,7 @@ from rlhf_mc.reshard.layout import (
     check_split,
     even_range,
     even_ranges,
+    ffn_size,
     heads_size,
     indivisible,
     is_qkv,
@@ -44,8 +45,8 @@ def vllm_name(param: Param) -> str:
 
 @functools.cache
 def vllm_layout(shape: ModelShape, tp_rank: int, tp_size: int) -> Layout:
-    """Return the layout of a vLLM rank. The rows of all its query heads come first, then those of k, then those of v.
-    KV heads are replicated if there are fewer than ranks. Every expert is split over all ranks."""
+    """Return the layout of a vLLM rank. The rows of all its query heads come first, then the rows of k, then the rows
+    of v. KV heads are replicated if there are fewer than ranks. Every expert is split over all ranks."""
     check_vllm(shape, tp_size)
     kv_shards = min(tp_size, shape.num_kv_heads)
     kv = even_range(tp_rank * kv_shards // tp_size, kv_shards, shape.num_kv_heads * shape.head_dim)
@@ -73,8 +74,5 @@ def _obstacle(shape: ModelShape, tp_size: int) -> Obstacle | None:
         return problem
     if shape.has_experts and tp_size > shape.num_experts:
         return f"num_experts is {shape.num_experts}, fewer than ranks", FIRST_LAYER + "mlp.gate.weight"
-    ffn = ("intermediate_size", shape.ffn_hidden_size, FIRST_LAYER + "mlp.gate_proj.weight")
-    if shape.has_experts:
-        ffn = ("moe_intermediate_size", shape.expert_ffn_hidden_size, FIRST_LAYER + "mlp.experts.0.gate_proj.weight")
     vocab = ("padded vocab_size", padded_vocab_size(shape.vocab_size, 1), "model.embed_tokens.weight")
-    return indivisible([heads_size(shape), ffn, vocab], tp_size)
+    return indivisible([heads_size(shape), ffn_size(shape), vocab], tp_size)

@@ -21,14 +21,14 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.schema import Config
 from rlhf_mc.patching import replaced
-from rlhf_mc.rollout.vllm_engine import check_build, check_parameters, hf_overrides
+from rlhf_mc.rollout.vllm_engine import check_build, check_parameters, engine_settings
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.topology.groups import simulated_rank
 
 
 def check_rollout_layouts(cfg: Config, shape: ModelShape) -> int:
     """Build vLLM's model on each rank of an engine. Return the number of parameters that were compared. Raise UserError
-    unless they are those of the layout, or where vLLM is another build than the trainer's.
+    unless they are the layout's parameters, or where vLLM is another build than the trainer's.
 
     vLLM may still repack a parameter after loading: VLLMEngine compares again when a run starts."""
     check_build()
@@ -49,21 +49,8 @@ def _model(cfg: Config, shape: ModelShape, rank: int) -> torch.nn.Module:
     loaded is returned with the weights that are loaded."""
     tp = cfg.rollout.tensor_model_parallel_size
     length = cfg.data.max_prompt_length + cfg.data.max_response_length
-    arguments = EngineArgs(
-        model=cfg.model.path,
-        config_format="hf",
-        skip_tokenizer_init=True,
-        hf_overrides=hf_overrides(shape),
-        tensor_parallel_size=tp,
-        distributed_executor_backend="external_launcher",
-        load_format=vllm_patches.LOAD_FORMAT,
-        dtype=cfg.actor.megatron.dtype,
-        max_model_len=length,
-        max_num_seqs=cfg.rollout.max_num_seqs,
-        max_num_batched_tokens=max(cfg.rollout.max_num_batched_tokens, length),
-        enforce_eager=True,
-        disable_log_stats=True,
-    )
+    settings = engine_settings(cfg.model.path, shape, cfg.rollout, length, cfg.actor.megatron.dtype)
+    arguments = EngineArgs(**settings, enforce_eager=True)
     with simulated_rank(rank, tp), _groups(rank, tp):
         config = arguments.create_engine_config()
         with set_current_vllm_config(config):

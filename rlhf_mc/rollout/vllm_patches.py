@@ -159,7 +159,7 @@ def tensor_parallel_groups(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     """Let vLLM build its tensor-parallel groups of the given ranks, in the given order, while the body runs.
 
     Targets: vllm.distributed.parallel_state.init_model_parallel_group, and torch.distributed.new_group inside it.
-    Reason: vLLM takes consecutive ranks, and torch sorts the ranks of a group; their order is that of the shards.
+    Reason: vLLM takes consecutive ranks, and torch sorts the ranks of a group; their order is the order of the shards.
     The groups also get no message queue in shared memory: each rank drives its own engine, so nothing is broadcast, and
     a process that ends without closing its queue leaks it."""
     original = vllm_state.init_model_parallel_group

@@ -194,7 +194,7 @@ def _read(root: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:
-        print_line(f"WARNING: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
+        print_line(f"warning: {path} is corrupt ({error}); it is quarantined as {directory.quarantine(path).name}")
         return {}
     return content
 

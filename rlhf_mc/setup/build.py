@@ -1,9 +1,10 @@
 """Building a run from its config: data, models, rollout engine, the plan of the weight update. Every mistake in the
-user's input is found here, before the first step; the cheapest checks come first.
+user's input that early_checks.py has not seen is an error here, before the first step; the cheapest checks come first.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mc import platform
 from rlhf_mc.algorithms.kl import KLController
-from rlhf_mc.architectures.hf_config import check_architecture
-from rlhf_mc.architectures.spec import FAMILIES, ModelShape
+from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
-from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError, error_prefix
 from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, token_budgets, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
@@ -29,13 +29,14 @@ from rlhf_mc.data.prompts import load_prompts
 from rlhf_mc.data.source import scored_by_rule
 from rlhf_mc.data.tokenizer import load_tokenizer
 from rlhf_mc.health.adjustments import Adjustments
+from rlhf_mc.machine.facts import available_memory
 from rlhf_mc.models.engine import ModelEngine, engine_layouts
 from rlhf_mc.models.gpt_model import DTYPES
 from rlhf_mc.models.transformer_engine import check_fp8, uses_transformer_engine
+from rlhf_mc.planner.start import Capacity, check_start
 from rlhf_mc.reshard.execute import aliased_views
 from rlhf_mc.reshard.freeze import check_experts, frozen_parameters, frozen_tensors
 from rlhf_mc.reshard.grouping import choose_rollout_groups
-from rlhf_mc.reshard.model_checks import check_layouts, check_length
 from rlhf_mc.reshard.placement import rollout_layouts
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.weight_sync import WeightSync
@@ -47,10 +48,9 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
 from rlhf_mc.setup.custom_functions import load_estimator, load_policy_loss
 from rlhf_mc.setup.gpu_settings import for_this_device
-from rlhf_mc.setup.memory_check import check_memory
 from rlhf_mc.setup.scorable import check_mixture, scorable
 from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint, value_checkpoint
-from rlhf_mc.topology.consensus import on_every_rank, ranks_per_node
+from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import training_mesh
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
@@ -62,10 +62,10 @@ from rlhf_mc.trainer.step_schedule import StepSchedule
 
 
 def build_run(cfg: Config) -> Run:
-    """Build all parts of a run. Every rank must call it, with the same config, after init_process_group."""
+    """Build all parts of a run. Every rank must call it, with the same config, which check_early has checked, after
+    init_process_group."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    check_config(cfg, world)
     cfg = for_this_device(cfg)
     factory = on_every_rank(lambda: engine_factory(cfg.rollout))
     with working(f"importing {factory.title}"):
@@ -90,9 +90,9 @@ def build_run(cfg: Config) -> Run:
 
     starts = on_every_rank(lambda: _starts(cfg, factory, tokenizer, conversations))
     with working("planning"):
-        verdict = check_memory(cfg, {role: start.shape for role, start in starts.items()})
-    if verdict is not None and "console" in cfg.trainer.logger:
-        print_line(verdict, sys.stdout, rank_0_only=True)
+        fit = _check_memory(cfg, {role: start.shape for role, start in starts.items()})
+    if fit is not None and "console" in cfg.trainer.logger:
+        print_line(fit, sys.stdout, rank_0_only=True)
     inputs = read_inputs(cfg)
     meshes = {role: training_mesh(layouts(cfg)[role], world) for role in starts}
     groups = build_role_groups(meshes, cfg.trainer.dist_timeout_seconds)
@@ -192,7 +192,6 @@ def _starts(
     with error_prefix("model.path:"):
         reader = HFReader(cfg.model.path)
         shape = reader.shape()
-    check_layouts(cfg, {"actor": shape})
     try:
         factory.check_model(shape, cfg.rollout)
     except UserError as error:
@@ -204,9 +203,8 @@ def _starts(
     if uses_critic(cfg):
         starts["critic"] = _critic_start(cfg, reader, tokenizer)
     for role in reward_models(cfg):
-        scorer = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
-        starts[role] = _Start(scorer.shape, scorer.reader)
-    check_layouts(cfg, {role: start.shape for role, start in starts.items()})
+        reward_model = reward_model_checkpoint(cfg, role, tokenizer, conversations.get(role))
+        starts[role] = _Start(reward_model.shape(value_head=True), reward_model)
     if "critic" in starts:
         starts["critic"].reader.check(starts["critic"].shape)
     return starts
@@ -216,7 +214,7 @@ def _critic_start(cfg: Config, reader: HFReader, tokenizer: PreTrainedTokenizerB
     """Return the start of the critic. reader: the actor's checkpoint."""
     mcore = cfg.model.dist_checkpointing_path
     if cfg.critic.model_path is not None:
-        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer).reader
+        reader = value_checkpoint("critic.model_path", cfg.critic.model_path, cfg.data, tokenizer)
         mcore = None
     else:
         check_value_head("model.path", reader)
@@ -234,18 +232,39 @@ def _frozen(role: str, patterns: Sequence[str], shape: ModelShape) -> frozenset[
 
 
 def _check_checkpoint(cfg: Config, shape: ModelShape, reader: HFReader, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if the actor's checkpoint, the data's lengths and the tokenizer do not match."""
-    with error_prefix("model.path:"):
-        check_architecture(reader.config, shape.family, FAMILIES[shape.family].architecture)
+    """Raise UserError if the actor's checkpoint, its config.json and the tokenizer do not match."""
     if cfg.model.dist_checkpointing_path is None:
         with error_prefix("model.path:"):
             reader.check(shape)
-    check_length(shape, cfg.data)
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
             f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size "
             f"{shape.vocab_size}; it belongs to another model"
         )
+
+
+def _check_memory(cfg: Config, shapes: Mapping[str, ModelShape]) -> str | None:
+    """Return in one line whether the run fits by the planner, the same on every rank; None if trainer.planner is "off".
+    Raise UserError on every rank if the run does not fit and trainer.planner is "refuse". Every rank must call it."""
+    if cfg.trainer.planner == "off":
+        return None
+    cuda = platform.use_cuda()
+    smallest = min(gather_objects(platform.device_memory())) if cuda else _smallest_share()
+    capacity = Capacity(dist.get_world_size(), smallest, cuda, ranks_per_node())
+    return on_rank_0(lambda: check_start(cfg, shapes, capacity))
+
+
+def _smallest_share() -> int:
+    """Return the bytes of host memory that a rank can have: of the node with the least, its available memory and the
+    memory of its ranks, in equal parts. Every rank must call it."""
+    nodes: dict[str, list[tuple[int, int]]] = {}
+    memory = (available_memory(), platform.process_memory())
+    for host, rank_memory in gather_objects((socket.gethostname(), memory)):
+        nodes.setdefault(host, []).append(rank_memory)
+    return min(
+        (min(available for available, _ in ranks) + sum(used for _, used in ranks)) // len(ranks)
+        for ranks in nodes.values()
+    )
 
 
 def _load(role: str, start: _Start, megatron: MegatronConfig, groups: ProcessGroups) -> ModelEngine:
@@ -298,15 +317,15 @@ def _log_prob_check(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> LogProbC
 
 
 def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokenizer's end token and those of generation_config.json, as vLLM and transformers use them."""
+    """Return the end tokens of the tokenizer and of generation_config.json, as vLLM and transformers use them."""
     ids = {int(tokenizer.eos_token_id)}
     path = Path(model_path) / "generation_config.json"
     if path.exists():
         extra = read_config(model_path, path.name).get("eos_token_id")
-        found = extra if isinstance(extra, list) else [] if extra is None else [extra]
-        if not all(isinstance(token, int) for token in found):
+        tokens = extra if isinstance(extra, list) else [] if extra is None else [extra]
+        if not all(isinstance(token, int) for token in tokens):
             raise UserError(f"{path}: eos_token_id is {str(extra)[:80]}; expected a token's number, or a list of them")
-        ids.update(found)
+        ids.update(tokens)
     return tuple(sorted(ids))
 
 

@@ -35,13 +35,13 @@ def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:
     inputs = _example_inputs(algorithm)
     where = f"{section}.path {custom.path}: estimate, called with an example of 4 responses,"
     estimate = _called(function, inputs, where)
-    if problem := _fault(estimate, inputs, estimator_needs(algorithm).critic):
+    if problem := _estimate_problem(estimate, inputs, estimator_needs(algorithm).critic):
         raise UserError(f"{where} {problem}")
     return function
 
 
 def load_policy_loss(actor: ActorConfig) -> PolicyLoss:
-    """Return the run's policy loss. Raise UserError as estimator_of does."""
+    """Return the run's policy loss. Raise UserError as load_estimator does."""
     if actor.policy_loss.loss_mode != "custom":
         return POLICY_LOSSES[actor.policy_loss.loss_mode]
     section = "actor.policy_loss.custom_loss"
@@ -66,7 +66,7 @@ def load_policy_loss(actor: ActorConfig) -> PolicyLoss:
     )
     where = f"{section}.path {custom.path}: policy_loss, called with an example of 3 tokens,"
     result = _called(function, inputs, where)
-    if problem := _loss_fault(result):
+    if problem := _loss_problem(result):
         raise UserError(f"{where} {problem}")
     return PolicyLoss(function)
 
@@ -81,7 +81,7 @@ def _called(function: Callable[[Any], Any], inputs: object, where: str) -> objec
         raise UserError(f"{where} raised {describe_error(error)}") from error
 
 
-def _loss_fault(result: object) -> str | None:
+def _loss_problem(result: object) -> str | None:
     """Return in words what is wrong with the result of a policy loss, or None."""
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         return "returned no pair of a scalar loss and a dict of statistics"
@@ -112,18 +112,18 @@ def _example_inputs(algorithm: AlgorithmConfig) -> EstimatorInputs:
     )
 
 
-def _fault(estimate: object, inputs: EstimatorInputs, needs_returns: bool) -> str | None:
+def _estimate_problem(estimate: object, inputs: EstimatorInputs, needs_returns: bool) -> str | None:
     """Return in words what is wrong with the result of an estimator, or None."""
     if not isinstance(estimate, Estimate):
         return f"returned {type(estimate).__name__}; it must return rlhf_mc.algorithms.estimators.Estimate"
     if needs_returns and estimate.returns is None:
         return "returned no returns; with a critic in custom_estimator.needs it must, as the critic learns them"
-    for name, found in (("advantages", estimate.advantages), ("returns", estimate.returns)):
-        if found is None and name == "returns":
+    for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+        if values is None and name == "returns":
             continue
-        if not isinstance(found, torch.Tensor) or found.shape != inputs.rewards.shape:
-            shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            return f"returned {name} of shape {shape}; it must be that of the rewards, {tuple(inputs.rewards.shape)}"
-        if found.dtype != inputs.rewards.dtype:
-            return f"returned {name} of {found.dtype}; it must be that of the rewards, {inputs.rewards.dtype}"
+        if not isinstance(values, torch.Tensor) or values.shape != inputs.rewards.shape:
+            shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            return f"returned {name} of shape {shape}; it must be the rewards' shape, {tuple(inputs.rewards.shape)}"
+        if values.dtype != inputs.rewards.dtype:
+            return f"returned {name} of {values.dtype}; it must be the rewards' type, {inputs.rewards.dtype}"
     return None

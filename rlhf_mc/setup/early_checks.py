@@ -1,5 +1,5 @@
 """Checks that take about a second, before torch is imported and before a rank waits for another. Each rank makes them
-by itself. setup.py makes the checks that need weights, tokenizer, rows or a GPU.
+by itself. build.py makes the checks that need weights, tokenizer, rows or a GPU.
 """
 
 from __future__ import annotations

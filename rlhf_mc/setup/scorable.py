@@ -42,9 +42,9 @@ def scorable(
                 conversation.text(prompt, "")
 
     problems: dict[int, str] = {}
-    mine = my_share(len(prompts))
-    for other in gather_objects(_problems(check, prompts, mine, on_bad_row == "error")):
-        problems |= other
+    share = my_share(len(prompts))
+    for rank_problems in gather_objects(_problems(check, prompts, share, on_bad_row == "error")):
+        problems |= rank_problems
     if not problems:
         return prompts
     first = next(iter(problems.values()))
@@ -59,27 +59,29 @@ def scorable(
 
 
 def check_mixture(listed: Collection[str], *read: Prompts) -> None:
-    """Raise UserError if reward.mixture lists a data source that no prompt has. listed: those of reward.mixture. Each
+    """Raise UserError if reward.mixture lists a data source that no prompt has. listed: reward.mixture's sources. Each
     rank reads its part until it has seen all of them: every rank must call it."""
     if not listed:
         return
     sources: set[str] = set()
     for prompts in read:
-        mine = my_share(len(prompts))
-        for first in range(mine.start, mine.stop, _READ_TOGETHER):
+        share = my_share(len(prompts))
+        for first in range(share.start, share.stop, _READ_TOGETHER):
             if sources.issuperset(listed):
                 break
-            sources |= {prompt.data_source for prompt in prompts[first : min(first + _READ_TOGETHER, mine.stop)]}
+            sources |= {prompt.data_source for prompt in prompts[first : min(first + _READ_TOGETHER, share.stop)]}
     check_sources(listed, set().union(*gather_objects(sources)))
 
 
-def _problems(check: Callable[[list[Prompt]], None], prompts: Prompts, mine: range, only_first: bool) -> dict[int, str]:
+def _problems(
+    check: Callable[[list[Prompt]], None], prompts: Prompts, share: range, only_first: bool
+) -> dict[int, str]:
     """Return by index the problems of these prompts, in order."""
     problems: dict[int, str] = {}
     with contextlib.suppress(UserError):
-        check(prompts[mine.start : mine.stop])
+        check(prompts[share.start : share.stop])
         return problems
-    for index in mine:
+    for index in share:
         try:
             check([prompts[index]])
         except UserError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,14 +16,6 @@ from rlhf_mc.runtime.console import print_line
 
 HEAD = "score.weight"
 BIAS = "score.bias"
-
-
-@dataclass(frozen=True)
-class ValueCheckpoint:
-    """A checkpoint whose value head has been checked."""
-
-    reader: HFReader
-    shape: ModelShape
 
 
 def check_value_head(key: str, reader: HFReader) -> None:
@@ -42,55 +33,55 @@ def check_value_head(key: str, reader: HFReader) -> None:
 
 def reward_model_checkpoint(
     cfg: Config, role: str, tokenizer: PreTrainedTokenizerBase, conversations: ConversationTokenizer | None
-) -> ValueCheckpoint:
+) -> HFReader:
     """Return the checkpoint of the reward model of that role. Raise UserError if it has no value head, or another
-    vocabulary than its tokenizer: that of `conversations`, or None for the actor's, `tokenizer`."""
+    vocabulary than its tokenizer, which `conversations` has; without them it is `tokenizer`, the actor's."""
     key = f"{role}.model_path"
     path = str(get_setting(cfg, key))
     if conversations is None:
-        checkpoint = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
+        reader = value_checkpoint(key, path, cfg.data, tokenizer, f"{role}.tokenizer_path")
     else:
-        checkpoint = _checkpoint(key, path)
-        _check_size(conversations.key, conversations.tokenizer, checkpoint.shape, f"{key} {path}")
-    if HEAD not in checkpoint.reader.names:
+        reader = _read_checkpoint(key, path)
+        _check_size(conversations.key, conversations.tokenizer, reader.shape(value_head=True), f"{key} {path}")
+    if HEAD not in reader.names:
         raise UserError(f"{key} {path}: no tensor {HEAD}; a reward model is a sequence classifier of one label")
-    return checkpoint
+    return reader
 
 
 def value_checkpoint(
     key: str, path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, own_key: str | None = None
-) -> ValueCheckpoint:
+) -> HFReader:
     """Return the checkpoint of the setting `key`, with or without a value head. Raise UserError if the actor's prompts
     and responses are too long for it or of another vocabulary, or if its head is not a value head. own_key: the setting
     that would give the model a tokenizer of its own, if there is one."""
-    checkpoint = _checkpoint(key, path)
+    reader = _read_checkpoint(key, path)
+    shape = reader.shape(value_head=True)
     where = f"{key} {path}"
     longest = data.max_prompt_length + data.max_response_length
-    if longest > checkpoint.shape.max_position_embeddings:
+    if longest > shape.max_position_embeddings:
         raise UserError(
-            f"{where}: max_position_embeddings is {checkpoint.shape.max_position_embeddings}, fewer than the {longest}"
+            f"{where}: max_position_embeddings is {shape.max_position_embeddings}, fewer than the {longest}"
             " tokens of data.max_prompt_length + data.max_response_length"
         )
-    _check_size("the actor's", tokenizer, checkpoint.shape, where)
+    _check_size("the actor's", tokenizer, shape, where)
     _check_same_tokens(key, path, tokenizer, own_key)
-    return checkpoint
+    return reader
 
 
-def _checkpoint(key: str, path: str) -> ValueCheckpoint:
+def _read_checkpoint(key: str, path: str) -> HFReader:
     """Return a checkpoint whose value head, if it has one, is checked."""
     with error_prefix(f"{key}:"):
         reader = HFReader(path)
     check_value_head(key, reader)
     with error_prefix(f"{key}:"):
-        shape = reader.shape(value_head=True)
-        reader.check(shape)
-    return ValueCheckpoint(reader, shape)
+        reader.check(reader.shape(value_head=True))
+    return reader
 
 
-def _check_size(whose: str, tokenizer: PreTrainedTokenizerBase, shape: ModelShape, where: str) -> None:
+def _check_size(owner: str, tokenizer: PreTrainedTokenizerBase, shape: ModelShape, where: str) -> None:
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
-            f"{where}: vocab_size is {shape.vocab_size}, the tokenizer ({whose}) has {len(tokenizer)} tokens"
+            f"{where}: vocab_size is {shape.vocab_size}, the tokenizer ({owner}) has {len(tokenizer)} tokens"
         )
 
 

@@ -10,22 +10,23 @@ import resource
 
 from rlhf_mc.config.errors import NodeError
 
-_WORLDS = 2
-"""Groups of all ranks, each with a connection to every other rank: torch's world and vLLM's."""
+_GROUPS = 4
+"""Connections to other ranks, as multiples of the world: in torch's world, in vLLM's, and in all training groups of one
+layout, which have together fewer than twice as many members."""
 _SERVERS = 2
 """Servers of rank 0 with a connection from every rank: torch's store and the heartbeats'."""
 _OTHERS = 250
-"""All else: groups of fewer ranks, libraries, NCCL, devices."""
+"""All else: the engine's groups, libraries, NCCL, devices."""
 
 
-def needed(world: int) -> int:
-    """Return about how many files rank 0 has open, which has the most."""
-    return (_WORLDS + _SERVERS) * world + _OTHERS
+def needed(world: int, rank: int) -> int:
+    """Return about how many files a rank has open. Rank 0 has the most."""
+    return (_GROUPS + (_SERVERS if rank == 0 else 0)) * world + _OTHERS
 
 
 def ranks_allowed(limit: int) -> int:
     """Return about how many ranks a run may have where a process may have `limit` files open."""
-    return max(0, limit - _OTHERS) // (_WORLDS + _SERVERS)
+    return max(0, limit - _OTHERS) // (_GROUPS + _SERVERS)
 
 
 def raise_limit(world: int, rank: int) -> None:
@@ -34,7 +35,7 @@ def raise_limit(world: int, rank: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    least = needed(world) if rank == 0 else _WORLDS * world + _OTHERS
+    least = needed(world, rank)
     if limit != resource.RLIM_INFINITY and limit < least:
         raise NodeError(
             f"rank {rank} of {world} needs about {least} open files and connections, and a process may have {limit} "

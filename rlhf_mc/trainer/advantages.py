@@ -102,12 +102,12 @@ def corrected(batch: RaggedBatch, cfg: RolloutCorrectionConfig) -> tuple[RaggedB
     metrics = mismatch_metrics(batch.old_log_probs, batch.rollout_log_probs, lens)
     log_ratio = batch.old_log_probs - batch.rollout_log_probs
     if cfg.rollout_is is not None:
-        weights, found = importance_weights(log_ratio, lens, cfg)
-        metrics |= found
+        weights, weight_metrics = importance_weights(log_ratio, lens, cfg)
+        metrics |= weight_metrics
         batch = batch.with_fields(is_weights=weights)
     if cfg.rollout_rs or cfg.rollout_token_veto_threshold is not None:
-        kept, found = kept_tokens(log_ratio, lens, cfg)
-        metrics |= found
+        kept, rejection_metrics = kept_tokens(log_ratio, lens, cfg)
+        metrics |= rejection_metrics
         batch = batch.with_fields(kept=kept)
     return batch, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 

@@ -110,7 +110,7 @@ class Checkpoints:
         """Consecutive skipped updates by model, from the checkpoint."""
         self._loop_state: dict[str, Any] = {}
         self.is_rolled_back = False
-        """This process has rolled the run back. What it has said at its start it does not repeat."""
+        """This process has rolled the run back. It does not repeat the lines of its start."""
         self._is_healthy = True
         """The last complete step was healthy."""
         on_rank_0(self._acquire, f"trainer.default_local_dir: {self._root}")
@@ -118,7 +118,7 @@ class Checkpoints:
     def _acquire(self) -> None:
         self._lock.take()
         if (moved := ownership.finish_moving(self._root)) is not None:
-            _say(f"WARNING: an interrupted move of an earlier run's files is completed; they are in {moved}")
+            _print(f"warning: an interrupted move of an earlier run's files is completed; they are in {moved}")
         directory.remove_leftovers(self._root)
 
     # ------------------------------------------------------------ resume
@@ -171,10 +171,12 @@ class Checkpoints:
         inputs = [*paths(self._run.config), *([] if start is None else [("trainer.resume_from_path", start)])]
         moved = ownership.move_away(self._root, inputs)
         if moved is not None:
-            _say(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
+            _print(f"another run begins in {self._root}: the files of the earlier one are in {moved}")
         ownership.claim(self._root, self.run_id, self.position.step, start)
         if start is not None and (left := start.parent / ADJUSTMENTS_FILE).exists():
-            _say(f"WARNING: this run has the settings of its config; those that the earlier run changed are in {left}")
+            _print(
+                f"warning: this run has the settings of its config; those that the earlier run changed are in {left}"
+            )
 
     def _continue_run(self, path: Path) -> None:
         """Resume the run that the directory belongs to."""
@@ -183,7 +185,7 @@ class Checkpoints:
         self.run_id = gather_objects(self.run_id)[0]
 
     def _check_and_clear(self) -> None:
-        """Refuse files of another run. Quarantine or remove those of later steps, which this run repeats."""
+        """Refuse files of another run. Quarantine or remove files of later steps, which this run repeats."""
         owner = ownership.owner(self._root)
         self.run_id = self.run_id or owner or ownership.new_id()  # checkpoints of an earlier version have none
         if owner not in (None, self.run_id):
@@ -199,21 +201,21 @@ class Checkpoints:
             ownership.claim(self._root, self.run_id, 0, None)
         self._quarantine_after(self.position.step)
         if later := [n for n in steps_logged(self._root / METRICS_FILE) if n > self.position.step]:
-            _say(
+            _print(
                 f"{METRICS_FILE} goes to step {max(later)}; the {len(later)} rows after step {self.position.step} are "
                 "dropped: the run repeats these steps"
             )
             keep_up_to(self._root / METRICS_FILE, self.position.step)  # also where trainer.logger has no jsonl
         for line in ownership.drop_later(self._root, self.position.step):
-            _say(line)
+            _print(line)
 
     def _quarantine_after(self, last: int) -> None:
         for step in directory.steps_with_checkpoint(self._root):
             if step > last:
-                _say(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
+                _print(f"global_step_{step} is quarantined as {directory.quarantine_step(self._root, step).name}")
 
     def roll_back(self) -> int | None:
-        """Let the next `resume` continue from the checkpoint of the last healthy step: quarantine those of later steps.
+        """Let the next `resume` continue from the checkpoint of the last healthy step: quarantine later ones.
         Return its step; None, with nothing changed, if there is none. Every rank must call it."""
         self.commit()
         healthy = self.position.last_healthy_step
@@ -235,7 +237,7 @@ class Checkpoints:
         if self.is_rolled_back or mode == "auto" or (given is not None and self._began_at(given, steps)):
             return self._load_newest(steps)
         if mode == "disable" and on_rank_0(lambda: ownership.is_of_requeued_job(self._root), str(self._root)):
-            _say("this requeued job resumes its run; trainer.resume_mode=disable is for its first start")
+            _print("this requeued job resumes its run; trainer.resume_mode=disable is for its first start")
             return self._load_newest(steps)
         if given is None:
             return None
@@ -249,18 +251,18 @@ class Checkpoints:
 
     def _list(self) -> list[int]:
         for line in () if self.is_rolled_back else directory.ignored(self._root):
-            _say(f"WARNING: {line}")
+            _print(f"warning: {line}")
         return directory.steps_with_checkpoint(self._root)
 
     def _began_at(self, given: str, steps: list[int]) -> bool:
         """Return whether the newest checkpoint with readable settings is of a run that began at the given one too. The
         same command, restarted by a job's requeue, then resumes from the newest checkpoint."""
-        mine = None
+        began_at = None
         for step in reversed(steps) if dist.get_rank() == 0 else ():
             with contextlib.suppress(Exception):  # not verified yet, so its content is arbitrary
-                mine = stored_config(directory.final_path(self._root, step))["trainer"]["resume_from_path"]
+                began_at = stored_config(directory.final_path(self._root, step))["trainer"]["resume_from_path"]
                 break
-        return gather_objects(mine == given)[0]
+        return gather_objects(began_at == given)[0]
 
     def _load_newest(self, steps: list[int]) -> Path | None:
         on_rank_0(lambda: directory.check_names(self._root), str(self._root))
@@ -270,7 +272,7 @@ class Checkpoints:
                 self._load(path)
                 return path
             except directory.CorruptCheckpoint as error:
-                _say(f"WARNING: {error}; using the checkpoint before it")
+                _print(f"warning: {error}; using the checkpoint before it")
         if steps:
             raise UserError(
                 f"{self._root}: none of the {len(steps)} training checkpoints is intact; to begin a new run, set "
@@ -294,19 +296,19 @@ class Checkpoints:
             # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
             self.run_id = run_id or ""
-        _say(f"resumed after step {self.position.step} from {path}")
+        _print(f"resumed after step {self.position.step} from {path}")
         if self.is_rolled_back:
             return
-        self._say_changed_settings(config)
+        self._print_changed_settings(config)
         for line in changed:
-            _say(f"WARNING: {line}")
+            _print(f"warning: {line}")
 
-    def _say_changed_settings(self, stored: dict[str, Any]) -> None:
+    def _print_changed_settings(self, stored: dict[str, Any]) -> None:
         pairs = differences(without_secrets(stored), recorded(self._run.config))
         changed = [key for key in pairs if key not in _WITHOUT_EFFECT and not key.startswith("health.")]
         if changed:
             listed = ", ".join(f"{key} {pairs[key][0]} -> {pairs[key][1]}" for key in changed)
-            _say(f"settings that differ from the checkpoint's: {listed}")
+            _print(f"settings that differ from the checkpoint's: {listed}")
 
     # ------------------------------------------------------------ save
 
@@ -402,7 +404,7 @@ class Checkpoints:
                 with disk_errors(str(self._root)):
                     self._remove_old()
             except UserError as error:
-                _say(f"WARNING: an old checkpoint cannot be deleted: {error}")
+                _print(f"warning: an old checkpoint cannot be deleted: {error}")
 
     def _remove_old(self) -> None:
         steps = directory.steps_with_checkpoint(self._root)
@@ -432,5 +434,5 @@ class Checkpoints:
             raise UserError(f"{error}; {kept}") from error
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print_line(line, rank_0_only=True)

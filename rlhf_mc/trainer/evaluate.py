@@ -15,12 +15,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.schema import ValKwargsConfig
 from rlhf_mc.data.batch import Prompt, Responses
 from rlhf_mc.observability.sinks import best_effort
-from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rewards.results import Score
-from rlhf_mc.rollout.base import RolloutEngine, Sampling
+from rlhf_mc.rollout.base import Sampling
 from rlhf_mc.run_directory import ownership
 from rlhf_mc.run_files import GENERATIONS
 from rlhf_mc.runtime.console import print_line
@@ -70,23 +68,18 @@ class Validation:
         return [_as_text(*row, tokenizer) for row in itertools.islice(rows, count)]
 
 
-def evaluate(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    rewards: RewardManager,
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: ValKwargsConfig,
-    max_tokens: int,
-    stop_token_ids: tuple[int, ...],
-    seed: int,
-) -> Validation:
-    """Generate cfg.n responses to each prompt and score them. Every rank must call it."""
-    rows = repeat_prompts(prompts, cfg.n)
+def evaluate(run: Run) -> Validation:
+    """Generate rollout.val_kwargs.n responses to each validation prompt and score them. Every rank must call it."""
+    cfg = run.config
+    sampling = cfg.rollout.val_kwargs
+    rows = repeat_prompts(run.val_prompts, sampling.n)
     # The same seeds at every validation: only the model differs between two.
-    seeds = sampling_seeds(seed, VALIDATION, 0, prompts, cfg.n)
-    parameters = Sampling(cfg.temperature, max_tokens, stop_token_ids, cfg.top_p, cfg.top_k)
-    generations = generate(engine, rows, seeds, parameters)
-    pending = submit_responses(rewards, tokenizer, rows, generations.token_ids(), training=False)
+    seeds = sampling_seeds(cfg.trainer.seed, VALIDATION, 0, run.val_prompts, sampling.n)
+    parameters = Sampling(
+        sampling.temperature, cfg.data.max_response_length, run.stop_token_ids, sampling.top_p, sampling.top_k
+    )
+    generations = generate(run.rollout, rows, seeds, parameters)
+    pending = submit_responses(run.rewards, run.tokenizer, rows, generations.token_ids(), training=False)
     return Validation(rows, generations, collect_scores(pending, len(rows)))
 
 
@@ -157,26 +150,23 @@ def validation_metrics(answers: Sequence[Answer]) -> dict[str, float]:
         # A response that could not be scored has fewer numbers.
         for name in set(responses[0].numbers).intersection(*(response.numbers for response in responses)):
             for statistic, value in _statistics(responses, name, (source, name) not in graded).items():
-                is_core = name == CORE and statistic.partition("/")[0] in _core(len(responses))
+                n = len(responses)
+                is_core = name == CORE and statistic.partition("/")[0] in (f"mean@{n}", f"best@{n}", f"maj@{n}")
                 section = "val-core" if is_core else "val-aux"
                 values[f"{section}/{source}/{name}/{statistic}"].append(value)
         if len(responses) > 1 and (source, CORE) in graded:
-            _say_no_pass(source)
+            _print_no_pass(source)
     return {key: float(np.mean(numbers)) for key, numbers in sorted(values.items())}
 
 
 @cache
-def _say_no_pass(source: str) -> None:
-    """Say, once for each data source, that it has no pass@k."""
+def _print_no_pass(source: str) -> None:
+    """Print, once for each data source, that it has no pass@k."""
     print_line(
         f"val-aux/{source}/{CORE}/pass@k is left out: the accuracy of some responses is neither 0 nor 1; best@k is the"
         " expected best of k",
         rank_0_only=True,
     )
-
-
-def _core(n: int) -> tuple[str, ...]:
-    return (f"mean@{n}", f"best@{n}", f"maj@{n}")
 
 
 def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict[str, float]:
@@ -187,13 +177,15 @@ def _statistics(responses: Sequence[Answer], name: str, is_binary: bool) -> dict
     if n == 1:
         return statistics
     statistics[f"std@{n}"] = float(np.std(numbers))
-    votes = [response.vote for response in responses]
+    votes = np.array([response.vote for response in responses], dtype=object)
+    has_votes = None not in votes
+    codes = np.unique(votes, return_inverse=True)[1] if has_votes else votes  # the same number for equal votes
     for k in _sizes(n):
         draws = _draws(n, k)
         drawn = numbers[draws]
         resampled = {"best": drawn.max(axis=1), "worst": drawn.min(axis=1)}
-        if None not in votes:
-            resampled["maj"] = numbers[_majority(_codes(votes)[draws], draws)]
+        if has_votes:
+            resampled["maj"] = numbers[_majority(codes[draws], draws)]
         for statistic, sample in resampled.items():
             statistics[f"{statistic}@{k}/mean"] = float(np.mean(sample))
             statistics[f"{statistic}@{k}/std"] = float(np.std(sample))
@@ -213,12 +205,6 @@ def _draws(n: int, k: int) -> np.ndarray:
     return np.random.RandomState(SEED).choice(n, size=(RESAMPLES, k), replace=True)
 
 
-def _codes(votes: Sequence[str | None]) -> np.ndarray:
-    """Return [n] a number for each vote, the same for equal votes."""
-    numbers = {vote: i for i, vote in enumerate(dict.fromkeys(votes))}
-    return np.array([numbers[vote] for vote in votes])
-
-
 def _majority(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
     """Return [RESAMPLES] the response that stands for each resample: the first with its most frequent vote. Of equally
     frequent votes the one drawn first counts. votes, draws: [RESAMPLES, k]."""
@@ -233,16 +219,7 @@ def validate(run: Run, state: StepState) -> float:
     cfg = run.config
     update_weights(run, state.timer)
     with run.offload_schedule.phase(state.timer, "testing"):
-        result = evaluate(
-            run.rollout,
-            run.val_prompts,
-            run.rewards,
-            run.tokenizer,
-            cfg.rollout.val_kwargs,
-            cfg.data.max_response_length,
-            run.stop_token_ids,
-            cfg.trainer.seed,
-        )
+        result = evaluate(run)
         metrics = result.metrics()
     state.metrics.update(metrics)
     best = cfg.trainer.best_metric

@@ -1,22 +1,21 @@
-"""The health rules in a run: rank 0 checks them, all ranks act on what it finds. The rules are in observability/."""
+"""The health rules in a run: rank 0 checks them, all ranks act on the result. The rules are in health/."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_mc.config.health_schema import HealthConfig, rolls_back
+from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.config.schema import Config
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import ROLLED_BACK, Event, Monitor
 from rlhf_mc.health.rules import RULES
-from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.observability.sinks import best_effort
 from rlhf_mc.run_files import HEALTH_FILE, METRICS_FILE, read_rows
 from rlhf_mc.runtime.console import print_line
@@ -34,7 +33,7 @@ class Health:
     is_healthy: bool = True
     """The weights after the step are fit to go back to, as far as its metrics show."""
     acting: tuple[tuple[str, str], ...] = ()
-    """Rules whose response is more than a warning: name, and what was found."""
+    """Rules whose response is more than a warning: name, and the line on what the metrics show."""
 
 
 class HealthWatch:
@@ -160,21 +159,6 @@ def act(
     return "continues"
 
 
-def save_start(cfg: HealthConfig, state: StepState, checkpoints: Checkpoints) -> None:
-    """Save the weights before the first step, if a health rule may roll the run back to them. Every rank must call
-    it."""
-    position = checkpoints.position
-    if rolls_back(cfg) and position.step == 0 and position.last_healthy_step is None:
-        checkpoints.save(state.timer)
-
-
-def apply_adjustments(adjustments: Adjustments, models: Sequence[ModelEngine], step: int) -> None:
-    """Set the learning rates of a step. The KL coefficient and the token budgets are read where they are used."""
-    factor = adjustments.learning_rate_factor(step)
-    for model in models:
-        model.scale_learning_rate(factor)
-
-
 def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoints, step: int, reason: str) -> int:
     """Let the run resume from the checkpoint of the last healthy step, with smaller learning rates. Return that step.
     Raise Unhealthy if there is none, or if that has been done health.max_rollbacks times. Every rank must call it.
@@ -197,7 +181,7 @@ def roll_back(cfg: HealthConfig, adjustments: Adjustments, checkpoints: Checkpoi
     adjustments.add(Adjustment("learning_rate_factor", cfg.rollback_lr_factor, start, reason))
     factor = adjustments.learning_rate_factor(start + 1)
     print_line(
-        f"WARNING: rolled back from step {step} to step {start}; learning rates are those of the config times "
+        f"warning: rolled back from step {step} to step {start}; learning rates are those of the config times "
         f"{factor:g} from there on",
         rank_0_only=True,
     )
@@ -211,4 +195,4 @@ def fix_kl_coef(cfg: HealthConfig, adjustments: Adjustments, step: int, reason: 
     if adjustments.kl_coef(step + 1) == coef:
         return
     adjustments.add(Adjustment("kl_coef", coef, step, reason))
-    print_line(f"WARNING: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)
+    print_line(f"warning: the KL coefficient is {coef:g} from step {step + 1} on (health.kl_coef)", rank_0_only=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf_mc.checkpoint.hf_export import export_hf
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.health_schema import rolls_back
 from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import engine_layouts
@@ -29,12 +30,12 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.topology.consensus import all_have_left, on_every_rank, on_rank_0, record_next_step
 from rlhf_mc.trainer import evaluate
 from rlhf_mc.trainer.checkpointing import Checkpoints, Position
-from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act, apply_adjustments, save_start
+from rlhf_mc.trainer.health_watch import HealthWatch, Unhealthy, act
 from rlhf_mc.trainer.rollout import TooFewGroups
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import record_histograms
 from rlhf_mc.trainer.start_table import show_start
-from rlhf_mc.trainer.step_report import log, say_on_console
+from rlhf_mc.trainer.step_report import log, print_on_console
 from rlhf_mc.trainer.step_state import StepState, begin_step
 
 
@@ -77,8 +78,10 @@ class Lifecycle:
             self._record_end("rolled back", "a health rule rolled the run back")
 
     def begin_step(self, step: int) -> StepState:
-        """Return the state of the next step."""
-        apply_adjustments(self._run.adjustments, self._run.trained_models(), step)
+        """Return the state of the next step, whose learning rates are set."""
+        factor = self._run.adjustments.learning_rate_factor(step)
+        for model in self._run.trained_models():
+            model.scale_learning_rate(factor)
         return begin_step(step, self._status, self._checkpoints.position.num_batches)
 
     def save_step(self, state: StepState, accuracy: float | None) -> None:
@@ -111,7 +114,7 @@ class Lifecycle:
         run.adjustments.load()
         if not self._checkpoints.is_rolled_back:
             for line in run.adjustments.in_effect(position.step):
-                say_on_console(run.config, line)
+                print_on_console(run.config, line)
             last = position.step if run.config.trainer.val_only else run.schedule.total_steps
             warn_of_unreached(run.config, position.step, last)
         return position
@@ -134,7 +137,9 @@ class Lifecycle:
             state = begin_step(0, self._status)
             position.accuracy = evaluate.validate(run, state)
             log(self._sinks, state)
-        save_start(run.config.health, begin_step(position.step, self._status), self._checkpoints)
+        if rolls_back(run.config.health) and position.step == 0 and position.last_healthy_step is None:
+            # A health rule may roll the run back to the weights before the first step.
+            self._checkpoints.save(begin_step(0, self._status).timer)
 
     def _validate_only(self) -> None:
         """Validate the current weights. The metrics go to the console and to validation/step_<n>.json, since the step's
@@ -145,7 +150,7 @@ class Lifecycle:
         evaluate.validate(run, state)
         for name, value in sorted(state.metrics.items()):
             if name.startswith("val-core/"):
-                say_on_console(run.config, f"step {state.step}: {name} {value:.4f}")
+                print_on_console(run.config, f"step {state.step}: {name} {value:.4f}")
         if run.groups.rank == 0:
             best_effort("validation/", lambda: evaluate.write_metrics(self._directory, state.step, state.metrics))
         self._write_success(state.step)
@@ -167,7 +172,7 @@ class Lifecycle:
             write_plot_and_report(run.config)
         self._write_success(position.step)
         hf = self._directory / HF
-        say_on_console(run.config, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
+        print_on_console(run.config, f"{reason}; the trained actor is in {hf}, metrics, plot and samples beside it")
 
     def __enter__(self) -> Lifecycle:
         return self
@@ -196,7 +201,7 @@ class Lifecycle:
             again = "resumes from there" if self._checkpoints.is_resumable else "begins anew, as another run,"
             line = f"asked to stop ({error}): {saved}; the run {again} when it is started again"
             self._opened.close()
-            say_on_console(run.config, line)
+            print_on_console(run.config, line)
             self._record_end("stopped", line)  # and no view: a preempted process has little time
             return True
         elif isinstance(error, TooFewGroups | Unhealthy):

@@ -26,29 +26,19 @@ def log_probs(run: Run, state: StepState, batch: RaggedBatch) -> RaggedBatch:
         passes["ref_log_probs"] = ("ref", run.reference, head)
     if run.critic is not None:
         passes["values"] = ("values", run.critic, heads.value_head)
-    mine: dict[str, torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {}  # this rank's parts of the results
     for name, (phase, engine, pass_head) in passes.items():
         with run.offload_schedule.phase(state.timer, phase):
-            mine[name] = my_token_scores(engine, batch, pass_head, run.token_budgets[phase])
-    if "old_log_probs" in mine:
+            micro_batches = my_micro_batches(engine, batch, run.token_budgets[phase])
+            parts[name] = engine.my_scores(batch, micro_batches, pass_head)
+    if "old_log_probs" in parts:
         start_slowest_rank(state, "old_log_prob")
-    if mine:
+    if parts:
         # Once for all passes: a rank that is the slower one in the first may be the faster one in the next.
         with run.offload_schedule.phase(state.timer, "sum_log_probs"):
-            summed = sum_over_ranks(torch.stack(list(mine.values())))
-        batch = batch.with_fields(**dict(zip(mine, summed, strict=True)))
-    if "old_log_probs" in mine:
+            summed = sum_over_ranks(torch.stack(list(parts.values())))
+        batch = batch.with_fields(**dict(zip(parts, summed, strict=True)))
+    if "old_log_probs" in parts:
         run.log_prob_check.check(batch, state.step)
     # With bypass_mode in the first step too, so that a resumed run computes the same.
     return batch.with_fields(old_log_probs=batch.rollout_log_probs) if bypass else batch
-
-
-def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
-    """Return the head's number for every response token of the batch: [R] float32, on every rank. Every rank must call
-    it. A step, which makes several passes, sums the parts of all of them at once."""
-    return sum_over_ranks(my_token_scores(engine, batch, head, budget))
-
-
-def my_token_scores(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
-    """Return what this rank has of `score_tokens`, on the device: [R] float32, 0 for the tokens of other ranks."""
-    return engine.my_scores(batch, my_micro_batches(engine, batch, budget), head)

@@ -37,7 +37,7 @@ class Difference:
     max: float
 
     @classmethod
-    def of(cls, batch: RaggedBatch) -> Difference:
+    def from_batch(cls, batch: RaggedBatch) -> Difference:
         """Return the statistics of the batch. They are NaN if a log-prob is NaN."""
         each = token_differences(batch)
         p99 = each.kthvalue(max(1, int(0.99 * len(each)))).values
@@ -73,18 +73,18 @@ class LogProbCheck:
     def check(self, batch: RaggedBatch, step: int) -> None:
         """Raise UserError if the difference of the first rollout exceeds the bounds. Of later ones the first that does
         is a warning with its worst tokens; the health rule rollout_mismatch counts them."""
-        fault = self._fault(batch)
-        if fault is not None and self.is_first:
+        problem = self._problem(batch)
+        if problem is not None and self.is_first:
             raise UserError(
-                f"step {step}: {fault}; check that config.json means the same to vLLM and to Megatron-Core (rope "
+                f"step {step}: {problem}; check that config.json means the same to vLLM and to Megatron-Core (rope "
                 "scaling, a tied or untied lm_head), and that the weights arrive (reshard.verify=always)"
             )
         self.is_first = False
-        if fault is not None and not self.has_warned:
+        if problem is not None and not self.has_warned:
             self.has_warned = True
-            logger.warning("warning: step %d: %s", step, fault)
+            logger.warning("warning: step %d: %s", step, problem)
 
-    def _fault(self, batch: RaggedBatch) -> str | None:
+    def _problem(self, batch: RaggedBatch) -> str | None:
         """Return a description of log-probs that are not finite or differ too much; None if all is well."""
         assert batch.old_log_probs is not None
         engines = {"Megatron-Core (trainer)": batch.old_log_probs, "vLLM (rollout)": batch.rollout_log_probs}
@@ -95,7 +95,7 @@ class LogProbCheck:
                     f"{int(broken.sum())} of {len(broken)} log-probs of {engine} are not finite; the first: "
                     f"{self._token(batch, int(broken.nonzero()[0]))}"
                 )
-        gap = Difference.of(batch)
+        gap = Difference.from_batch(batch)
         mean = self.mean_bound
         tail = TAIL * mean
         if gap.mean <= mean and gap.p99 <= tail:

@@ -50,7 +50,7 @@ class ModelScores:
     """Scores of a batch by one reward model."""
 
     values: torch.Tensor
-    """[S] float32; 0 for sequences that the model was not asked for."""
+    """[S] float32; 0 for sequences that the model has not read."""
     num_truncated: int = 0
     """Conversations that lost their first tokens."""
 
@@ -69,23 +69,23 @@ def score(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     batch: RaggedBatch,
-    asked: Sequence[int],
+    indices: Sequence[int],
 ) -> ModelScores:
-    """Return the model's scores of the sequences `asked`. Raise UserError if a conversation cannot be rendered. Every
+    """Return the model's scores of the sequences `indices`. Raise UserError if a conversation cannot be rendered. Every
     rank must call it.
 
     tokenizer: the actor's. prompts: of each sequence of the batch."""
     values = torch.zeros(batch.num_sequences)
-    if not asked:
+    if not indices:
         return ModelScores(values)
     num_truncated = 0
     if model.conversations is not None:
         responses = batch.responses()
-        pairs = [(prompts[i], responses[i]) for i in asked]
+        pairs = [(prompts[i], responses[i]) for i in indices]
         sequences, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
     else:
-        sequences = batch.select(asked)
-    values[list(asked)] = score_sequences(model.engine, sequences, model.budget)
+        sequences = batch.select(indices)
+    values[list(indices)] = score_sequences(model.engine, sequences, model.budget)
     return ModelScores(values, num_truncated)
 
 
@@ -96,20 +96,20 @@ def _conversations(
     max_tokens: int,
 ) -> tuple[RaggedBatch, int]:
     """Return the conversations of (prompt, response of the actor's tokens), each of its last `max_tokens` tokens, and
-    the number of those that had more. Each rank renders a share: every rank must call it."""
+    the number of longer ones. Each rank renders a share: every rank must call it."""
     rank = dist.get_rank()
     world = dist.get_world_size()
 
     def share() -> list[np.ndarray]:
-        mine = pairs[rank::world]
-        texts = tokenizer.batch_decode([response for _, response in mine], skip_special_tokens=True)
-        return [conversations.tokens(prompt, text) for (prompt, _), text in zip(mine, texts, strict=True)]
+        my_pairs = pairs[rank::world]
+        texts = tokenizer.batch_decode([response for _, response in my_pairs], skip_special_tokens=True)
+        return [conversations.tokens(prompt, text) for (prompt, _), text in zip(my_pairs, texts, strict=True)]
 
-    found: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
+    read: list[np.ndarray] = [np.zeros(0, np.int32)] * len(pairs)
     for r, part in enumerate(gather_results(share)):
-        found[r::world] = part
-    num_truncated = sum(len(tokens) > max_tokens for tokens in found)
-    return conversation_batch([tokens[-max_tokens:] for tokens in found]), num_truncated
+        read[r::world] = part
+    num_truncated = sum(len(tokens) > max_tokens for tokens in read)
+    return conversation_batch([tokens[-max_tokens:] for tokens in read]), num_truncated
 
 
 def score_sequences(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:

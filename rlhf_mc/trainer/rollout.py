@@ -17,16 +17,16 @@ from rlhf_mc.config.schema import Config
 from rlhf_mc.data.batch import Prompt, RaggedBatch, concatenate
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rewards.manager import PendingScores
-from rlhf_mc.rewards.results import Score
+from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.scores import await_rewards, record_rewards, record_samples, submit_rewards
+from rlhf_mc.trainer.scores import await_rewards, record_samples, submit_rewards
 from rlhf_mc.trainer.step_state import StepState
 
-SAID_EVERY = 10
-"""Batches of a step between two lines that say what it has found."""
+PROGRESS_EVERY = 10
+"""Batches of a step between two lines on its progress."""
 BATCHES_IN_VAIN = 10
 GROUPS_IN_VAIN = 1000
 """A step ends in error after as many consecutive batches and groups of which none is kept: a rate of usable groups that
@@ -40,7 +40,7 @@ class TooFewGroups(UserError):
 
 @dataclass
 class SampledGroups:
-    """The groups that a step has drawn. Of dropped groups only the scores are held."""
+    """The groups that a step has drawn. Of dropped groups only the scores are kept."""
 
     n: int
     """Responses of each group."""
@@ -128,8 +128,8 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     while groups.num_kept < wanted:
         if num_batches == most or in_vain == most_in_vain:
             raise TooFewGroups(_too_few(cfg, groups, num_batches, in_vain == most_in_vain, state.step))
-        if num_batches and num_batches % SAID_EVERY == 0:
-            print_line(f"step {state.step}: {_found(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
+        if num_batches and num_batches % PROGRESS_EVERY == 0:
+            print_line(f"step {state.step}: {_progress(cfg, groups, num_batches)}; it draws on", rank_0_only=True)
         prompts, batch = generate_batch(run, state)
         num_batches += 1
         stop.check()
@@ -139,9 +139,9 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
         before = groups.num_kept
         groups.add(prompts, batch, scores)
         in_vain = 0 if groups.num_kept > before else in_vain + 1
-    record_rewards(state, groups.sources, groups.scores)
     num_dropped = groups.dropped.total()
     state.metrics |= {
+        **reward_metrics(groups.sources, groups.scores),
         "train/num_gen_batches": num_batches,
         "train/dropped_groups_ratio": num_dropped / groups.num_drawn,
         "train/surplus_groups_ratio": (groups.num_kept - wanted) / groups.num_drawn,
@@ -151,8 +151,8 @@ def filtered_rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[li
     return prompts, batch
 
 
-def _found(cfg: Config, groups: SampledGroups, num_batches: int) -> str:
-    """Return what a step has found so far, in words."""
+def _progress(cfg: Config, groups: SampledGroups, num_batches: int) -> str:
+    """Return the number of usable groups so far, in words."""
     common = ", ".join(f"{value:g} in {count}" for value, count in groups.dropped.most_common(2))
     common += ", ..." if len(groups.dropped) > 2 else ""
     others = f" (the others have one value: {common})" if common else ""
@@ -170,6 +170,6 @@ def _too_few(cfg: Config, groups: SampledGroups, num_batches: int, is_in_vain: b
     if is_in_vain:
         bound = "the last ones have brought none for so long that more will not help:"
     return (
-        f"step {step}: {_found(cfg, groups, num_batches)}; {bound} use prompts that the model answers partly right, a"
-        " larger rollout.n or a smaller data.train_batch_size"
+        f"step {step}: {_progress(cfg, groups, num_batches)}; {bound} use prompts that the model answers partly right,"
+        " a larger rollout.n or a smaller data.train_batch_size"
     )

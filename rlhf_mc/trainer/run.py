@@ -31,12 +31,12 @@ class Run:
 
     config: Config
     groups: ProcessGroups
-    """The actor's process groups; each model has those of its own layout."""
+    """The actor's process groups; each model has groups of its own layout."""
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train_prompts: Prompts
     val_prompts: Prompts
-    """Those of the samples that are written have a text."""
+    """The prompts of the samples that are written have a text."""
     schedule: StepSchedule
     """The steps after which validation, export and checkpoint are due."""
     token_budgets: dict[str, int]
@@ -67,3 +67,8 @@ class Run:
     def trained_models(self) -> list[ModelEngine]:
         """Return the models that are updated and saved, the actor first."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    def models(self) -> list[ModelEngine]:
+        """Return the models of all roles."""
+        frozen = [] if self.reference is None else [self.reference]
+        return [*self.trained_models(), *frozen, *(model.engine for model in self.reward_models)]

@@ -40,13 +40,13 @@ def submit_responses(
     training: see RewardManager.submit."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    mine = prompts[rank::world]
-    count(responses=len(mine))
+    share = prompts[rank::world]
+    count(responses=len(share))
     texts = tokenizer.batch_decode(list(responses[rank::world]), skip_special_tokens=True)
-    asked = None
+    prompt_texts = None
     if rewards.needs_prompts:
-        asked = tokenizer.batch_decode([prompt.token_ids for prompt in mine], skip_special_tokens=True)
-    return rewards.submit(mine, texts, training, asked)
+        prompt_texts = tokenizer.batch_decode([prompt.token_ids for prompt in share], skip_special_tokens=True)
+    return rewards.submit(share, texts, training, prompt_texts)
 
 
 def collect_scores(pending: PendingScores, num_rows: int) -> list[Score]:
@@ -81,19 +81,11 @@ def rewards(
     StopRequested if a stop is requested: no update has begun."""
     end_check = stop.start_check()
     if pending is not None:
-        batch = collect_rewards(run, state, prompts, batch, pending)
+        batch, scores = await_rewards(run, state, prompts, batch, pending)
+        state.metrics |= reward_metrics([prompt.data_source for prompt in prompts], scores)
+        record_samples(run, state, prompts, batch, scores)
     end_check()
     state.prompts = prompts
-    return batch
-
-
-def collect_rewards(
-    run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, pending: PendingScores
-) -> RaggedBatch:
-    """Return the batch with its scores, as `await_rewards`, and record them."""
-    batch, scores = await_rewards(run, state, prompts, batch, pending)
-    record_rewards(state, [prompt.data_source for prompt in prompts], scores)
-    record_samples(run, state, prompts, batch, scores)
     return batch
 
 
@@ -129,11 +121,6 @@ def await_rewards(
     return batch.with_fields(scores=numbers[: len(prompts)]), scores[: len(prompts)]
 
 
-def record_rewards(state: StepState, sources: Sequence[str], scores: Sequence[Score]) -> None:
-    """Add the metrics of the scores by data source. sources, scores: one entry per response."""
-    state.metrics.update(reward_metrics(sources, scores))
-
-
 def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
     """Write the responses that are trained on to trainer.rollout_data_dir, and in the first step and every tenth one
     some of them to train_generations/."""
@@ -163,8 +150,8 @@ def score_by_reward_model(
     num_truncated = 0
     with run.offload_schedule.phase(state.timer, model.role):
         for responses, part in passes:
-            asked = [i for i, weight in enumerate(weights[part]) if weight is not None]
-            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, asked)
+            indices = [i for i, weight in enumerate(weights[part]) if weight is not None]
+            scores = reward_models.score(model, run.tokenizer, prompts[part], responses, indices)
             values += scores.values.tolist()
             num_truncated += scores.num_truncated
     if not all(map(math.isfinite, values)):  # the same on every rank

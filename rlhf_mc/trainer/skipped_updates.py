@@ -48,7 +48,7 @@ class SkippedUpdates:
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:
-        """Set the counts to those of a checkpoint. On rank 0 delete the samples of later steps, which are repeated."""
+        """Set the counts to a checkpoint's. On rank 0 delete the samples of later steps, which are repeated."""
         self.consecutive = dict(consecutive)
         for path in self.directory.glob(NONFINITE_FILE.format("*")) if dist.get_rank() == 0 else ():
             if int(path.stem.rpartition("_")[2]) > step:
@@ -58,10 +58,10 @@ class SkippedUpdates:
 def _find_not_finite(name: str, mini: RaggedBatch, params: Mapping[str, torch.Tensor]) -> str:
     """Return a description of the values that are not finite: weights, fields of the batch, or neither. Every rank must
     call it."""
-    mine = next((local for local, param in params.items() if num_not_finite(param)), None)
-    for rank, names in enumerate(gather_objects(mine)):
-        if names is not None:
-            return f"the model's weights are not finite ({names} on rank {rank}): resume from an earlier checkpoint"
+    first = next((local for local, param in params.items() if num_not_finite(param)), None)
+    for rank, local in enumerate(gather_objects(first)):
+        if local is not None:
+            return f"the model's weights are not finite ({local} on rank {rank}): resume from an earlier checkpoint"
     per_token = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "scores", "advantages", "returns")
     fields = {key: getattr(mini, key) for key in per_token}
     bad = [f"{key} ({n})" for key, x in fields.items() if x is not None and (n := num_not_finite(x))]

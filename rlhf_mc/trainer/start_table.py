@@ -1,5 +1,5 @@
-"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank. All numbers are those
-of the engines that are built and of the plan of the weight update; before, there are the planner's.
+"""The console's table of a run's start: roles, layouts, and the memory that each holds on a rank. All numbers come from
+the engines that are built and from the plan of the weight update; before, there are the planner's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rlhf_mc import platform
 from rlhf_mc.config.schema import layouts
-from rlhf_mc.models.engine import Held, ModelEngine
+from rlhf_mc.models.engine import ModelEngine, RankShare
 from rlhf_mc.models.transformer_engine import uses_transformer_engine
 from rlhf_mc.runtime.console import write_line
 from rlhf_mc.topology.consensus import gather_objects
@@ -30,7 +30,7 @@ class ModelRow:
     role: str
     layout: tuple[str, str, str, str]
     """Sizes of tensor, pipeline (stages x virtual chunks), data and expert parallel."""
-    held: Sequence[Held]
+    shares: Sequence[RankShare]
     """By rank."""
 
 
@@ -46,9 +46,8 @@ def start_lines(run: Run) -> list[str]:
     """Return the size of the run, a row for each role, and notes. Every rank must call it."""
     world = run.groups.mesh.world
     tp = run.config.rollout.tensor_model_parallel_size
-    engines = [*run.trained_models(), run.reference, *(model.engine for model in run.reward_models)]
-    rows = [_row(engine) for engine in engines if engine is not None]
-    rollout = gather_objects(Held(run.rollout.num_parameters, run.rollout.weight_bytes))
+    rows = [_row(engine) for engine in run.models()]
+    rollout = gather_objects(RankShare(run.rollout.num_parameters, run.rollout.weight_bytes))
     rows.append(ModelRow("rollout", (str(tp), "1", str(world // tp), "-"), rollout))
     return [
         f"{world} ranks on {platform.device().type}; {len(run.train_prompts)} prompts, "
@@ -62,35 +61,33 @@ def _row(engine: ModelEngine) -> ModelRow:
     """Return the row of a model. Every rank must call it."""
     mesh = engine.groups.mesh
     pp = f"{mesh.pp}x{mesh.vpp}" if mesh.vpp > 1 else str(mesh.pp)
-    return ModelRow(engine.name, (str(mesh.tp), pp, str(mesh.dp), str(mesh.ep)), gather_objects(engine.held()))
+    return ModelRow(engine.name, (str(mesh.tp), pp, str(mesh.dp), str(mesh.ep)), gather_objects(engine.rank_share()))
 
 
 def _precisions(run: Run) -> list[str]:
     """Return for each precision and use of sequence parallelism the roles that have it."""
     layers = "Transformer Engine" if uses_transformer_engine() else "Megatron-Core's local"
     roles: dict[str, list[str]] = {}
-    engines = [*run.trained_models(), run.reference, *(model.engine for model in run.reward_models)]
-    for engine in engines:
-        if engine is not None:
-            megatron = layouts(run.config)[engine.name]
-            kind = f"{megatron.dtype}{', sequence parallel' if megatron.sequence_parallel else ''}"
-            roles.setdefault(kind, []).append(engine.name)
+    for engine in run.models():
+        megatron = layouts(run.config)[engine.name]
+        kind = f"{megatron.dtype}{', sequence parallel' if megatron.sequence_parallel else ''}"
+        roles.setdefault(kind, []).append(engine.name)
     return [f"{layers} layers; " + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in roles.items())]
 
 
 def table(rows: Sequence[ModelRow]) -> list[str]:
-    """Return header and rows, of at most 80 columns: of each number that of the rank with most."""
+    """Return header and rows, of at most 80 columns: of each number the largest of all ranks."""
     lines = [_line("a rank holds", _TITLES)]
     for row in rows:
-        most = [max(getattr(held, name) for held in row.held) for name in ("weights", "gradients", "optimizer")]
-        moved = {name for held in row.held for name in held.offloaded}
+        most = [max(getattr(share, name) for share in row.shares) for name in ("weights", "gradients", "optimizer")]
+        moved = {name for share in row.shares for name in share.offloaded}
         cells = [
             size(num_bytes) + ("*" if name in moved else "") if num_bytes else "-"
             for name, num_bytes in zip(("params", "grads", "optimizer"), most, strict=True)
         ]
-        count = max(held.num_parameters for held in row.held)
+        count = max(share.num_parameters for share in row.shares)
         lines.append(_line(row.role, (*row.layout, _count(count), *cells)))
-    if any(held.offloaded for row in rows for held in row.held):
+    if any(share.offloaded for row in rows for share in row.shares):
         lines.append("  * on the device in the phases that need it, else offloaded to the host")
     return lines
 

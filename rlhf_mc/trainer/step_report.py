@@ -1,6 +1,4 @@
-"""The state of a step while its phases run, the metrics of the step, and the console lines of a run. docs/metrics.md
-lists the metrics.
-"""
+"""The metrics of a step as a whole, and the console lines of a run. docs/metrics.md lists the metrics."""
 
 from __future__ import annotations
 
@@ -29,14 +27,15 @@ from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import on_every_rank
 from rlhf_mc.trainer.logprob_check import Difference
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.step_state import StepState, of_slowest_rank
+from rlhf_mc.trainer.step_state import StepState, slowest_rank_times
 from rlhf_mc.trainer.update import entropy_coeff, kl_loss_coef
 
 
 def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
     """Add the metrics of the step as a whole: lengths, balance, throughput, memory. Every rank must call it."""
     data = run.config.data
-    state.metrics.update(length_metrics(batch, data.max_prompt_length, data.max_response_length))
+    state.metrics |= summarize_lengths("response_length", batch.response_lens, data.max_response_length)
+    state.metrics |= summarize_lengths("prompt_length", batch.prompt_lens, data.max_prompt_length)
     if not run.config.algorithm.rollout_correction.bypass_mode:
         state.metrics.update(difference_metrics(batch))
     seq_lens = batch.seq_lens.tolist()
@@ -65,19 +64,11 @@ def step_metrics(run: Run, state: StepState, batch: RaggedBatch) -> None:
             "perf/throughput": tokens / seconds / run.groups.mesh.world,
             **memory_metrics(),
             **per_token_metrics(batch, times),
-            **utilization_metrics(run.actor, run.critic, run.config, batch, {**times, **of_slowest_rank(state)}),
+            **utilization_metrics(run.actor, run.critic, run.config, batch, {**times, **slowest_rank_times(state)}),
             **run.weight_sync.metrics,
             **run.offload_schedule.metrics(),
         }
     )
-
-
-def length_metrics(batch: RaggedBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """Return the lengths of prompts and responses."""
-    return {
-        **summarize_lengths("response_length", batch.response_lens, max_response_length),
-        **summarize_lengths("prompt_length", batch.prompt_lens, max_prompt_length),
-    }
 
 
 def response_lengths_by_source(batch: RaggedBatch, sources: Sequence[str], limit: int) -> dict[str, float]:
@@ -100,7 +91,7 @@ def difference_metrics(batch: RaggedBatch) -> dict[str, float]:
     centred = probs - probs.mean(dim=1, keepdim=True)
     is_constant = bool((probs == probs[:, :1]).all(dim=1).any())
     correlation = 1.0 if is_constant else float((centred[0] @ centred[1]) / centred.norm(dim=1).prod())
-    difference = Difference.of(batch)
+    difference = Difference.from_batch(batch)
     return {
         "training/rollout_probs_diff_max": float(probs_diff.max()),
         "training/rollout_probs_diff_mean": float(probs_diff.mean()),
@@ -118,8 +109,8 @@ def balance_metrics(seq_lens: Sequence[int], num_replicas: int, cost: Cost) -> d
     round_robin = [sum(seq_lens[r::num_replicas]) for r in range(num_replicas)]
     parts = assign_to_replicas(seq_lens, num_replicas, cost)
     balanced = [sum(seq_lens[i] for i in part) for part in parts]
-    of_sequence = sequence_costs(seq_lens, cost)
-    costs = [sum(of_sequence[i] for i in part) for part in parts]
+    each = sequence_costs(seq_lens, cost)
+    costs = [sum(each[i] for i in part) for part in parts]
     return {
         "global_seqlen/min": min(round_robin),
         "global_seqlen/max": max(round_robin),
@@ -156,7 +147,7 @@ def log(sinks: Sink, state: StepState) -> None:
     on_every_rank(lambda: sinks.log(state.step, {**state.metrics, **state.timer.result()}))
 
 
-def say_on_console(cfg: Config, line: str) -> None:
+def print_on_console(cfg: Config, line: str) -> None:
     """Print one line to standard output on rank 0, if trainer.logger has "console"."""
     if "console" in cfg.trainer.logger:
         print_line(line, sys.stdout, rank_0_only=True)

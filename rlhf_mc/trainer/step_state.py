@@ -48,6 +48,6 @@ def start_slowest_rank(state: StepState, phase: str) -> None:
     state.slowest[key] = start_max_over_ranks(state.timer.result()[key])
 
 
-def of_slowest_rank(state: StepState) -> dict[str, float]:
+def slowest_rank_times(state: StepState) -> dict[str, float]:
     """Return `timing_s/<phase>` of the slowest rank, of the phases of `start_slowest_rank`. Every rank must call it."""
     return {key: seconds() for key, seconds in state.slowest.items()}

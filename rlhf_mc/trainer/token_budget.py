@@ -27,7 +27,7 @@ class TokenBudget:
     """Tokens of the longest sequence that the settings allow: no budget is below it."""
     adjustments: Adjustments
 
-    def of_update(self, number: int) -> int:
+    def update_limit(self, number: int) -> int:
         """Return the tokens of an update of the step, from 0."""
         made = self.adjustments.max_token_len(f"update_{self.role}", self.step, number)
         return self.tokens if made is None else min(self.tokens, made)
@@ -35,18 +35,18 @@ class TokenBudget:
     def halve(self, number: int, rank: int) -> None:
         """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence.
         Every rank must call it. rank: the one that is out of memory."""
-        tokens = self.of_update(number)
+        tokens = self.update_limit(number)
         if tokens <= self.longest:
             raise UserError(self.advice(number, rank))
         half = max(tokens // 2, self.longest)
         reason = f"{self._where(number, rank)}, with micro-batches of {tokens} tokens"
         self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
-        print_line(f"WARNING: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
+        print_line(f"warning: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
 
     def advice(self, number: int, rank: int) -> str:
         """Return what a user can do where the budget is not halved."""
         return (
-            f"{self._where(number, rank)}, with micro-batches of {self.of_update(number)} tokens; lower "
+            f"{self._where(number, rank)}, with micro-batches of {self.update_limit(number)} tokens; lower "
             f"{self.role}.ppo_max_token_len_per_gpu, or shard the model over more ranks ({self.role}.megatron)"
         )
 
@@ -59,7 +59,7 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
     repeat it with half the token budget if the engine recovers memory; else add to that rank's error what to lower.
     number: of the update in its step, from 0."""
     while True:
-        micro_batches = my_micro_batches(engine, mini, budget.of_update(number))
+        micro_batches = my_micro_batches(engine, mini, budget.update_limit(number))
         try:
             return engine.train_step(mini, micro_batches, loss)
         except OutOfMemory as error:

@@ -20,7 +20,7 @@ from rlhf_mc.config.schema import ActorConfig, Config, CriticConfig
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
 from rlhf_mc.models.forward import MicroBatch
-from rlhf_mc.models.heads import log_probs_and_entropy, values
+from rlhf_mc.models.heads import log_probs_and_entropy, value_head
 from rlhf_mc.observability.metrics import mean_by_key
 from rlhf_mc.runtime.work import counted
 from rlhf_mc.trainer.run import Run
@@ -110,16 +110,16 @@ def actor_objective(
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         log_probs, entropy = log_probs_and_entropy(model, states, micro.targets, vocab_size, temperature)
-        mine = {name: values[micro.response_index] for name, values in on_device.items()}
+        fields = {name: values[micro.response_index] for name, values in on_device.items()}
         policy = PolicyLossInputs(
             log_probs=log_probs,
-            old_log_probs=mine["old_log_probs"],
-            advantages=mine["advantages"],
-            weights=mine["weights"] * mine["is_weights"] if "is_weights" in mine else mine["weights"],
-            sequence=mine["sequence"],
+            old_log_probs=fields["old_log_probs"],
+            advantages=fields["advantages"],
+            weights=fields["weights"] * fields["is_weights"] if "is_weights" in fields else fields["weights"],
+            sequence=fields["sequence"],
             num_tokens=len(per_token["weights"]),
             num_sequences=mini.num_sequences,
-            selected=mine.get("selected"),
+            selected=fields.get("selected"),
             clip_low=cfg.clip_ratio_low,
             clip_high=cfg.clip_ratio_high,
             clip_c=cfg.clip_ratio_c,
@@ -129,9 +129,9 @@ def actor_objective(
         )
         inputs = ActorLossInputs(
             policy=policy,
-            weights=mine["weights"],
+            weights=fields["weights"],
             entropy=entropy if terms.entropy_coeff != 0.0 else entropy.detach(),
-            ref_log_probs=mine.get("ref_log_probs"),
+            ref_log_probs=fields.get("ref_log_probs"),
         )
         return actor_loss(
             inputs,
@@ -152,7 +152,7 @@ def critic_objective(mini: RaggedBatch, cfg: CriticConfig, loss_scale_factor: in
 
     def loss(model: object, states: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return value_loss(
-            values(model, states),
+            value_head(model, states, micro),
             old_values[micro.response_index],
             returns[micro.response_index],
             weights[micro.response_index],
@@ -193,19 +193,13 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if run.critic is None:
         return
     with run.offload_schedule.phase(state.timer, "update_critic"):
-        minis = mini_batches(
-            cfg.data.train_batch_size,
-            cfg.rollout.n,
-            critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size,
-            critic.ppo_epochs or cfg.actor.ppo_epochs,
-            cfg.actor.shuffle,
-            (cfg.trainer.seed, state.step),
-        )
+        size = critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
+        epochs = critic.ppo_epochs or cfg.actor.ppo_epochs
+        minis = step_mini_batches(cfg, state.step, size, epochs)
         scale = critic.loss_scale_factor or cfg.data.max_response_length
         objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
         budget = token_budget(run, "critic", state.step)
-        metrics = update(run.critic, batch, minis, objective, budget, run.skipped)
-        state.metrics.update(metrics)
+        state.metrics |= update(run.critic, batch, minis, objective, budget, run.skipped)
 
 
 def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
@@ -215,14 +209,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if state.step <= cfg.trainer.critic_warmup:
         return
     with run.offload_schedule.phase(state.timer, "update_actor"):
-        minis = mini_batches(
-            cfg.data.train_batch_size,
-            cfg.rollout.n,
-            actor.ppo_mini_batch_size,
-            actor.ppo_epochs,
-            actor.shuffle,
-            (cfg.trainer.seed, state.step),
-        )
+        minis = step_mini_batches(cfg, state.step, actor.ppo_mini_batch_size, actor.ppo_epochs)
         terms = ActorTerms(
             policy_loss=run.policy_loss,
             entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
@@ -233,8 +220,13 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         vocab_size = run.actor.shape.vocab_size
         objective = lambda mini: actor_objective(mini, actor, vocab_size, cfg.rollout.temperature, terms)  # noqa: E731
         budget = token_budget(run, "actor", state.step)
-        metrics = update(run.actor, batch, minis, objective, budget, run.skipped)
-        state.metrics.update(metrics)
+        state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
+
+
+def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:
+    """Yield the mini-batches of a model's updates in a step. size: in prompts."""
+    seed = (cfg.trainer.seed, step)
+    return mini_batches(cfg.data.train_batch_size, cfg.rollout.n, size, epochs, cfg.actor.shuffle, seed)
 
 
 def token_budget(run: Run, role: str, step: int) -> TokenBudget:

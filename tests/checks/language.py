@@ -50,6 +50,8 @@ TERMS: tuple[tuple[str, str], ...] = (
 STORED_NAMES = ("skipped_in_a_row", "max_skipped_updates_in_a_row")
 """Names in checkpoints and config files of earlier versions, which must be recognised. They are not checked."""
 
+VAGUE_NAMES = frozenset(("found", "mine", "held", "fault", "remedy", "verdict", "asked", "singles"))
+"""Names of variables and parameters that code of rlhf_mc/ does not use."""
 QUESTIONS = frozenset(("what", "who", "whom", "whose", "where", "whether", "how", "why"))
 """Words that no docstring begins with, of a module, a class, an attribute or a function."""
 NOT_VERBS = QUESTIONS | set(
@@ -120,6 +122,18 @@ def joint_assignments(path: Path, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {ast.unparse(node)[:60]!r} assigns several values; give each a line"
 
 
+def vague_names(path: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield a line for each name in rlhf_mc/ that does not say what it is the name of."""
+    if "rlhf_mc" not in path.parts:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_of"):
+            yield f"{path}:{node.lineno}: function {node.name!r}; use a verb, or a noun for what it returns"
+        name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else ""
+        if name in VAGUE_NAMES:
+            yield f"{path}:{node.lineno}: {name!r} says nothing of the value; name the value"
+
+
 def main(roots: list[str]) -> int:
     """Print what is found, a line each. Return the exit code."""
     found: list[str] = []
@@ -131,6 +145,7 @@ def main(roots: list[str]) -> int:
             tree = ast.parse(text, str(path))
             found += beginnings(path, tree)
             found += joint_assignments(path, tree)
+            found += vague_names(path, tree)
     print("\n".join(found) if found else f"language: {len(checked)} files, nothing found")
     return 1 if found else 0
 

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_parts.engines import score_tokens
 from model_cases import TEMPERATURE, Role, _my_micro_batches, _objective, logical_tensors, make_engine, mesh_groups
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,6 @@ from rlhf_mc.models import gpt_model
 from rlhf_mc.models.engine import engine_layouts
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.reshard.freeze import frozen_parameters, frozen_tensors
-from rlhf_mc.trainer.log_probs import score_tokens
 
 Product = tuple[str, tuple[torch.Size, ...]]
 """Name of an operator and the sizes of its tensors."""

@@ -65,7 +65,7 @@ def updates(
         except UserError as error:
             result["error"] = str(error)
         result["weights"] = {name: tensor.clone() for name, tensor in engine.params.items()}
-        result["budgets"] = [token_budget.of_update(0), token_budget.of_update(1)]
+        result["budgets"] = [token_budget.update_limit(0), token_budget.update_limit(1)]
         result["used"] = used
         again = Adjustments(Path(directory))
         again.load()

@@ -19,6 +19,7 @@ from gpu_parts.engines import (
     logical_tensors,
     make_engine,
     mesh_groups,
+    score_tokens,
     value_head_weight,
 )
 from gpu_parts.engines import my_micro_batches as _my_micro_batches
@@ -40,7 +41,6 @@ from rlhf_mc.models.gpt_model import PackedGPT
 from rlhf_mc.models.heads import log_prob_head, log_probs_and_entropy, value_head
 from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer import reward_models
-from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.reward_models import RewardModel, score_sequences
 from rlhf_mc.trainer.skipped_updates import SkippedUpdates
 from rlhf_mc.trainer.token_budget import TokenBudget

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from cases import built_run
+from gpu_parts.engines import score_tokens
 from model_cases import _my_micro_batches, _objective, make_engine, mesh_groups
 
 from rlhf_mc.config.device_placement import TABLE
@@ -27,7 +28,6 @@ from rlhf_mc.rollout import vllm_engine
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup import build
 from rlhf_mc.trainer import lifecycle, loop
-from rlhf_mc.trainer.log_probs import score_tokens
 
 OFFLOAD_ALL = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 

@@ -31,7 +31,7 @@ def measured_state(checkpoint: str, mesh: dict[str, int], freeze: Sequence[str],
         engine = make_engine(checkpoint, "actor", groups, **megatron)
         frozen = frozen_tensors("actor.freeze", freeze, engine.shape)
         engine.make_trainable(OptimConfig(), 1, frozen_parameters(frozen, engine_layouts(engine)[groups.rank]))
-        at_start = engine.held()
+        at_start = engine.rank_share()
         engine.load_progress({"optimizer_steps": 1, "schedule_steps": 1})
         state = _state(engine)
         # The table of a run's start, before the moments exist; only storages have padding.

@@ -17,7 +17,7 @@ from rlhf_mc.observability.phase_work import recorded
 from rlhf_mc.patching import replaced
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import loop
-from rlhf_mc.trainer.step_state import begin_step, of_slowest_rank, start_slowest_rank
+from rlhf_mc.trainer.step_state import begin_step, slowest_rank_times, start_slowest_rank
 
 DELAY = 0.2
 """Seconds by which rank 1 is late for each collective."""
@@ -39,12 +39,12 @@ def train(config_path: str, overrides: list[str], profile_directory: str = profi
 
 
 def times_of_the_slowest_rank() -> dict[str, float]:
-    """Return `of_slowest_rank` where rank 1 takes longer for the old log-probs, and less for the rest."""
+    """Return `slowest_rank_times` where rank 1 takes longer for the old log-probs, and less for the rest."""
     rank = dist.get_rank()
     state = begin_step(1, RankStatus())
     state.timer._seconds = {"old_log_prob": 1.0 + rank, "update_actor": 2.0 - rank}
     start_slowest_rank(state, "old_log_prob")
-    return {**state.timer.result(), **of_slowest_rank(state)}
+    return {**state.timer.result(), **slowest_rank_times(state)}
 
 
 def waiting_by_collective() -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpu_parts.engines import score_tokens
 from megatron.core import parallel_state
 from model_cases import TEMPERATURE, _my_micro_batches, _objective, logical_tensors, make_engine
 
@@ -22,7 +23,6 @@ from rlhf_mc.patching import replaced
 from rlhf_mc.topology import groups as topology
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.reward_models import score_sequences
 
 BUDGET = 40

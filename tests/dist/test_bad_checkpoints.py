@@ -339,7 +339,7 @@ def test_full_disk_keeps_the_complete_checkpoint(pool: Any, config: Path, tmp_pa
     for text in full:
         assert "cannot be written: File too large" in text and "\n" not in text
         assert f"the checkpoint of step 1 is complete and untouched: {tmp_path / 'run' / 'global_step_1'}" in text
-    assert "WARNING: an old checkpoint cannot be deleted" in undeletable and "Permission denied (old)" in undeletable
+    assert "warning: an old checkpoint cannot be deleted" in undeletable and "Permission denied (old)" in undeletable
     assert directory.steps_with_checkpoint(tmp_path / "run") == [1, 4]
     directory.read_manifest(tmp_path / "run" / "global_step_1")
     assert not list((tmp_path / "run").glob("*.tmp"))

@@ -15,7 +15,6 @@ from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
 from rlhf_mc.reshard.execute import aliased_views, by_peer, execute, pack, unpack
 from rlhf_mc.reshard.layout import Layout, logical_shapes, mcore_layout
 from rlhf_mc.reshard.plan import Plan
-from rlhf_mc.reshard.transport import Local
 
 PADDING = -1
 
@@ -137,7 +136,7 @@ def run_plan(plan: Plan, sources: list[dict], targets: list[dict]) -> None:
     parts = [plan.for_rank(rank) for rank in range(len(sources))]
     for part, source, target in zip(parts, sources, targets, strict=True):
         target.update(aliased_views(part, source))
-        execute(replace(part, buckets=()), source, target, Local())
+        execute(replace(part, buckets=()), source, target, transport=None)
     for number in range(len(plan.buckets)):
         wires = {}
         for rank, part in enumerate(parts):

@@ -47,12 +47,12 @@ def test_token_budget_is_of_one_phase_and_from_one_update_on(tmp_path: Path) -> 
     resumed = reread(tmp_path)
     for step, updates in {6: [512, 512], 7: [512, 256], 8: [256, 256]}.items():
         of_step = TokenBudget("critic", step, 512, 100, resumed)
-        assert [of_step.of_update(0), of_step.of_update(2)] == updates
-    assert TokenBudget("actor", 8, 512, 100, resumed).of_update(0) == 512
-    assert TokenBudget("critic", 8, 128, 100, resumed).of_update(0) == 128, "a resumed run may have a smaller one"
+        assert [of_step.update_limit(0), of_step.update_limit(2)] == updates
+    assert TokenBudget("actor", 8, 512, 100, resumed).update_limit(0) == 512
+    assert TokenBudget("critic", 8, 128, 100, resumed).update_limit(0) == 128, "a resumed run may have a smaller one"
     budget.halve(2, rank=1)
     budget.halve(2, rank=1)
-    assert budget.of_update(2) == 100, "not below the longest sequence"
+    assert budget.update_limit(2) == 100, "not below the longest sequence"
     with pytest.raises(
         UserError,
         match=r"^critic: rank 1 is out of memory in update 3 of step 7, with micro-batches of 100 tokens; "

@@ -59,13 +59,13 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
         ),
         ((*GROUPS, "critic.model_path=x"), "critic.model_path is x and algorithm.adv_estimator is grpo"),
         ((*GROUPS, "trainer.critic_warmup=2"), "trainer.critic_warmup is 2 and algorithm.adv_estimator is grpo"),
-        (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is None; set both"),
+        (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is null; set both"),
         (("algorithm.custom_estimator.path=a.py",), "algorithm.adv_estimator is gae and"),
         (
             ("algorithm.custom_estimator.needs=[group]",),
             "algorithm.custom_estimator.needs is ['group'] and algorithm.adv_estimator is gae",
         ),
-        (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is None; set both"),
+        (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is null; set both"),
         (("actor.policy_loss.loss_mode=gspo",), "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean"),
         (
             ("actor.loss_scale_factor=3",),
@@ -131,7 +131,7 @@ ESTIMATE = "from rlhf_mc.algorithms.estimators import Estimate\ndef estimate(inp
     ("body", "words"),
     [
         ("return inputs.rewards", "returned Tensor; it must return rlhf_mc.algorithms.estimators.Estimate"),
-        ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be that of the rewards, (10,)"),
+        ("return Estimate(inputs.scores)", "returned advantages of shape (4,); it must be the rewards' shape, (10,)"),
         ("return Estimate(inputs.rewards.double())", "returned advantages of torch.float64"),
         ("return Estimate(inputs.rewards, 3)", "returned returns of shape int"),
         ("return Estimate(inputs.rewards + inputs.values)", "raised TypeError: "),

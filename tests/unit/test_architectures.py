@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from families import config_of, shape_of
 
-from rlhf_mc.architectures.operations import forward_flops, layer_flops, training_flops
+from rlhf_mc.architectures.operations import forward_flops, training_flops
 from rlhf_mc.architectures.parameters import LAYERS
 from rlhf_mc.architectures.spec import FAMILIES, Activation, LayerKind, ModelShape, Traits
 from rlhf_mc.checkpoint.training_state import check_shape
@@ -189,9 +189,9 @@ def test_flops_of_70b() -> None:
     tests/dist/test_operations.py compares tiny models with torch."""
     sizes = {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_heads": 64, "num_kv_heads": 8}
     shape = replace(shape_of("llama"), **sizes, head_dim=128, vocab_size=128256)
-    layer = layer_flops(shape)
-    assert layer.projections + layer.feed_forward == 2 * 855_638_016
-    assert layer.attention == 4 * 8192
+    one = forward_flops(shape, [1.0], 0)
+    assert one.projections + one.feed_forward == 80 * 2 * 855_638_016
+    assert one.attention == 80 * 4 * 8192
     two = forward_flops(shape, [2.0], 1)
     assert two.total == 2 * (2 * 80 * 855_638_016 + 3 * 80 * 2 * 8192 + 128256 * 8192)
     assert training_flops(shape, [2.0], 1) == 3 * two.total

@@ -32,7 +32,7 @@ def test_consistent_settings_are_accepted(trainer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        ({"resume_mode": "resume_path"}, "trainer.resume_from_path is None"),
+        ({"resume_mode": "resume_path"}, "trainer.resume_from_path is null"),
         ({"resume_from_path": "other/global_step_5"}, "trainer.resume_mode is auto"),
         ({"max_ckpt_to_keep": 2}, "trainer.max_ckpt_to_keep is 2; that needs trainer.save_freq"),
         ({"max_ckpt_to_keep": 0, "save_freq": 1}, "trainer.max_ckpt_to_keep is 0"),

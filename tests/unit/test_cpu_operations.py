@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mc.models import megatron_patches
 from rlhf_mc.models.cpu_operations import _GatedSilu, rms_norm, rotary_table, rotate
-from rlhf_mc.models.norms import RMSNorm
+from rlhf_mc.models.layers import RMSNorm
 
 NORM = next(patch for patch in megatron_patches.ON_CPU if patch.owner is clip_grads)
 ROTARY = next(patch for patch in megatron_patches.ON_CPU if patch.owner is attention)

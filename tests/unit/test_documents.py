@@ -24,8 +24,8 @@ ARCHIVE = ROOT / "docs" / "log_archive.md"
 """A dated page: it names files and settings of its day."""
 READINGS = ROOT / "docs" / "internals" / "gpu_readings.md"
 """A page that names files of other libraries."""
-NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl"}
-"""A column of the data and a file, which look like settings."""
+NO_SETTINGS = {"reward_model.ground_truth", "health.jsonl", "rollout.py"}
+"""A column of the data and files, which look like settings."""
 GROUPS = "actor|critic|training|response_length|global_seqlen|timing_s|perf|memory|reshard|val-core"
 """First parts of metric keys."""
 SECTIONS = {key.partition(".")[0] for key in dotted_keys()}
@@ -76,8 +76,9 @@ def test_metrics_that_pages_name_are_explained() -> None:
     assert len(named) > 10 and undeclared(re.sub(r"(?<=@)[Nk]\b", "4", key) for key in named) == []
 
 
-def test_the_page_of_metrics_is_made_of_their_declarations() -> None:
-    assert metrics_page.PATH.read_text() == metrics_page.page(), "run python tests/checks/metrics_page.py"
+def test_the_pages_of_metrics_and_health_are_made_of_their_declarations() -> None:
+    for path, text in metrics_page.pages().items():
+        assert path.read_text() == text, "run python tests/checks/metrics_page.py"
 
 
 def literals() -> set[str]:

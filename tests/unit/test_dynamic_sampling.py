@@ -85,7 +85,7 @@ class Drawing:
         self.batches = batches
         self.recorded: dict[str, Any] = {}
         self.drawn = 0
-        for name in ("generate_batch", "submit_rewards", "await_rewards", "record_rewards", "record_samples"):
+        for name in ("generate_batch", "submit_rewards", "await_rewards", "reward_metrics", "record_samples"):
             monkeypatch.setattr(rollout, name, getattr(self, name))
 
     def generate_batch(self, run: Any, state: StepState) -> tuple[list[Prompt], RaggedBatch]:
@@ -98,8 +98,9 @@ class Drawing:
     def await_rewards(self, run: Any, state: Any, prompts: Any, batch: Any, pending: None) -> Any:
         return batch, [Score(score, {"custom": score}) for score in batch.scores.tolist()]
 
-    def record_rewards(self, state: Any, sources: list[str], scores: list[Score]) -> None:
+    def reward_metrics(self, sources: list[str], scores: list[Score]) -> dict[str, float]:
         self.recorded["all"] = (len(sources), [score.score for score in scores])
+        return {}
 
     def record_samples(self, run: Any, state: Any, prompts: Any, batch: Any, scores: list[Score]) -> None:
         self.recorded["trained on"] = [score.score for score in scores]

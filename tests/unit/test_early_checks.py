@@ -169,6 +169,8 @@ def _edit(directory: Path, **changes: Any) -> None:
     ("override", "words"),
     [
         ("actor.megatron.tensor_model_parallel_size=3", ["actor.megatron.tensor_model_parallel_size 3", "1, 2"]),
+        ("critic.megatron.pipeline_model_parallel_size=3", ["critic.megatron.pipeline_model_parallel_size 3", "1, 2"]),
+        ("rollout.tensor_model_parallel_size=3", ["rollout.tensor_model_parallel_size 3 does not divide", "1, 2"]),
         ("critic.megatron.expert_model_parallel_size=2", ["critic.megatron", "a qwen2 model has no experts"]),
         ("data.prompt_key=question", ["data.train_files ", "no column 'question'; its columns are"]),
         ("rollout.n=0", ["rollout.n is 0"]),

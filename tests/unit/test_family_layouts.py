@@ -169,15 +169,6 @@ def test_layouts_of_expert_parallel_ranks(shape: ModelShape, tp: int, ep: int) -
             assert_same(fill(layout, shape), as_transformer_engine(wanted))
 
 
-def test_expert_tensor_parallelism() -> None:
-    shape = shape_of("qwen3_moe")
-    for t in range(2):
-        got = fill(unpipelined(shape, t, 2, etp_rank=0, etp_size=1), shape)
-        unsplit = expected_mcore(shape, 0, 1)
-        split = expected_mcore(shape, t, 2)
-        assert_same(got, {name: (unsplit if ".experts." in name else split)[name] for name in split})
-
-
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
@@ -277,12 +268,6 @@ def test_names_in_hugging_face_checkpoints() -> None:
             {"moe_intermediate_size": 5},
             r"^tensor_model_parallel_size 2 \(Megatron\): moe_intermediate_size is 5, which 2 does not divide "
             r"\(model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight \[5, 6\]\); sizes that work: 1$",
-        ),
-        (
-            check_mcore,
-            {"tp_size": 2, "etp_size": 3},
-            {},
-            r"^expert_tensor_parallel_size 3 .*experts\.0\.gate_proj\.weight \[4, 6\]\); sizes that work: 1, 2, 4$",
         ),
         (
             check_vllm,

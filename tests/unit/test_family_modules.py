@@ -9,7 +9,7 @@ import torch
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from rlhf_mc.models.gpt_model import scale_embeddings
-from rlhf_mc.models.norms import ZeroCenteredRMSNorm
+from rlhf_mc.models.layers import ZeroCenteredRMSNorm
 from rlhf_mc.rollout.experts import fused_moe
 
 

@@ -24,7 +24,7 @@ ALONE = ("actor.megatron.overlap_grad_reduce=false", "critic.megatron.overlap_gr
         ),
         ([FIXED, "health.kl_coef=0.1"], "that needs a KL term: algorithm.use_kl_in_reward or actor.use_kl_loss: true"),
         ([FIXED, "actor.use_kl_loss=true"], "that needs a coefficient: health.kl_coef"),
-        ([HALVE], "that needs actor.megatron.overlap_grad_reduce: false (now None)"),
+        ([HALVE], "that needs actor.megatron.overlap_grad_reduce: false (now null)"),
         (
             [HALVE, ALONE[0], "critic.megatron.overlap_grad_reduce=true"],
             "that needs critic.megatron.overlap_grad_reduce",

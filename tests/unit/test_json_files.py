@@ -107,7 +107,7 @@ def test_corrupt_run_file_is_quarantined(tmp_path: Path, capsys: pytest.CaptureF
     assert ownership.finish_moving(tmp_path) is None and ownership.owner(tmp_path) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"rlhf_mc: WARNING: {tmp_path / RUN_FILE} is corrupt (brackets are nested too deep);"
+        f"rlhf_mc: warning: {tmp_path / RUN_FILE} is corrupt (brackets are nested too deep);"
         " it is quarantined as run.json.quarantined1"
     )
     os.mkfifo(tmp_path / RUN_FILE)

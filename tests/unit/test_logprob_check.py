@@ -108,7 +108,7 @@ def test_nonfinite_log_probs_are_named(field: str, engine: str) -> None:
 
 
 def test_difference_statistics() -> None:
-    found = Difference.of(make_batch([i / 100 for i in range(200)]))
+    found = Difference.from_batch(make_batch([i / 100 for i in range(200)]))
     assert found.mean == pytest.approx(0.995, abs=1e-6)
     assert found.p99 == pytest.approx(1.97, abs=1e-6)
     assert found.max == pytest.approx(1.99, abs=1e-6)

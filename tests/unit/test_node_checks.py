@@ -194,8 +194,8 @@ def test_open_files_are_checked_for_the_nodes_first_rank(machine: pytest.MonkeyP
     machine.setattr(resource, "getrlimit", lambda kind: (400, 400))
     machine.setattr(resource, "setrlimit", lambda kind, limits: None)
     (line,) = found(overrides)
-    assert line.startswith("rank 0 of 64 needs about 506 open files and connections, and a process may have 400")
-    machine.setattr(resource, "getrlimit", lambda kind: (380, 380))
+    assert line.startswith("rank 0 of 64 needs about 634 open files and connections, and a process may have 400")
+    machine.setattr(resource, "getrlimit", lambda kind: (510, 510))
     assert found(overrides, node_rank=1) == []
 
 

@@ -56,7 +56,7 @@ def test_refused_or_warned() -> None:
         "; with trainer.planner=warn it starts all the same"
     )
     warned = verdict_on(config("trainer.planner=warn"), capacity)
-    assert warned.startswith("WARNING: as planned it does not fit: ")
+    assert warned.startswith("warning: as planned it does not fit: ")
     for line in (refused, warned):
         found = re.search(r"it fits with ([^;]+)", line)
         assert found is not None

@@ -212,7 +212,7 @@ def test_a_stopped_run_says_what_the_next_start_does(
     monkeypatch.setattr(lifecycle, "Checkpoints", lambda run: checkpoints)
     monkeypatch.setattr(Checkpoints, "save", lambda self, timer, wait: None)
     monkeypatch.setattr(lifecycle, "record_end", lambda *arguments: None)
-    monkeypatch.setattr(lifecycle, "say_on_console", lambda run, text: said.append(text))
+    monkeypatch.setattr(lifecycle, "print_on_console", lambda run, text: said.append(text))
 
     def remaining_steps(life: lifecycle.Lifecycle) -> Iterator[int]:
         raise StopRequested("SIGTERM")

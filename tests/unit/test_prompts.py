@@ -272,7 +272,7 @@ def test_missing_column(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, colu
         ({"prompt": [{"role": "user", "content": None}]}, "expected a role and a text content"),
         ({"prompt": [{"role": None, "content": "1"}]}, "expected a role and a text content"),
         ({"prompt": [{"role": "system", "content": "1"}]}, "refuses the prompt (no system messages here)"),
-        ({"data_source": None}, "'data_source' is None, expected a string"),
+        ({"data_source": None}, "'data_source' is null, expected a string"),
         ({"reward_model": None}, "'reward_model' has no field 'ground_truth'"),
     ],
 )

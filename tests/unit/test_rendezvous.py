@@ -83,11 +83,11 @@ sys.exit(code)"""
 
 
 def test_the_soft_limit_on_open_files_is_raised() -> None:
-    done = with_limits(100, 3000, world=512, rank=0)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3000\n", "")
+    done = with_limits(100, 4000, world=512, rank=0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4000\n", "")
 
 
-@pytest.mark.parametrize(("rank", "least"), [(0, 2298), (8, 1274)])
+@pytest.mark.parametrize(("rank", "least"), [(0, 3322), (8, 2298)])
 def test_too_low_a_limit_on_open_files_is_one_line(rank: int, least: int) -> None:
     done = with_limits(100, least - 1, world=512, rank=rank)
     message = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_mc.models.attention import PackedRotaryEmbedding, PackedSequences, pack
+from rlhf_mc.models.layers import PackedRotaryEmbedding, PackedSequences, pack
 from rlhf_mc.models.megatron_patches import megatron_calls
 
 

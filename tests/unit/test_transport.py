@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import EMPTY, whole_layout
 from rlhf_mc.reshard.plan import make_plan
 from rlhf_mc.reshard.shared_memory import SharedMemory, host_transport
-from rlhf_mc.reshard.transport import Local, PointToPoint
+from rlhf_mc.reshard.transport import PointToPoint
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def test_without_memfd_messages_are_point_to_point(world: dist.ProcessGroup) -> 
         assert isinstance(host_transport(8, world), PointToPoint)
 
 
-def test_local_transport_rejects_a_plan_with_messages() -> None:
+def test_without_a_transport_a_plan_with_messages_is_rejected() -> None:
     tensor = whole_layout({"w": (4, 2)})
     plan = make_plan([tensor, EMPTY], [EMPTY, tensor], 4, 1000)
     with pytest.raises(AssertionError, match="rank 1's plan has messages"):
-        Local().buffers(plan.for_rank(1), torch.float32)
+        execute(plan.for_rank(1), {}, {"w": torch.zeros(4, 2)}, transport=None)

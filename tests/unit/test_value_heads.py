@@ -52,8 +52,8 @@ def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]
 
 def test_classifier_of_one_label_is_a_reward_model(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory))
-    found = reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
-    assert found.shape.value_head
+    reader = reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
+    assert reader.directory == directory and "score.weight" in reader.names
     (directory / "tokenizer.json").unlink()  # then there is no tokenizer to compare
     reward_model_checkpoint(config(directory), "reward_model", tokenizer, None)
     edit_tensors(directory, lambda t: t.update({"score.bias": torch.zeros(1)}))
@@ -114,7 +114,7 @@ def test_reward_model_with_its_own_tokenizer(
     cfg = config(directory, longest=129)  # the actor's tokens do not count
     cfg.reward_model.tokenizer_path = str(directory)
     own = ConversationTokenizer("reward_model", str(directory), None)
-    assert reward_model_checkpoint(cfg, "reward_model", actor, own).shape.value_head
+    assert reward_model_checkpoint(cfg, "reward_model", actor, own).directory == directory
     with pytest.raises(UserError, match=f"set reward_model.tokenizer_path to {directory}"):
         reward_model_checkpoint(config(directory), "reward_model", actor, None)
     own.tokenizer.add_tokens([f"<new{i}>" for i in range(10)])

@@ -12,7 +12,6 @@ from rlhf_mc.reshard import verify as verify_module
 from rlhf_mc.reshard.execute import aliased_views, execute
 from rlhf_mc.reshard.layout import Layout, Shard, whole_layout
 from rlhf_mc.reshard.plan import make_plan
-from rlhf_mc.reshard.transport import Local
 from rlhf_mc.reshard.verify import CHUNK_BYTES, checksum, verify
 
 EXPERTS = Layout({"all": (2, 3, 4)}, tuple(Shard(f"e{i}", ((0, 3), (0, 4)), "all", (i, 0, 0)) for i in (0, 1)))
@@ -83,7 +82,7 @@ def test_stacked_experts_are_filled_and_verified() -> None:
     tensors = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
     plan = make_plan([SEPARATE], [EXPERTS], 4, 1000, share=True).for_rank(0)
     stacked = {"all": torch.zeros(2, 3, 4)}
-    execute(plan, tensors, stacked, Local())
+    execute(plan, tensors, stacked, transport=None)
     assert torch.equal(stacked["all"], torch.stack(list(tensors.values())))
     verify(plan, tensors, stacked, None)
     stacked["all"][1, 2, 0] = 7.0
@@ -91,7 +90,7 @@ def test_stacked_experts_are_filled_and_verified() -> None:
         verify(plan, tensors, stacked, None)
     back = make_plan([EXPERTS], [SEPARATE], 4, 1000).for_rank(0)
     separate = {"e0": torch.zeros(3, 4), "e1": torch.zeros(3, 4)}
-    execute(back, stacked, separate, Local())
+    execute(back, stacked, separate, transport=None)
     assert torch.equal(torch.stack(list(separate.values())), stacked["all"])
 
 
@@ -99,9 +98,9 @@ def test_lost_aliasing_is_detected() -> None:
     plan = make_plan([SEPARATE], [SEPARATE], 4, 1000, share=True).for_rank(0)
     tensors = {"e0": torch.randn(3, 4), "e1": torch.randn(3, 4)}
     views = aliased_views(plan, tensors)
-    execute(plan, tensors, views, Local())
+    execute(plan, tensors, views, transport=None)
     verify(plan, tensors, views, None)
     with pytest.raises(AssertionError, match="e1 does not alias its source"):
-        execute(plan, tensors, views | {"e1": tensors["e1"].clone()}, Local())
+        execute(plan, tensors, views | {"e1": tensors["e1"].clone()}, transport=None)
     with pytest.raises(UserError, match="e1 on rank 0 does not alias its source"):
         verify(plan, tensors, views | {"e1": tensors["e1"].clone()}, None)

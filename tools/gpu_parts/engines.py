@@ -20,7 +20,7 @@ from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, Megatr
 from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep, engine_layouts
-from rlhf_mc.models.heads import log_prob_head
+from rlhf_mc.models.heads import Head, log_prob_head
 from rlhf_mc.reshard.execute import execute
 from rlhf_mc.reshard.layout import hf_layout
 from rlhf_mc.reshard.placement import chunk_prefix
@@ -29,7 +29,7 @@ from rlhf_mc.reshard.transport import PointToPoint
 from rlhf_mc.topology.consensus import gather_objects
 from rlhf_mc.topology.groups import ProcessGroups, build_groups
 from rlhf_mc.topology.mesh import Mesh
-from rlhf_mc.trainer.log_probs import score_tokens
+from rlhf_mc.trainer import token_budget
 from rlhf_mc.trainer.update import ActorTerms, actor_objective, critic_objective
 
 TEMPERATURE = 0.7
@@ -188,6 +188,12 @@ def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> li
     """Return the micro-batches of this rank's replica."""
     mesh = engine.groups.mesh
     return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
+
+
+def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
+    """Return the head's number for every response token of the batch, as a step computes it: [R] float32, on every
+    rank. Every rank must call it."""
+    return engine.score(batch, token_budget.my_micro_batches(engine, batch, budget), head)
 
 
 def token_batch(vocab: int, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5) -> RaggedBatch:

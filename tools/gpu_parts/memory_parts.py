@@ -139,7 +139,7 @@ def out_of_memory(report: Report, sizes: Sizes) -> None:
         with measure.limited_memory(5 << 28) if is_last else contextlib.nullcontext():
             step = train_step(engine, batch, loss, token_budget, 1)
         kept = (torch.cuda.memory_allocated() if platform.use_cuda() else 0) - in_use
-        report.check(token_budget.of_update(1) == longest, f"the budget of the repeated update is {token_budget}")
+        report.check(token_budget.update_limit(1) == longest, f"the budget of the repeated update is {token_budget}")
         report.check(not step.skipped, "the repeated update was skipped")
         report.check(kept < 1 << 20, f"{kept} bytes of the first try are still in use")
     report.record(kept_bytes=kept)

@@ -21,6 +21,7 @@ from gpu_parts.engines import (
     mesh_groups,
     my_micro_batches,
     objective,
+    score_tokens,
     shared_directory,
     token_batch,
 )
@@ -35,7 +36,6 @@ from rlhf_mc.models.gpt_model import uses_transformer_engine
 from rlhf_mc.models.heads import log_prob_head
 from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.topology.groups import ProcessGroups
-from rlhf_mc.trainer.log_probs import score_tokens
 
 BOUNDS = {"log_prob": 1e-4, "gradient": 1e-3}
 """Largest errors in float32: of a log-prob in nats, and of a gradient relative to its norm. tests/dist bounds the same

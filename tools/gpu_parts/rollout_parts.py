@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from gpu_parts import measure
-from gpu_parts.engines import shared_directory
+from gpu_parts.engines import score_tokens, shared_directory
 from gpu_parts.report import Report
 from gpu_parts.sizes import Sizes
 from gpu_parts.tiny import REWARD, make_checkpoint, make_prompts
@@ -31,7 +31,6 @@ from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.setup.build import build_run
 from rlhf_mc.topology.consensus import on_rank_0
 from rlhf_mc.trainer import generate, log_probs, loop, step_state
-from rlhf_mc.trainer.log_probs import score_tokens
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState

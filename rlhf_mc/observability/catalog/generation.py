@@ -193,6 +193,6 @@ AGREEMENT = Section(
             "all of them where the layouts agree",
         ),
     ],
-    "vLLM sampled the tokens; Megatron computes their log-probs again. Both use the same weights and temperature.\n"
+    "vLLM sampled the tokens; Megatron-Core computes their log-probs again, with the same weights and temperature.\n"
     "With `algorithm.rollout_correction.bypass_mode` they are not compared, and the rows of both are missing.",
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from rlhf_mc.observability.catalog.metric import Metric, Section
 
 _SUM = "sum over the step, rank 0"
+_PHASES = """\
+Each phase is a part of one line of the training loop ([architecture.md](architecture.md#phases)). `timing_s/testing` is
+the time of validation, under verl's name."""
 
 TIME = Section(
     "Time",
     [
+        Metric("timing_s/update_weights", "the weight update: from Megatron-Core's parameters to vLLM's", "s", _SUM),
         Metric("timing_s/gen", "generation, of all batches that the step draws", "s", _SUM),
-        Metric("timing_s/update_weights", "moving the weights from Megatron to vLLM", "s", _SUM),
         Metric(
             "timing_s/reward",
             "sending responses to the reward workers and waiting for their scores",
@@ -58,12 +61,19 @@ TIME = Section(
         ),
         Metric(
             "timing_s/write_profile",
-            "writing the profile, in a step of `profile.steps` ([profiling.md](profiling.md))",
+            "writing the profile, in a step of `profile.steps` ([watching.md](watching.md#profiles-of-single-steps))",
             "s",
             _SUM,
         ),
-        Metric("timing_s/step", "the whole step", "s", "rank 0"),
+        Metric(
+            "timing_s/step",
+            "the phases of training, from the weight update to the actor's update; validation, saving, export and "
+            "profile come after it",
+            "s",
+            "rank 0",
+        ),
     ],
+    _PHASES,
 )
 
 _MFU = """\

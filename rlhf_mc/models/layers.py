@@ -1,6 +1,7 @@
-"""Attention and rotary positions over packed sequences where Transformer Engine does not attend: one
-scaled_dot_product_attention per run of equally long sequences, so that no padded token is computed. Also attention with
-more tensor-parallel ranks than KV heads, for all layers.
+"""Layers for Megatron-Core's layer specification. Where Transformer Engine does not attend: attention and rotary
+positions over packed sequences, with one scaled_dot_product_attention per run of equally long sequences, so that no
+padded token is computed. For local layers: norms, since Megatron-Core's own norm for them supports neither sequence
+parallelism nor zero-centred weights. For all layers: attention with more tensor-parallel ranks than KV heads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from megatron.core.transformer.attention import SelfAttention
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_mc import platform
-from rlhf_mc.models.cpu_operations import rotary_table
+from rlhf_mc.models.cpu_operations import rms_norm, rotary_table
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron-Core's description of packed sequences, extended for PackedAttention.
 
-    Each model sets qkv_format to that of its attention. With "thd" Transformer Engine attends within the sequences.
+    Each model sets qkv_format as its attention needs it. With "thd" Transformer Engine attends within the sequences.
     With "packed", which Megatron-Core does not know, it passes q, k and v through as [T, 1, heads, head_dim], and
     applies the rotary angles of all tokens in one operation (its unfused "thd" rotary splits and joins the sequences in
     every layer)."""
@@ -125,8 +126,8 @@ class ReplicatedKVAttention(SelfAttention):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim]; for "thd" those of the longest sequence.
-    On a CPU the table of `cpu_operations.rotate` in place of the angles: one for all layers.
+    """Rotary angles of the tokens of packed sequences: [T, 1, 1, head_dim]; for "thd" the angles of the longest
+    sequence. On a CPU the table of `cpu_operations.rotate` in place of the angles: one for all layers.
 
     Megatron-Core calls get_rotary_seq_len, and then forward with its result. Here this result is the description of the
     packed sequences, and not a length. The original's forward caches the angles of the last 32 lengths: of 32k tokens,
@@ -145,3 +146,40 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         if not platform.use_cuda():
             return rotary_table(angles)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """x / rms(x) * weight. With sequence parallelism each rank normalises its part of the tokens; the weight is marked,
+    so that Megatron-Core sums its gradient over the tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self._eps = eps
+        _mark_sequence_parallel(self.weight, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised x, of the same shape [..., hidden] and type."""
+        if platform.use_cuda() or not x.dtype == self.weight.dtype == torch.float32:
+            return super().forward(x)
+        return rms_norm(x, self.weight, self._eps)
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """x / rms(x) * (1 + weight), in float32: gemma's norm. Megatron-Core has it only in Transformer Engine's layers:
+    its norm for local layers rejects layernorm_zero_centered_gamma."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+        _mark_sequence_parallel(self.weight, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised x, of the same shape [..., hidden] and type."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).type_as(x)
+
+
+def _mark_sequence_parallel(weight: torch.Tensor, config: Any) -> None:
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,0 +1,90 @@
+"""Names and figures on the pages that the code knows: the pages give what the program does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+
+import pytest
+from documents import ROOT
+
+from rlhf_mc.config.health_schema import HealthConfig
+from rlhf_mc.observability.catalog import undeclared
+from rlhf_mc.observability.step_table import COLUMNS
+from rlhf_mc.planner.__main__ import main as planner
+from rlhf_mc.topology.groups import _group_ranks
+from rlhf_mc.topology.mesh import Mesh
+from rlhf_mc.topology.open_files import needed
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def section(name: str, title: str) -> str:
+    """Return the text below a heading of a page, up to the next heading."""
+    return page(name).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of the rows of the tables in a text, without their headers."""
+    lines = [re.split(r"(?<!\\)\|", line[1:-1]) for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line] for line in lines[1:]]
+
+
+def test_the_phases_of_the_architecture_page_are_the_lines_of_the_loop() -> None:
+    tree = ast.parse((ROOT / "rlhf_mc" / "trainer" / "loop.py").read_text())
+    (step,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "one_step")
+    (timed,) = (node for node in step.body if isinstance(node, ast.With))
+    called = [ast.unparse(statement.value.func) for statement in timed.body]
+    table = rows(section("architecture", "Phases"))
+    assert [name.strip("`") for name, *_ in table] == called
+    for _, file, _, times, _ in table:
+        assert (ROOT / "rlhf_mc" / "trainer" / file.strip("`")).is_file()
+        assert undeclared(f"timing_s/{name}" for name in re.findall(r"`(\w+)`", times)) == []
+
+
+def test_the_columns_of_the_console_are_explained() -> None:
+    table = {name.strip("`"): text for name, text in rows(section("watching", "The table of steps"))}
+    assert list(table) == [column.title for column in COLUMNS]
+    for column in COLUMNS:
+        assert [key for key in column.keys if f"`{key}`" not in table[column.title]] == []
+
+
+def test_thresholds_of_the_debugging_page_are_those_of_the_health_rules() -> None:
+    assert f"| `response_length/clip_ratio` above {HealthConfig().truncated_max} |" in page("debugging")
+
+
+def my_groups(mesh: Mesh) -> set[tuple[int, ...]]:
+    """Return the training groups of rank 0 but the world's."""
+    groups = {tuple(ranks) for lists in _group_ranks(mesh).values() for ranks in lists if 0 in ranks}
+    return groups - {tuple(range(mesh.world))}
+
+
+@pytest.mark.parametrize(
+    ("column", "mesh", "rollout_tp"), [(2, Mesh(4, 2, 2), 2), (3, Mesh(64, 8, 4), 8), (4, Mesh(512, 8, 4), 8)], ids=str
+)
+def test_open_files_of_rank_0(column: int, mesh: Mesh, rollout_tp: int) -> None:
+    world = mesh.world
+    files = [world + 3, world + 3, sum(len(ranks) + 3 for ranks in my_groups(mesh)), rollout_tp + 27, world, world]
+    expected = [*files, sum(files), needed(world, 0), needed(world, 1)]
+    assert [int(row[column]) for row in rows(section("cluster", "Open files"))] == expected
+
+
+@pytest.mark.parametrize("world", [8, 64, 512])
+def test_the_training_groups_of_a_layout_have_less_than_twice_the_members_of_the_world(world: int) -> None:
+    """Check what topology/open_files.py relies on, for all layouts in powers of two."""
+    sizes = [2**power for power in range(world.bit_length())]
+    layouts = [(tp, pp, ep) for tp in sizes for pp in sizes for ep in sizes if tp * pp * ep <= world]
+    members = {layout: sum(map(len, my_groups(Mesh(world, *layout)))) for layout in layouts}
+    assert max(members.values()) < 2 * world
+
+
+def test_the_plan_of_the_cluster_page_is_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    block = page("cluster").partition("$ launch/tool.sh -m rlhf_mc.planner ")[2].partition("```")[0]
+    command, _, output = block.partition("\n")
+    arguments = [word for word in shlex.split(command) if not word.startswith("model.path=")]
+    assert planner([*arguments, "--model", "llama-3-70b"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in output.splitlines() if line.strip() != "..." and line not in printed] == []
