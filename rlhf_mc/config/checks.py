@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rlhf_mc.config import algorithm_checks
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import check_values
-from rlhf_mc.config.health_schema import rolls_back
+from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import PASSES, absent_roles, uses_critic, uses_reference
@@ -269,18 +269,21 @@ def _health(cfg: Config) -> Iterator[str]:
             f"health.ppo_kl_max is {health.ppo_kl_max:g}, above health.ppo_kl_explosion, which is"
             f" {health.ppo_kl_explosion:g}"
         )
+    for rule in itertools.chain.from_iterable(getattr(health, response) for response in RESPONSES):
+        listed = listed_responses(health, rule)
+        if len(listed) > 1:
+            places = [f"health.{'kl_coef' if response == 'fixed_kl_coef' else response}" for response in listed]
+            yield f"{' and '.join(places)} are both responses to {rule}; a rule has one"
     if rolls_back(health) and cfg.trainer.save_freq == -1:
-        rule = next(name for name, value in vars(health.responses).items() if value == "roll_back")
         yield (
-            f"health.responses.{rule} is roll_back; that needs checkpoints: trainer.save_freq of at least 1"
+            f"health.roll_back has {health.roll_back[0]}; that needs checkpoints: trainer.save_freq of at least 1"
             f" (now {cfg.trainer.save_freq})"
         )
-    if health.enable and health.responses.kl_explosion == "fixed_kl_coef":
-        needs = "health.responses.kl_explosion is fixed_kl_coef; that needs"
-        if health.kl_coef is None:
-            yield f"{needs} a coefficient: health.kl_coef"
-        if not uses_reference(cfg):
-            yield f"{needs} a KL term: algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+    if health.enable and health.kl_coef is not None and not uses_reference(cfg):
+        yield (
+            f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward or"
+            " actor.use_kl_loss: true"
+        )
     if health.out_of_memory == "halve_tokens":
         yield from _halving(cfg)
 

@@ -34,8 +34,7 @@ class OptimConfig:
 
 @dataclass
 class FrozenMegatronConfig:
-    """Parallel layout, precision and offload of a model that is never trained. The data-parallel size is world size /
-    (TP x PP)."""
+    """Parallel layout, precision and offload of a model that is never trained."""
 
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each layer. It may exceed the number of KV heads (docs/reshard.md)."""
@@ -68,8 +67,7 @@ class FrozenMegatronConfig:
 
 @dataclass
 class MegatronConfig(FrozenMegatronConfig):
-    """Parallel layout, precision and offload of a model that is trained: beside the settings of a frozen model, those
-    of the update."""
+    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x PP)."""
 
     recompute_granularity: Literal["selective", "full"] | None = None
     """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention (on a

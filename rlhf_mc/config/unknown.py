@@ -39,19 +39,23 @@ REMOVED: dict[str, str] = {
         "use algorithm.custom_estimator.needs, a list of critic, group and greedy_baseline"
     ),
     "reward.on_error": "use reward.default_score: null ends the run, a number is the score",
+    "health.responses health.responses.*": (
+        "list the rule in health.disable, health.note, health.warn, health.stop or health.roll_back; for fixed_kl_coef"
+        " give health.kl_coef"
+    ),
     "health.ppo_kl_min": "it is a third of health.ppo_kl_max: leave it out",
     "health.grad_norm_min": "it is a quarter of health.grad_norm_max: leave it out",
     "health.entropy_collapse": "it is a tenth of health.entropy_min: leave it out",
     "health.reward_window": "it is 5 times health.window: leave it out",
-    "health.grad_norm_growth": "it is 10; health.responses.grad_norm_growing may be off",
-    "health.entropy_drop": "it is 0.5; health.responses.entropy_falling may be off",
-    "health.vf_clipfrac_max": "it is 0.05; health.responses.vf_clipfrac_high may be off",
-    "health.explained_variance_min": "it is 0; health.responses.explained_variance_low may be off",
-    "health.saturated_share": "it is 0.99; health.responses.reward_saturated may be off",
-    "health.equal_groups_max": "it is 0.9; health.responses.equal_groups may be off",
-    "health.throughput_min": "it is 0.5; health.responses.throughput_falling may be off",
-    "health.idle_share_max": "it is 0.1; health.responses.replicas_unbalanced may be off",
-    "health.memory_max": "it is 0.95; health.responses.memory_near_limit may be off",
+    "health.grad_norm_growth": "it is 10; health.disable may list grad_norm_growing",
+    "health.entropy_drop": "it is 0.5; health.disable may list entropy_falling",
+    "health.vf_clipfrac_max": "it is 0.05; health.disable may list vf_clipfrac_high",
+    "health.explained_variance_min": "it is 0; health.disable may list explained_variance_low",
+    "health.saturated_share": "it is 0.99; health.disable may list reward_saturated",
+    "health.equal_groups_max": "it is 0.9; health.disable may list equal_groups",
+    "health.throughput_min": "it is 0.5; health.disable may list throughput_falling",
+    "health.idle_share_max": "it is 0.1; health.disable may list replicas_unbalanced",
+    "health.memory_max": "it is 0.95; health.disable may list memory_near_limit",
 }
 """Settings of earlier versions, by patterns as in verl/keys.py, and what stands for each."""
 

@@ -76,7 +76,7 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             "health.patience=1",
             "health.window=4",
             "health.entropy_min=3",
-            "health.responses.policy_collapsed=warn",
+            "health.warn=[policy_collapsed]",
             "trainer.max_rollout_logprob_diff=1e-9",
         ],
         change="checked",
@@ -162,7 +162,7 @@ def test_stop_saves_and_ends_every_rank_without_an_export(pool: Any, config: Pat
         f"trainer.default_local_dir={tmp_path}",
         "trainer.total_training_steps=6",
         "actor.optim.lr=0.05",
-        "health.responses.kl_explosion=stop",
+        "health.stop=[kl_explosion]",
     ]
     for step in (1, 2):
         ranks = pool(2).run(health_cases.train, config_path=str(config), overrides=overrides)
@@ -189,7 +189,7 @@ def test_resumed_run_has_the_events_of_an_uninterrupted_one(pool: Any, config: P
             "actor.optim.lr=0.02",
             "health.patience=4",
             "health.window=2",
-            "health.responses.throughput_falling=off",
+            "health.disable=[throughput_falling]",
             *more,
         ]
         (found,) = pool(1).run(health_cases.train, config_path=str(config), overrides=overrides)

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from config_files import MINIMAL, error_of, load
 
 from rlhf_mc.config import unknown
-from rlhf_mc.config.load import dotted_keys
+from rlhf_mc.config.load import dotted_keys, flatten_settings, nest_settings
+from rlhf_mc.run_files import differences
 from rlhf_mc.verl import keys
+from rlhf_mc.verl.keys import split_patterns
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,21 @@ def test_keys_that_are_named_in_answers_exist() -> None:
     for answer in answers:
         for word in re.findall(r"\b[a-z_]+(?:\.(?!json)[a-z_]+)+\b", answer):
             assert any(key == word or key.endswith(f".{word}") for key in known), answer
+
+
+@pytest.mark.parametrize("patterns", unknown.REMOVED)
+def test_removed_setting_is_refused_by_name_in_a_stored_config(config_file: Path, patterns: str) -> None:
+    """Load a config as an earlier version has stored it, with the first key of each pattern."""
+    key = next(split_patterns(patterns)).replace(".*", ".truncated").replace("*", "actor.ppo_", 1)
+    tree = nest_settings({**dict(flatten_settings(yaml.safe_load(MINIMAL))), key: None})
+    config_file.write_text(yaml.safe_dump(tree))
+    assert f"unknown key {key!r}; {unknown.REMOVED[patterns]}" in error_of(config_file)
+
+
+def test_removed_settings_do_not_count_as_changed() -> None:
+    """Compare the settings of a checkpoint with those of the run that resumes from it."""
+    stored = {"critic": {"shuffle": True, "ppo_epochs": 1}, "ref": {"megatron": {"grad_offload": False}}}
+    assert differences(stored, {"critic": {"ppo_epochs": 2}}) == {"critic.ppo_epochs": [1, 2]}
 
 
 def test_removed_settings_are_no_settings() -> None:
