@@ -102,7 +102,7 @@ class CustomEstimatorConfig:
     """Python file with a function estimate(inputs) that takes EstimatorInputs and returns Estimate, both of
     rlhf_mc.algorithms.estimators (docs/extending.md); null: none."""
     needs: list[Literal["critic", "group", "greedy_baseline"]] = field(default_factory=list)
-    """What the function reads beside token rewards. critic: inputs.values; the run has a critic, which learns
+    """Inputs that the function reads beside token rewards. critic: inputs.values; the run has a critic, which learns
     Estimate.returns. group: inputs.group, to compare the responses of a prompt; rollout.n must be at least 2.
     greedy_baseline: inputs.greedy_scores; the run generates one more response per prompt, at temperature 0."""
 

@@ -372,7 +372,8 @@ def test_micro_batches_are_by_the_switch_of_their_pass() -> None:
     """Convert numbers of sequences of 8 + 2 tokens where the pass is not by token budget."""
     lengths: dict[str, Any] = {"data__max_prompt_length": 8, "data__max_response_length": 2}
     for role, ours in (("rollout", "rollout.log_prob_"), ("ref", "ref.log_prob_"), ("critic", "critic.ppo_")):
-        size, budget = f"{ours}micro_batch_size_per_gpu", f"{ours}max_token_len_per_gpu"
+        size = f"{ours}micro_batch_size_per_gpu"
+        budget = f"{ours}max_token_len_per_gpu"
         switch = f"{role}__{'' if role == 'critic' else 'log_prob_'}use_dynamic_bsz"
         for switches, by_number in (({}, True), ({"actor__use_dynamic_bsz": True}, False),
                                     ({"actor__use_dynamic_bsz": True, switch: False}, True),
