@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+from collections.abc import Callable
 
 import pytest
 from documents import ROOT
 
 from rlhf_mc.config.health_schema import HealthConfig
+from rlhf_mc.config.load import load_config
+from rlhf_mc.config.schema import get_setting
 from rlhf_mc.observability.catalog import undeclared
 from rlhf_mc.observability.step_table import COLUMNS
 from rlhf_mc.planner.__main__ import main as planner
@@ -41,7 +45,7 @@ def test_the_phases_of_the_architecture_page_are_the_lines_of_the_loop() -> None
     table = rows(section("architecture", "Phases"))
     assert [name.strip("`") for name, *_ in table] == called
     for _, file, _, times, _ in table:
-        assert (ROOT / "rlhf_mc" / "trainer" / file.strip("`")).is_file()
+        assert (ROOT / "rlhf_mc" / file.strip("`")).is_file()
         assert undeclared(f"timing_s/{name}" for name in re.findall(r"`(\w+)`", times)) == []
 
 
@@ -88,3 +92,56 @@ def test_the_plan_of_the_cluster_page_is_the_planners(capsys: pytest.CaptureFixt
     assert planner([*arguments, "--model", "llama-3-70b"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in output.splitlines() if line.strip() != "..." and line not in printed] == []
+
+
+AS_SHIPPED = "as the config has it"
+LAYOUT_KEYS = (
+    "actor.megatron.tensor_model_parallel_size",
+    "actor.megatron.pipeline_model_parallel_size",
+    "actor.megatron.virtual_pipeline_model_parallel_size",
+    "actor.megatron.expert_model_parallel_size",
+    "rollout.tensor_model_parallel_size",
+    "actor.ppo_max_token_len_per_gpu",
+)
+
+
+def layout_rows() -> list[tuple[list[str], list[str]]]:
+    """Return the planner's arguments and the cells of each row of the page of layouts. A row of a config as it is has
+    the arguments of the search above it."""
+    table = []
+    arguments: list[str] = []
+    for name, nodes, *cells in rows(section("layouts", "The planner's answers")):
+        if name != AS_SHIPPED:
+            config, model = name.split(", ")
+            size = ["--gpus-per-node", "1"] if nodes == "1 GPU" else ["--nodes", nodes]
+            arguments = [str(ROOT / "configs" / f"{config.strip('`')}.yaml"), "--model", model, *size]
+        table.append((arguments if name == AS_SHIPPED else [*arguments, "--search", "--top", "1"], cells))
+    return table
+
+
+def cells_of(setting: Callable[[str], object], seconds: float, spare: float) -> list[str]:
+    """Return the cells of a row but the offload's."""
+    tp, pp, chunks, ep, rollout_tp, tokens = map(setting, LAYOUT_KEYS)
+    stages = f"{pp} ({chunks})" if chunks not in (None, 1) else str(pp)
+    return [str(tp), stages, str(ep), str(rollout_tp), str(tokens), f"{seconds:.1f} s", f"{spare / 1e9:.1f}"]
+
+
+@pytest.mark.parametrize(("arguments", "cells"), [row for row in layout_rows() if "--search" not in row[0]])
+def test_layouts_of_the_configs(arguments: list[str], cells: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert planner([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    cfg = load_config(arguments[0], [])
+    found = cells_of(lambda key: get_setting(cfg, key), plan["times"]["step_seconds"], plan["spare_bytes"])
+    assert [*cells[:5], *cells[6:]] == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "cells"), [row for row in layout_rows() if "qwen2.5-0.5b" in row[0]])
+def test_layouts_that_the_search_finds(
+    arguments: list[str], cells: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planner([*arguments, "--json"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)
+    settings = choice["settings"]
+    found = cells_of(settings.get, choice["times"]["step_seconds"], choice["spare_bytes"])
+    assert [*cells[:5], *cells[6:]] == found
