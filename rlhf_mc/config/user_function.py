@@ -38,7 +38,7 @@ def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
     attribute = getattr(module, name, None)
     if attribute is None:
-        raise UserError(f"{where}: has no {name!r}{hint}")
+        raise UserError(f"{where}: has no function {name!r}{hint}")
     return attribute
 
 

@@ -34,7 +34,7 @@ def test_engine_is_chosen_by_name(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("import nothing_of_this_name", r"importing it raised ModuleNotFoundError"),
-        ("", r"own.py: has no 'Engine'$"),
+        ("", r"own.py: has no function 'Engine'$"),
         ("class Engine:\n    def __init__(self): raise KeyError('a')", r"Engine\(\) raised KeyError: 'a' \(own.py:2\)"),
         (
             "class Engine: title = 'own'",
