@@ -85,7 +85,7 @@ class EnginesAlone:
         self.micro_batches = {}
         for phase, engine in models.items():
             if engine is not None:
-                plan = my_micro_batches(engine, batch, run.limits[phase])
+                plan = my_micro_batches(engine, batch, run.token_budgets[phase])
                 self.micro_batches[phase] = [[pack_micro_batch(batch, group) for group in plan]]
         for phase, engine, part in (("update_critic", run.critic, cfg.critic), ("update_actor", run.actor, cfg.actor)):
             if engine is None:
@@ -97,7 +97,7 @@ class EnginesAlone:
             )
             minis = [batch.select(indices) for indices in order]
             self.micro_batches[phase] = [
-                [pack_micro_batch(mini, group) for group in my_micro_batches(engine, mini, run.limits[phase])]
+                [pack_micro_batch(mini, group) for group in my_micro_batches(engine, mini, run.token_budgets[phase])]
                 for mini in minis
             ]
 

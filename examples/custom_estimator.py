@@ -5,7 +5,7 @@ python examples/custom_estimator.py [section.key=value ...]          (one proces
 
 A run of the command line takes this file as well:
 python -m rlhf_mc configs/quickstart_grpo.yaml algorithm.adv_estimator=custom \
-    algorithm.custom_estimator.path=examples/custom_estimator.py algorithm.custom_estimator.needs_group=true
+    algorithm.custom_estimator.path=examples/custom_estimator.py algorithm.custom_estimator.needs=[group]
 """
 
 import os
@@ -35,7 +35,7 @@ def main() -> None:
     overrides = [
         "algorithm.adv_estimator=custom",
         f"algorithm.custom_estimator.path={__file__}",
-        "algorithm.custom_estimator.needs_group=true",  # it compares responses; no critic, no greedy baseline
+        "algorithm.custom_estimator.needs=[group]",  # it compares responses; no critic, no greedy baseline
         "trainer.default_local_dir=runs/custom_estimator",
         "trainer.logger=[jsonl]",
     ]

@@ -40,7 +40,7 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 
 
 class Engine:
-    """The engine before it is built: the value of rollout.custom_engine.name."""
+    """The engine before it is built: rollout.custom_engine.path names this file."""
 
     title = "transformers"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import rlhf_mc
+from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.printing import commented_yaml
@@ -71,12 +72,14 @@ class CommandLine:
     """The text to print instead of training."""
 
     def text(self) -> str:
-        """Return the text of an option other than --check. Raise UserError if the config cannot be loaded."""
+        """Return the text of an option other than --check. Raise UserError if the config cannot be loaded, or if no run
+        can have its settings."""
         if self.option == "--help":
             return HELP
         if self.option == "--version":
             return f"rlhf_mc {rlhf_mc.__version__}"
         config = load_config(self.config, self.overrides)
+        check_config(config, None)
         files = [self.config] if self.config is not None else []
         command = " ".join(shlex.join(command_without_secrets([*files, *self.overrides])).splitlines())
         settings = commented_yaml(config, recorded(config)).rstrip("\n")

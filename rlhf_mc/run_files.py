@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mc import durable, json_files
+from rlhf_mc.config.unknown import is_removed
 
 METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"
@@ -98,6 +99,8 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def differences(before: Any, after: Any) -> dict[str, list[Any]]:
-    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks."""
+    """Return {section.key: [value before, value after]} of two resolved configs; null for a key that one lacks.
+    Settings that only earlier versions have are left out."""
     old, new = (dict(flattened(settings)) if isinstance(settings, Mapping) else {} for settings in (before, after))
-    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
+    keys = [key for key in {**old, **new} if not is_removed(key)]
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}

@@ -7,9 +7,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 
-from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES, Needs
+from rlhf_mc.config.algorithm_schema import SEQUENCE_LOSSES
 from rlhf_mc.config.masking import HIDDEN, masked
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import estimator_needs, prompts_per_batch, uses_critic
@@ -34,17 +33,10 @@ def _estimator(cfg: Config) -> Iterator[str]:
     if (name == "custom") != (custom.path is not None):
         path = yaml_text(custom.path)
         yield f"{key} and algorithm.custom_estimator.path is {path}; set both (custom, and a path) or neither"
-    given = [f"needs_{need.name}" for need in fields(Needs) if getattr(custom, f"needs_{need.name}")]
-    if name != "custom" and given:
-        yield f"algorithm.custom_estimator.{', '.join(given)} is true and {key}; it is for adv_estimator custom"
+    if name != "custom" and custom.needs:
+        yield f"algorithm.custom_estimator.needs is {custom.needs} and {key}; it is for adv_estimator custom"
     if needs.group and cfg.rollout.n < 2:
         yield f"{key}, which compares the responses of a prompt; rollout.n is {cfg.rollout.n}; it must be at least 2"
-    enable = cfg.critic.enable
-    if enable is not None and enable != needs.critic:
-        yield (
-            f"critic.enable is {str(enable).lower()} and {key}, which needs {'a' if needs.critic else 'no'} critic;"
-            " set critic.enable to null"
-        )
     if needs.critic:
         return
     if cfg.critic.model_path is not None:

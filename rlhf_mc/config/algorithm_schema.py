@@ -99,16 +99,12 @@ class CustomEstimatorConfig:
     """A user-defined advantage estimator, for adv_estimator: custom."""
 
     path: str | None = None
-    """Python file that defines the function; null: none."""
-    name: str = "estimate"
-    """Name of the function: estimate(inputs) takes EstimatorInputs and returns Estimate, both of
-    rlhf_mc.algorithms.estimators (docs/extending.md)."""
-    needs_critic: bool = False
-    """The function reads inputs.values: the run has a critic, which learns Estimate.returns."""
-    needs_group: bool = False
-    """The function compares the responses of a prompt (inputs.group): rollout.n must be at least 2."""
-    needs_greedy_baseline: bool = False
-    """The function reads inputs.greedy_scores: the run generates one more response per prompt, at temperature 0."""
+    """Python file with a function estimate(inputs) that takes EstimatorInputs and returns Estimate, both of
+    rlhf_mc.algorithms.estimators (docs/extending.md); null: none."""
+    needs: list[Literal["critic", "group", "greedy_baseline"]] = field(default_factory=list)
+    """Inputs that the function reads beside token rewards. critic: inputs.values; the run has a critic, which learns
+    Estimate.returns. group: inputs.group, to compare the responses of a prompt; rollout.n must be at least 2.
+    greedy_baseline: inputs.greedy_scores; the run generates one more response per prompt, at temperature 0."""
 
 
 @dataclass
@@ -116,10 +112,8 @@ class CustomLossConfig:
     """A user-defined policy loss, for loss_mode: custom."""
 
     path: str | None = None
-    """Python file that defines the function; null: none."""
-    name: str = "policy_loss"
-    """Name of the function: policy_loss(inputs) takes PolicyLossInputs of rlhf_mc.algorithms.policy_losses and returns
-    a scalar and its statistics (docs/extending.md)."""
+    """Python file with a function policy_loss(inputs) that takes PolicyLossInputs of rlhf_mc.algorithms.policy_losses
+    and returns a scalar and its statistics (docs/extending.md); null: none."""
 
 
 @dataclass

@@ -12,16 +12,12 @@ from collections.abc import Iterator
 from rlhf_mc.config import algorithm_checks
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import check_values
-from rlhf_mc.config.health_schema import rolls_back
-from rlhf_mc.config.model_schema import TRAINING_ONLY
+from rlhf_mc.config.health_schema import RESPONSES, listed_responses, rolls_back
 from rlhf_mc.config.paths import check_written
 from rlhf_mc.config.reward_schema import unnamed
 from rlhf_mc.config.roles import PASSES, absent_roles, uses_critic, uses_reference
 from rlhf_mc.config.schema import (
-    FROZEN_ROLES,
-    ActorConfig,
     Config,
-    CriticConfig,
     MegatronConfig,
     expand_reward_models,
     get_setting,
@@ -31,24 +27,25 @@ from rlhf_mc.config.schema import (
 from rlhf_mc.config.yaml_reader import yaml_text
 
 
-def check_config(cfg: Config, world_size: int) -> None:
-    """Raise UserError with the first problem if the settings do not allow a run on `world_size` processes."""
+def check_config(cfg: Config, world_size: int | None) -> None:
+    """Raise UserError with the first problem if the settings do not allow a run on `world_size` processes; None: on any
+    number of them."""
     check_written(cfg)
     check_values(cfg)
     problems = itertools.chain(
         _optimizers(cfg),
-        _layouts(cfg, world_size),
-        _frozen_roles(cfg),
+        _layouts(cfg),
         _storage(cfg),
         _engine(cfg),
-        _batches(cfg, world_size),
-        _micro_batches(cfg),
+        _batches(cfg),
+        _processes(cfg, world_size) if world_size is not None else (),
+        _token_budgets(cfg),
         algorithm_checks.problems(cfg),
         _data(cfg),
         _validation(cfg),
         _checkpoints(cfg),
         _health(cfg),
-        _profile(cfg, world_size),
+        _profile(cfg),
     )
     for problem in problems:
         raise UserError(problem)
@@ -69,35 +66,59 @@ def _optimizers(cfg: Config) -> Iterator[str]:
             )
 
 
-def _layouts(cfg: Config, world_size: int) -> Iterator[str]:
+def _processes(cfg: Config, world_size: int) -> Iterator[str]:
     works = f"the {world_size} processes of this run; what would: {_divisors(world_size)}"
+    replicas = {}
     for role, megatron in layouts(cfg).items():
-        yield from _layout(f"{role}.megatron", megatron, world_size, works)
-        yield from _virtual_stages(cfg, role, megatron)
+        tp = megatron.tensor_model_parallel_size
+        pp = megatron.pipeline_model_parallel_size
+        ep = megatron.expert_model_parallel_size
+        dp = replicas[role] = world_size // (tp * pp)
+        if world_size % (tp * pp):
+            yield (
+                f"{role}.megatron.tensor_model_parallel_size {tp} x {role}.megatron.pipeline_model_parallel_size {pp} ="
+                f" {tp * pp} does not divide {works}"
+            )
+        if dp % ep:
+            yield (
+                f"{role}.megatron.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of"
+                f" this run; what would: {_divisors(dp)}"
+            )
     rollout_tp = cfg.rollout.tensor_model_parallel_size
     if world_size % rollout_tp:
         yield f"rollout.tensor_model_parallel_size {rollout_tp} does not divide {works}"
+    for role, mini in _mini_batch_sizes(cfg).items():
+        if mini * cfg.rollout.n < replicas[role]:
+            yield (
+                f"{role}.ppo_mini_batch_size {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the"
+                f" {replicas[role]} data-parallel ranks of {role}.megatron, each of which needs one"
+            )
+    for rank in cfg.profile.ranks or ():
+        if rank >= world_size:
+            has = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+            yield f"profile.ranks has {rank}; a run of {world_size} processes has {has}"
 
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _layout(section: str, megatron: MegatronConfig, world_size: int, works: str) -> Iterator[str]:
+def _mini_batch_sizes(cfg: Config) -> dict[str, int]:
+    """Return the prompts per optimizer step of each model that is trained."""
+    actor = cfg.actor.ppo_mini_batch_size
+    own = cfg.critic.ppo_mini_batch_size
+    return {"actor": actor, **({"critic": actor if own is None else own} if uses_critic(cfg) else {})}
+
+
+def _layouts(cfg: Config) -> Iterator[str]:
+    for role, megatron in layouts(cfg).items():
+        yield from _layout(f"{role}.megatron", megatron)
+        yield from _virtual_stages(cfg, role, megatron)
+
+
+def _layout(section: str, megatron: MegatronConfig) -> Iterator[str]:
     tp = megatron.tensor_model_parallel_size
     pp = megatron.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        yield (
-            f"{section}.tensor_model_parallel_size {tp} x {section}.pipeline_model_parallel_size {pp} = {tp * pp}"
-            f" does not divide {works}"
-        )
-    ep = megatron.expert_model_parallel_size
-    dp = world_size // (tp * pp)
-    if dp % ep:
-        yield (
-            f"{section}.expert_model_parallel_size {ep} does not divide the {dp} data-parallel replicas of this run"
-            f"; what would: {_divisors(dp)}"
-        )
     if tp == 1 and megatron.sequence_parallel:
         yield f"{section}.sequence_parallel is true; that needs {section}.tensor_model_parallel_size of at least 2"
     if megatron.fp8 is not None and megatron.dtype != "bfloat16":
@@ -128,18 +149,6 @@ def _virtual_stages(cfg: Config, role: str, megatron: MegatronConfig) -> Iterato
         )
 
 
-def _frozen_roles(cfg: Config) -> Iterator[str]:
-    defaults = MegatronConfig()
-    frozen = [role for role in layouts(cfg) if unnamed(role) in FROZEN_ROLES]
-    for role, name in itertools.product(frozen, TRAINING_ONLY):
-        value = getattr(layouts(cfg)[role], name)
-        if value != getattr(defaults, name):
-            yield (
-                f"{role}.megatron.{name} is {str(value).lower()}; it does nothing for a model that is never trained:"
-                " leave it out"
-            )
-
-
 def _storage(cfg: Config) -> Iterator[str]:
     if cfg.actor.megatron.param_offload and cfg.reshard.share_weights:
         yield (
@@ -167,21 +176,12 @@ def _engine(cfg: Config) -> Iterator[str]:
         )
 
 
-def _batches(cfg: Config, world_size: int) -> Iterator[str]:
+def _batches(cfg: Config) -> Iterator[str]:
     batch = cfg.data.train_batch_size
-    trained: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", cfg.actor)]
-    trained += [("critic", cfg.critic)] if uses_critic(cfg) else []
-    for role, section in trained:
-        key = f"{role}.ppo_mini_batch_size"
-        mini = cfg.actor.ppo_mini_batch_size if section.ppo_mini_batch_size is None else section.ppo_mini_batch_size
-        megatron = section.megatron
-        dp = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+    for role, mini in _mini_batch_sizes(cfg).items():
         if batch % mini:
-            yield f"{key} is {mini}; it must divide data.train_batch_size, {batch}, and be no larger"
-        if mini * cfg.rollout.n < dp:
             yield (
-                f"{key} {mini} x rollout.n {cfg.rollout.n} is fewer sequences than the {dp} data-parallel ranks"
-                f" of {role}.megatron, each of which needs one"
+                f"{role}.ppo_mini_batch_size is {mini}; it must divide data.train_batch_size, {batch}, and be no larger"
             )
     if cfg.rollout.max_num_batched_tokens < cfg.rollout.max_num_seqs:
         yield (
@@ -190,21 +190,13 @@ def _batches(cfg: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _micro_batches(cfg: Config) -> Iterator[str]:
-    if not cfg.actor.use_dynamic_bsz:
-        if cfg.actor.ppo_micro_batch_size_per_gpu is None:
-            yield "actor.use_dynamic_bsz is false; that needs actor.ppo_micro_batch_size_per_gpu, which is null"
-        return
-    passes = list(expand_reward_models(cfg, PASSES.values()))
-    for size in (f"{name}_micro_batch_size_per_gpu" for name in passes):
-        if get_setting(cfg, size) is not None:
-            yield f"{size} is {get_setting(cfg, size)}; that needs actor.use_dynamic_bsz: false"
+def _token_budgets(cfg: Config) -> Iterator[str]:
     prompt = cfg.data.max_prompt_length
     response = cfg.data.max_response_length
     absent = [f"{role}." for role in absent_roles(cfg)]
     # A reward model with a tokenizer of its own truncates what it reads.
     absent += [f"{role}." for role, section in reward_models(cfg).items() if section.tokenizer_path is not None]
-    for key in (f"{name}_max_token_len_per_gpu" for name in passes):
+    for key in (f"{name}_max_token_len_per_gpu" for name in expand_reward_models(cfg, PASSES.values())):
         budget = get_setting(cfg, key)
         if budget < prompt + response and not key.startswith(tuple(absent)):
             yield (
@@ -270,33 +262,28 @@ def _checkpoints(cfg: Config) -> Iterator[str]:
         )
 
 
-_BOUNDS_IN_ORDER = (
-    ("ppo_kl_min", "ppo_kl_max"),
-    ("ppo_kl_max", "ppo_kl_explosion"),
-    ("grad_norm_min", "grad_norm_max"),
-    ("entropy_collapse", "entropy_min"),
-)
-
-
 def _health(cfg: Config) -> Iterator[str]:
     health = cfg.health
-    for low, high in _BOUNDS_IN_ORDER:
-        least = getattr(health, low)
-        most = getattr(health, high)
-        if least > most:
-            yield f"health.{low} is {least:g}, above health.{high}, which is {most:g}"
-    if rolls_back(health) and cfg.trainer.save_freq == -1:
-        rule = next(name for name, value in vars(health.responses).items() if value == "roll_back")
+    if health.ppo_kl_max > health.ppo_kl_explosion:
         yield (
-            f"health.responses.{rule} is roll_back; that needs checkpoints: trainer.save_freq of at least 1"
+            f"health.ppo_kl_max is {health.ppo_kl_max:g}, above health.ppo_kl_explosion, which is"
+            f" {health.ppo_kl_explosion:g}"
+        )
+    for rule in itertools.chain.from_iterable(getattr(health, response) for response in RESPONSES):
+        listed = listed_responses(health, rule)
+        if len(listed) > 1:
+            places = [f"health.{'kl_coef' if response == 'fixed_kl_coef' else response}" for response in listed]
+            yield f"{' and '.join(places)} are both responses to {rule}; a rule has one"
+    if rolls_back(health) and cfg.trainer.save_freq == -1:
+        yield (
+            f"health.roll_back has {health.roll_back[0]}; that needs checkpoints: trainer.save_freq of at least 1"
             f" (now {cfg.trainer.save_freq})"
         )
-    if health.enable and health.responses.kl_explosion == "fixed_kl_coef":
-        needs = "health.responses.kl_explosion is fixed_kl_coef; that needs"
-        if health.kl_coef is None:
-            yield f"{needs} a coefficient: health.kl_coef"
-        if not uses_reference(cfg):
-            yield f"{needs} a KL term: algorithm.use_kl_in_reward or actor.use_kl_loss: true"
+    if health.enable and health.kl_coef is not None and not uses_reference(cfg):
+        yield (
+            f"health.kl_coef is {health.kl_coef}; that needs a KL term: algorithm.use_kl_in_reward or"
+            " actor.use_kl_loss: true"
+        )
     if health.out_of_memory == "halve_tokens":
         yield from _halving(cfg)
 
@@ -312,8 +299,6 @@ _ALONE = {
 
 def _halving(cfg: Config) -> Iterator[str]:
     needs = "health.out_of_memory is halve_tokens; that needs"
-    if not cfg.actor.use_dynamic_bsz:
-        yield f"{needs} a token budget: actor.use_dynamic_bsz: true"
     for role in ("actor", "critic") if uses_critic(cfg) else ("actor",):
         for key, wanted in _ALONE.items():
             if (value := getattr(layouts(cfg)[role], key)) != wanted:
@@ -323,12 +308,8 @@ def _halving(cfg: Config) -> Iterator[str]:
                 )
 
 
-def _profile(cfg: Config, world_size: int) -> Iterator[str]:
+def _profile(cfg: Config) -> Iterator[str]:
     profile = cfg.profile
-    for rank in profile.ranks or ():
-        if rank >= world_size:
-            has = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-            yield f"profile.ranks has {rank}; a run of {world_size} processes has {has}"
     given = f"profile.contents is {profile.contents}; that needs"
     if profile.contents and not profile.steps:
         yield f"{given} profile.steps, which is empty"

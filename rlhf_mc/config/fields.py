@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -74,6 +74,12 @@ def number_range(hint: Any) -> Range | None:
     return next(filter(None, map(number_range, typing.get_args(hint))), None)
 
 
+def choices(hint: Any) -> list[str]:
+    """Return the values of a choice, or of a list of choices; an empty list for other types."""
+    args = typing.get_args(hint)
+    return list(args) if typing.get_origin(hint) is Literal else [text for arg in args for text in choices(arg)]
+
+
 def convert(value: Any, hint: Any) -> Any:
     """Return the value converted to the type. Only int -> float, one string -> list of strings, list -> tuple and false
     -> "off" are converted. Raise TypeError for any other type."""
@@ -97,7 +103,8 @@ def convert(value: Any, hint: Any) -> Any:
     elif origin is dict:
         ok = isinstance(value, dict) and _is_json(value)
     elif hint is float:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        ok = is_number and abs(value) <= sys.float_info.max
         value = float(value) if ok else value
     else:
         assert hint in (int, bool, str), f"schema.py has a type that fields.py does not know: {hint}"

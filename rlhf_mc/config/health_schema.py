@@ -1,5 +1,5 @@
-"""The settings of the health rules: bounds, patience, and the response to each rule. What each rule means, and which
-setting to turn, is in health/rules.py. No torch here.
+"""The settings of the health rules: some bounds, patience, and the response to each rule. health/conditions.py has the
+other bounds; what each rule means, and which setting to turn, is in health/rules.py. No torch here.
 """
 
 from __future__ import annotations
@@ -7,69 +7,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from rlhf_mc.config.numbers import Count, Fraction, FractionAbove0, InnerFraction, Positive, PositiveOrZero, Range
+from rlhf_mc.config.numbers import Count, Fraction, InnerFraction, Positive, PositiveOrZero, Range
 
-Response = Literal["off", "note", "warn", "stop"]
-MildResponse = Literal["off", "note", "warn"]
-"""For rules after which a run has no reason to end."""
-PolicyResponse = Literal["off", "note", "warn", "stop", "roll_back"]
-"""For rules that show weights with which training should not continue."""
-KLResponse = Literal["off", "note", "warn", "stop", "roll_back", "fixed_kl_coef"]
-
-
-@dataclass
-class HealthResponsesConfig:
-    """The response to each rule. off: the rule is not checked. note: an event in health.jsonl. warn: a line on the
-    console too. stop: the run also saves a checkpoint, exports nothing and ends with an error. roll_back: the run
-    continues from the checkpoint of the last healthy step, with its learning rates times rollback_lr_factor; the
-    weights before the first step are saved for that too. fixed_kl_coef: the coefficient of the KL term is kl_coef from
-    then on."""
-
-    not_finite: PolicyResponse = "warn"
-    """A metric is not finite, or an update was skipped because its loss or gradient was not."""
-    kl_explosion: KLResponse = "warn"
-    """actor/ppo_kl above ppo_kl_explosion, or the KL to the reference above ref_kl_max."""
-    policy_collapsed: PolicyResponse = "stop"
-    """actor/entropy below entropy_collapse, scores no better than in the first step, and a KL to the reference above 1
-    nat per token or, where it is not measured, half of the first step's scores lost: the policy gives one answer, a bad
-    one."""
-    ppo_kl_high: Response = "warn"
-    """actor/ppo_kl above ppo_kl_max."""
-    ppo_kl_low: MildResponse = "note"
-    """actor/ppo_kl below ppo_kl_min, with several updates per step (in the first one the KL is 0)."""
-    grad_norm_high: Response = "note"
-    """actor/grad_norm or critic/grad_norm above grad_norm_max."""
-    grad_norm_growing: Response = "warn"
-    """actor/grad_norm or critic/grad_norm above grad_norm_growth times its median over the window before."""
-    grad_norm_low: MildResponse = "note"
-    """actor/grad_norm or critic/grad_norm below grad_norm_min."""
-    entropy_falling: Response = "warn"
-    """actor/entropy has lost entropy_drop of its median over the window before."""
-    entropy_low: Response = "warn"
-    """actor/entropy below entropy_min."""
-    vf_clipfrac_high: Response = "warn"
-    """critic/vf_clipfrac above vf_clipfrac_max."""
-    explained_variance_low: Response = "warn"
-    """critic/vf_explained_var below explained_variance_min."""
-    truncated: Response = "warn"
-    """response_length/clip_ratio above truncated_max."""
-    reward_constant: Response = "warn"
-    """Every response of a step has the same score, which is not the best one."""
-    reward_flat: Response = "warn"
-    """critic/score/mean has no trend over reward_window steps."""
-    reward_saturated: Response = "warn"
-    """critic/score/mean is at the highest score that the run has seen."""
-    equal_groups: Response = "warn"
-    """Share of prompts whose responses all score the same above equal_groups_max, with an estimator that compares
-    them."""
-    rollout_mismatch: Response = "warn"
-    """The log-probs of rollout engine and trainer differ by more than trainer.max_rollout_logprob_diff."""
-    throughput_falling: MildResponse = "warn"
-    """perf/throughput below throughput_min times its median over the window before."""
-    replicas_unbalanced: MildResponse = "warn"
-    """global_seqlen/idle_share above idle_share_max."""
-    memory_near_limit: MildResponse = "warn"
-    """perf/memory_used_ratio above memory_max."""
+PolicyRule = Literal["not_finite", "kl_explosion", "policy_collapsed"]
+"""Rules that show weights with which training should not continue."""
+StopRule = Literal[
+    PolicyRule,
+    "ppo_kl_high",
+    "grad_norm_high",
+    "grad_norm_growing",
+    "entropy_falling",
+    "entropy_low",
+    "vf_clipfrac_high",
+    "explained_variance_low",
+    "truncated",
+    "reward_constant",
+    "reward_flat",
+    "reward_saturated",
+    "equal_groups",
+    "rollout_mismatch",
+]
+"""Rules after which a run may have a reason to end."""
+Rule = Literal[
+    StopRule, "ppo_kl_low", "grad_norm_low", "throughput_falling", "replicas_unbalanced", "memory_near_limit"
+]
+RESPONSES = ("disable", "note", "warn", "stop", "roll_back")
+"""Lists of rules in HealthConfig."""
 
 
 @dataclass
@@ -78,66 +41,55 @@ class HealthConfig:
 
     enable: bool = True
     """Check the rules. Rank 0 does, on the metrics that it logs."""
-    responses: HealthResponsesConfig = field(default_factory=HealthResponsesConfig)
-    """The response to each rule."""
+    disable: list[Rule] = field(default_factory=list)
+    """Rules that are not checked. A rule that none of the lists has gets its own response (docs/health.md)."""
+    note: list[Rule] = field(default_factory=list)
+    """Rules that are an event in health.jsonl alone."""
+    warn: list[Rule] = field(default_factory=list)
+    """Rules that are a line on the console too."""
+    stop: list[StopRule] = field(default_factory=list)
+    """Rules after which the run saves a checkpoint, exports nothing and ends with an error."""
+    roll_back: list[PolicyRule] = field(default_factory=list)
+    """Rules after which the run continues from the checkpoint of the last healthy step, with its learning rates times
+    rollback_lr_factor. The weights before the first step are saved for that too."""
+    kl_coef: PositiveOrZero | None = None
+    """Response to kl_explosion: from then on the coefficient of the KL term, in the reward or in the loss, is this, in
+    place of the configured or adaptive one. null: kl_explosion has another response."""
     rollback_lr_factor: InnerFraction = 0.5
     """roll_back: the factor of the learning rates of actor and critic, each time."""
     max_rollbacks: Count = 3
     """roll_back: the run ends with an error when a rule asks for one more."""
-    kl_coef: PositiveOrZero | None = None
-    """fixed_kl_coef: the coefficient of the KL term, in the reward or in the loss, in place of the configured or
-    adaptive one."""
     out_of_memory: Literal["stop", "halve_tokens"] = "stop"
     """Response to a rank that runs out of memory in an update. stop: the run ends with an error. halve_tokens: every
     rank repeats the update with half the token budget of a micro-batch, and keeps it; a micro-batch's size changes no
-    number but for rounding. It needs actor.use_dynamic_bsz, and for actor and critic data parallelism alone and
-    megatron.overlap_grad_reduce: false: ranks must not wait for one that has failed. It needs no enable."""
+    number but for rounding. It needs data parallelism alone and megatron.overlap_grad_reduce: false for actor and
+    critic: ranks must not wait for one that has failed. It needs no enable."""
     patience: Count = 5
     """Consecutive steps in which most rules must hold before they count. not_finite, kl_explosion, rollout_mismatch and
     memory_near_limit count at once."""
     window: Annotated[int, Range(2, 1_000_000)] = 20
     """Steps of a moving median. ppo_kl_low, grad_norm_low, entropy_low and explained_variance_low must hold for as many
     consecutive steps."""
-    reward_window: Annotated[int, Range(4, 1_000_000)] = 100
-    """Steps over which reward_flat looks for a trend of the mean score."""
-    ppo_kl_min: PositiveOrZero = 0.01
-    """Lower end of the target range of actor/ppo_kl."""
     ppo_kl_max: Positive = 0.03
     """Upper end of the target range of actor/ppo_kl."""
     ppo_kl_explosion: Positive = 0.5
     """actor/ppo_kl of a policy that an update has thrown off, nats per token."""
     ref_kl_max: Positive = 5.0
     """KL to the reference of a policy that has left it, nats per token."""
-    grad_norm_min: Annotated[float, Range(0, 1e30)] = 0.5
-    """Lower end of the expected range of a gradient norm, before clipping."""
     grad_norm_max: Annotated[float, Range(0, 1e30, open=True)] = 2.0
     """Upper end of the expected range of a gradient norm, before clipping."""
-    grad_norm_growth: Annotated[float, Range(1, 1e6, open=True)] = 10.0
-    """Growth of a gradient norm over its median that is taken for instability."""
-    entropy_drop: InnerFraction = 0.5
-    """Share of its median that the entropy may not lose."""
     entropy_min: PositiveOrZero = 0.01
     """Entropy below which little is explored, nats per token."""
-    entropy_collapse: PositiveOrZero = 0.001
-    """Entropy of a policy that gives one answer, nats per token."""
-    vf_clipfrac_max: Fraction = 0.05
-    """Share of tokens whose value may be clipped."""
-    explained_variance_min: Annotated[float, Range(-1e6, 1)] = 0.0
-    """Explained variance of a critic that predicts no better than a constant."""
     truncated_max: Fraction = 0.1
     """Share of responses that may reach data.max_response_length."""
-    saturated_share: FractionAbove0 = 0.99
-    """Share of the way from the lowest to the highest score that the run has seen at which the mean is saturated."""
-    equal_groups_max: Fraction = 0.9
-    """Share of prompts whose responses may all score the same."""
-    throughput_min: InnerFraction = 0.5
-    """Share of its median that the throughput should keep."""
-    idle_share_max: Fraction = 0.1
-    """Share of the replicas' time that may be spent waiting for the slowest one."""
-    memory_max: FractionAbove0 = 0.95
-    """Share of the memory that may be used: of the device, or on a CPU of the machine."""
+
+
+def listed_responses(health: HealthConfig, rule: str) -> list[str]:
+    """Return the responses that the settings give to a rule: one at most, as config/checks.py ensures."""
+    listed = [response for response in RESPONSES if rule in getattr(health, response)]
+    return listed + ["fixed_kl_coef"] * (rule == "kl_explosion" and health.kl_coef is not None)
 
 
 def rolls_back(health: HealthConfig) -> bool:
     """Return True if the response to a rule is roll_back."""
-    return health.enable and "roll_back" in vars(health.responses).values()
+    return health.enable and bool(health.roll_back)

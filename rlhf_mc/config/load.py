@@ -24,9 +24,8 @@ from rlhf_mc.config.fields import (
     show,
 )
 from rlhf_mc.config.masking import masked_argument
-from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.config.reward_schema import unnamed
-from rlhf_mc.config.schema import FROZEN_ROLES, Config, MegatronConfig, roles
+from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig
+from rlhf_mc.config.schema import Config, roles
 from rlhf_mc.config.unknown import explain
 from rlhf_mc.config.yaml_reader import MOST_BYTES, parse_yaml
 
@@ -55,7 +54,11 @@ def load_config(source: str | Path | Mapping[str, Any] | None, overrides: Sequen
     assert isinstance(config, Config)
     for role, section in roles(config).items():
         if role != "actor":
-            section.megatron = _inherited_layout(role, config.actor.megatron, settings, path)
+            cls = type(section.megatron)
+            own = _build(cls, f"{role}.megatron.", settings, config.actor.megatron, path)
+            section.megatron = _build(
+                cls, f"{role}.megatron.", settings, inherited_layout(own, config.actor.megatron), path
+            )
     return config
 
 
@@ -282,21 +285,16 @@ def _build(cls: type, prefix: str, settings: Mapping[str, _Setting], default: An
     return cls(**values)
 
 
-def _inherited_layout(role: str, actor: MegatronConfig, settings: Mapping[str, _Setting], path: str) -> MegatronConfig:
-    """Return the layout of a role. Settings that are left out are inherited from the actor. Not inherited are settings
-    of a split that the role does not have, and settings of training for a role that is never trained."""
-    own: MegatronConfig = _build(MegatronConfig, f"{role}.megatron.", settings, actor, path)
-    start = dataclasses.replace(actor)
-    if unnamed(role) in FROZEN_ROLES:
-        defaults = MegatronConfig()
-        start = dataclasses.replace(start, **{name: getattr(defaults, name) for name in TRAINING_ONLY})
+def inherited_layout(own: FrozenMegatronConfig, actor: MegatronConfig) -> FrozenMegatronConfig:
+    """Return what a role with the parallel sizes of `own` inherits from the actor, of own's class: all settings except
+    those of a split that the role does not have."""
+    inherited = type(own)(**{name: getattr(actor, name) for name in vars(own)})
     if own.tensor_model_parallel_size == 1:
-        start.sequence_parallel = False
+        inherited.sequence_parallel = False
     if own.pipeline_model_parallel_size != actor.pipeline_model_parallel_size:
-        start.virtual_pipeline_model_parallel_size = None
-        start.num_layers_in_first_pipeline_stage = start.num_layers_in_last_pipeline_stage = None
-    layout: MegatronConfig = _build(MegatronConfig, f"{role}.megatron.", settings, start, path)
-    return layout
+        inherited.virtual_pipeline_model_parallel_size = None
+        inherited.num_layers_in_first_pipeline_stage = inherited.num_layers_in_last_pipeline_stage = None
+    return inherited
 
 
 def _field_default(field: dataclasses.Field[Any]) -> Any:

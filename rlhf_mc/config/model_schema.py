@@ -32,19 +32,9 @@ class OptimConfig:
     """Maximum global gradient norm; 0: no clipping."""
 
 
-TRAINING_ONLY = (
-    "recompute_granularity",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "grad_offload",
-    "optimizer_offload",
-)
-"""Settings of MegatronConfig that do nothing for a model that is never trained."""
-
-
 @dataclass
-class MegatronConfig:
-    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x PP)."""
+class FrozenMegatronConfig:
+    """Parallel layout, precision and offload of a model that is never trained."""
 
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each layer. It may exceed the number of KV heads (docs/reshard.md)."""
@@ -62,24 +52,9 @@ class MegatronConfig:
     sequence_parallel: bool = False
     """Shard the tokens over the tensor-parallel ranks between layers: less activation memory for the same
     communication. A micro-batch is padded to a multiple of the tensor-parallel size."""
-    recompute_granularity: Literal["selective", "full"] | None = None
-    """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention (on a
-    CPU), inside the MLP (on GPUs), or an expert's activation and the norms (mixture-of-experts on GPUs). full: all
-    except the input of each layer, for about a third more computation. null: none. Only for models that are
-    trained."""
-    use_distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks (ZeRO-1). Only for models that are trained."""
-    overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket,
-    instead of after it. null: on GPUs with more than one data-parallel rank. Only for models that are trained."""
     param_offload: bool = False
     """Offload the weights to host memory in phases that do not use them (table in config/device_placement.py). Not for
     an actor whose weights the rollout engine shares (reshard.share_weights). On a CPU nothing is saved."""
-    grad_offload: bool = False
-    """Free the gradient buffers outside the update of the model. Only for models that are trained."""
-    optimizer_offload: bool = False
-    """Offload float32 main parameters and Adam's moments to host memory outside the update of the model. Only for
-    models that are trained."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. With bfloat16, main parameters and gradient reduction are float32."""
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
@@ -88,3 +63,26 @@ class MegatronConfig:
     16, 128 or 32 tokens per tensor-parallel rank. Log-probs differ more from the engine's
     (trainer.max_rollout_logprob_diff). Delayed scaling is not offered: its scales depend on earlier steps, and
     checkpoints do not hold them. On a CPU it is ignored. null: no fp8."""
+
+
+@dataclass
+class MegatronConfig(FrozenMegatronConfig):
+    """Parallel layout, precision and offload of a model. The data-parallel size is world size / (TP x PP)."""
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Activations that are recomputed in the backward pass instead of stored. selective: those inside attention (on a
+    CPU), inside the MLP (on GPUs), or an expert's activation and the norms (mixture-of-experts on GPUs). full: all
+    except the input of each layer, for about a third more computation. null: none."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over the data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket,
+    instead of after it. null: on GPUs with more than one data-parallel rank."""
+    grad_offload: bool = False
+    """Free the gradient buffers outside the update of the model."""
+    optimizer_offload: bool = False
+    """Offload float32 main parameters and Adam's moments to host memory outside the update of the model."""
+
+
+TRAINING_ONLY = tuple(MegatronConfig.__annotations__)
+"""Settings of MegatronConfig that a model that is never trained does not have."""

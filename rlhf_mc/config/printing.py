@@ -1,15 +1,19 @@
-"""A config as commented YAML: every setting with its value, below its documentation from schema.py."""
+"""A config as commented YAML: the settings with their values, each below its documentation from schema.py."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
+import re
 import textwrap
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from rlhf_mc.config.load import to_dict
-from rlhf_mc.config.schema import Config
+from rlhf_mc.config.fields import choices, describe, field_types
+from rlhf_mc.config.load import inherited_layout, to_dict
+from rlhf_mc.config.schema import Config, roles
 from rlhf_mc.config.yaml_reader import yaml_text
 
 _LINE_LENGTH = 120
@@ -17,39 +21,70 @@ _INDENT = "  "
 
 
 def commented_yaml(cfg: Config, values: dict[str, Any] | None = None) -> str:
-    """Return all settings of the config as YAML. `load_config` of this text gives an equal config. values: the config
-    as plain values, if some are to differ."""
-    return "\n".join(_section(cfg, to_dict(cfg) if values is None else values, "")) + "\n"
+    """Return the settings of the config as YAML, without those that a model inherits from the actor. `load_config` of
+    this text gives an equal config. values: the config as plain values, if some are to differ."""
+    plain = to_dict(cfg) if values is None else values
+    return "\n".join(_section(cfg, plain, "", "", frozenset(_inherited_keys(cfg)))) + "\n"
 
 
-def _section(section: Any, values: dict[str, Any], indent: str) -> list[str]:
-    """Return the lines of a section (a dataclass instance), whose fields have the given plain values."""
+def _inherited_keys(cfg: Config) -> Iterator[str]:
+    """Yield each setting of a model's layout that has the value that the model inherits from the actor."""
+    for role, section in roles(cfg).items():
+        if role != "actor":
+            inherited = vars(inherited_layout(section.megatron, cfg.actor.megatron))
+            yield from (
+                f"{role}.megatron.{name}" for name in inherited if getattr(section.megatron, name) == inherited[name]
+            )
+
+
+def _section(section: Any, values: dict[str, Any], prefix: str, indent: str, left_out: Collection[str]) -> list[str]:
+    """Return the lines of a section (a dataclass instance), whose fields have the given plain values. prefix: of the
+    dotted keys of its fields."""
     lines: list[str] = []
-    docs = field_docs(type(section))
     for field in dataclasses.fields(section):
-        lines += textwrap.wrap(
-            docs[field.name], _LINE_LENGTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-        )
+        key = f"{prefix}{field.name}"
+        if key in left_out:
+            continue
+        lines += _comment(setting_doc(type(section), field.name), indent)
         value = values[field.name]
         inner = getattr(section, field.name)
         if dataclasses.is_dataclass(inner):
-            lines += [f"{indent}{field.name}:", *_section(inner, value, indent + _INDENT)]
+            within = _section(inner, value, f"{key}.", indent + _INDENT, left_out)
+            lines += [f"{indent}{field.name}:{'' if within else ' {}'}", *within]
         elif isinstance(inner, dict) and any(map(dataclasses.is_dataclass, inner.values())):
             lines.append(f"{indent}{field.name}:")
             for name, named in inner.items():
-                lines += [f"{indent}{_INDENT}{name}:", *_section(named, value[name], indent + 2 * _INDENT)]
+                within = _section(named, value[name], f"{key}.{name}.", indent + 2 * _INDENT, left_out)
+                lines += [f"{indent}{_INDENT}{name}:", *within]
         else:
             lines += textwrap.indent(f"{field.name}: {yaml_text(value)}", indent).split("\n")
         lines += [""] if not indent else []
     return lines
 
 
+def _comment(text: str, indent: str) -> list[str]:
+    start = f"{indent}# "
+    return textwrap.wrap(text, _LINE_LENGTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+
+
+def setting_doc(cls: type, name: str) -> str:
+    """Return the docstring of a section's field, with the values of a choice that it does not list."""
+    doc = field_docs(cls)[name]
+    hint = field_types(cls)[name]
+    if all(re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", doc) for choice in choices(hint)):
+        return doc
+    values = describe(hint)
+    return f"{doc} {values[0].upper()}{values[1:]}."
+
+
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a section's class, in one line."""
-    (node,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(node, ast.ClassDef)
     docs = {}
-    for field, doc in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
+    for part in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        (node,) = ast.parse(inspect.getsource(part)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, doc in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return docs

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from rlhf_mc.config.model_schema import MegatronConfig
-from rlhf_mc.config.numbers import Number, Positive, PositiveSeconds, Range, Sequences, Tokens
+from rlhf_mc.config.model_schema import FrozenMegatronConfig
+from rlhf_mc.config.numbers import Number, Positive, PositiveSeconds, Range, Tokens
 
 
 @dataclass
@@ -40,10 +40,8 @@ class RewardModelConfig:
     """File with a chat template (Jinja), used in place of the tokenizer's; null: the tokenizer's."""
     forward_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch. With tokenizer_path, longer sequences lose their first tokens."""
-    forward_micro_batch_size_per_gpu: Sequences | None = None
-    """Sequences of one micro-batch, without actor.use_dynamic_bsz; null: as the actor's update."""
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """As critic.megatron, for the reward model. Settings that only training uses are neither inherited nor accepted."""
+    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
+    """As critic.megatron, for the reward model."""
 
 
 NAMED = "reward_models"
@@ -113,12 +111,10 @@ class RewardConfig:
     math_rule: Literal["math", "math_string"] = "math"
     """Rule of the data sources of MATH that mixture does not list. math: math-verify compares the answers.
     math_string: verl's comparison of strings."""
-    on_error: Literal["error", "default_score"] = "error"
-    """Behaviour for a response that cannot be scored: its function raises, exits, takes longer than timeout_seconds, or
-    returns no finite number; or its data source has no rule. error: the run ends with a line that names file and row.
-    default_score: the response scores default_score, with a warning and a count in the metrics."""
-    default_score: Number = 0.0
-    """Score of a response that cannot be scored, with on_error: default_score."""
+    default_score: Number | None = None
+    """Score of a response that cannot be scored, with a warning and a count in the metrics: its function raises, exits,
+    takes longer than timeout_seconds, or returns no finite number; or its data source has no rule. null: the run ends
+    with a line that names file and row."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     """Penalty on long responses, the part `overlong` of the score."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, AlgorithmConfig, Needs
-from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, reward_models, roles
+from rlhf_mc.config.schema import Config, DataConfig, MegatronConfig, get_setting, reward_models, roles
 
 PASSES = {
     "old_log_prob": "rollout.log_prob",
@@ -13,15 +13,19 @@ PASSES = {
     "update_critic": "critic.ppo",
     "update_actor": "actor.ppo",
 }
-"""Phases with a pass over a model, and how their limits of a micro-batch begin: ..._max_token_len_per_gpu, tokens, with
-actor.use_dynamic_bsz; ..._micro_batch_size_per_gpu, sequences, without it."""
+"""Phases with a pass over a model, and how the setting of its token budget begins: ..._max_token_len_per_gpu."""
+
+
+def token_budgets(cfg: Config) -> dict[str, int]:
+    """Return the tokens of a micro-batch by phase. Phases of models that the run does not have never ask for theirs."""
+    passes = {**PASSES, **{role: f"{role}.forward" for role in reward_models(cfg)}}
+    return {phase: get_setting(cfg, f"{name}_max_token_len_per_gpu") for phase, name in passes.items()}
 
 
 def estimator_needs(algorithm: AlgorithmConfig) -> Needs:
     """Return the needs of the run's advantage estimator."""
-    custom = algorithm.custom_estimator
     if algorithm.adv_estimator == "custom":
-        return Needs(custom.needs_critic, custom.needs_group, custom.needs_greedy_baseline)
+        return Needs(**dict.fromkeys(algorithm.custom_estimator.needs, True))
     return ESTIMATOR_NEEDS[algorithm.adv_estimator]
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from rlhf_mc.config.algorithm_schema import AlgorithmConfig, KLLossType, LossAggMode, PolicyLossConfig
 from rlhf_mc.config.data_schema import DataConfig
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.config.model_schema import MegatronConfig, OptimConfig
+from rlhf_mc.config.model_schema import FrozenMegatronConfig, MegatronConfig, OptimConfig
 from rlhf_mc.config.numbers import (
     MOST_SECONDS,
     Count,
@@ -58,15 +58,10 @@ class ActorConfig:
     ppo_epochs: Annotated[int, Range(1, 10_000)] = 1
     """PPO epochs: passes over the batch of a step."""
     shuffle: bool = False
-    """Shuffle the batch before it is split into mini-batches, in each PPO epoch. The order is a function of
-    trainer.seed and the step."""
-    use_dynamic_bsz: bool = True
-    """Split batches into micro-batches by a token budget (the ..._max_token_len_per_gpu settings), in all passes of all
-    models. false: by a number of sequences (the ..._micro_batch_size_per_gpu settings)."""
+    """Shuffle the batch before it is split into mini-batches, in each PPO epoch of actor and critic. The order is a
+    function of trainer.seed and the step."""
     ppo_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the update: prompts and responses, packed. At least the longest sequence."""
-    ppo_micro_batch_size_per_gpu: Sequences | None = None
-    """Sequences of one micro-batch of the update, without use_dynamic_bsz."""
     clip_ratio_low: Positive = 0.2
     """Lower clip range of the policy ratio: it is clipped at 1 - clip_ratio_low. 1 or more: not clipped."""
     clip_ratio_high: Positive = 0.2
@@ -104,24 +99,16 @@ class ActorConfig:
 class CriticConfig:
     """The value model and its update. A run has one if its advantage estimator needs it (algorithm.adv_estimator)."""
 
-    enable: bool | None = None
-    """null: as the advantage estimator needs. true or false must agree with the estimator."""
     model_path: str | None = None
     """Hugging Face checkpoint from which the critic starts; null: the actor's body with a new value head."""
     ppo_mini_batch_size: Sequences | None = None
     """Prompts per optimizer step, over all ranks; null: actor.ppo_mini_batch_size."""
     ppo_epochs: Annotated[int, Range(1, 10_000)] | None = None
     """PPO epochs; null: actor.ppo_epochs."""
-    shuffle: bool = False
-    """As actor.shuffle."""
     ppo_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch of the update."""
-    ppo_micro_batch_size_per_gpu: Sequences | None = None
-    """Sequences of one micro-batch of the update, without actor.use_dynamic_bsz; null: as the actor's update."""
     forward_max_token_len_per_gpu: Tokens = 32768
     """Token budget of one micro-batch of the values pass."""
-    forward_micro_batch_size_per_gpu: Sequences | None = None
-    """Sequences of one micro-batch of the values pass, without actor.use_dynamic_bsz; null: as the actor's update."""
     cliprange_value: Annotated[float, Range(0, 1e30, open=True)] = 0.5
     """Clip range of the values around the old values in the value loss."""
     loss_agg_mode: LossAggMode = "token-mean"
@@ -145,11 +132,8 @@ class RefConfig:
 
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the reference pass."""
-    log_prob_micro_batch_size_per_gpu: Sequences | None = None
-    """Sequences of one micro-batch of the reference pass, without actor.use_dynamic_bsz; null: as the actor's
-    update."""
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    """As critic.megatron, for the reference. Settings that only training uses are neither inherited nor accepted."""
+    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
+    """As critic.megatron, for the reference."""
 
 
 @dataclass
@@ -171,10 +155,8 @@ class CustomEngineConfig:
     """A user-defined rollout engine, for rollout.name: custom."""
 
     path: str | None = None
-    """Python file that defines the engine; null: none."""
-    name: str = "Engine"
-    """Name of a class without arguments that has the methods of rlhf_mc.rollout.base.EngineFactory (docs/extending.md).
-    The other settings of rollout are those of vLLM; an engine may ignore them."""
+    """Python file with a class Engine without arguments that has the methods of rlhf_mc.rollout.base.EngineFactory
+    (docs/extending.md); null: none. The other settings of rollout are those of vLLM; an engine may ignore them."""
 
 
 @dataclass
@@ -210,9 +192,6 @@ class RolloutConfig:
     """Maximum number of tokens of one engine step. Chunked prefill splits a prompt that does not fit."""
     log_prob_max_token_len_per_gpu: Tokens = 16384
     """Token budget of one micro-batch of the old-log-prob pass."""
-    log_prob_micro_batch_size_per_gpu: Sequences | None = None
-    """Sequences of one micro-batch of the old-log-prob pass, without actor.use_dynamic_bsz; null: as the actor's
-    update."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     """Sampling for validation."""
 
@@ -259,17 +238,13 @@ class TrainerConfig:
     log_val_generations: CountOrZero = 8
     """Number of validation generations that are written as text at each validation."""
     log_train_generations: CountOrZero = 8
-    """Number of generations of a training step that are kept in default_local_dir/train_generations/<step>.jsonl, one
-    of each prompt first."""
-    log_train_freq: CountOrMinus1 = 10
-    """Steps between those; the first step's are kept too. -1: none are."""
+    """Number of generations that are kept of the first training step and of every tenth one, in
+    default_local_dir/train_generations/<step>.jsonl, one of each prompt first."""
     validation_data_dir: str | None = None
     """Directory for all generations of each validation, as <step>.jsonl: input, output, gts, score, parts of the score,
     length; null: none."""
     rollout_data_dir: str | None = None
     """Directory for all generations that a training step trains on, in the same form; null: none."""
-    rollout_data_save_freq: CountOrMinus1 = 1
-    """Steps between those; -1: none."""
     val_only: bool = False
     """Validate the initial or resumed weights and end, without training, export or checkpoint."""
     target_val_acc: Number | None = None
@@ -291,18 +266,15 @@ class TrainerConfig:
     """On GPUs, use algorithms alone whose sums have one order: training then gives the same bits from the same inputs
     on the same kind of machine. Attention's backward pass and all-reduces are slower (docs/reliability.md). On CPUs
     this is so anyway."""
-    max_consecutive_skipped_updates: Count = 3
-    """An update whose loss or gradient is not finite is skipped. The run aborts after this number of consecutive
-    skipped updates of one model."""
     max_rollout_logprob_diff: Positive | None = None
     """Bound of |trainer's log-prob - engine's log-prob| of the sampled tokens, at rollout.temperature 1: its mean may
     be at most the bound, its 99th percentile at most ten times the bound. The first rollout after a start or a resume
     is an error above the bound; the first later one is a warning. At temperature T the bound is divided by T, as the
     logits are. null: 0.001 in float32, 0.1 in bfloat16, 0.3 with actor.megatron.fp8 or rollout.quantization."""
-    planner: Literal["warn", "refuse", "off"] = "refuse"
+    planner: Literal["warn", "refuse", "off"] = "warn"
     """Plan the memory of each rank at the start. warn: print the result, a warning if the run does not fit. refuse: an
-    error if it does not fit, before anything is loaded. off: no plan. `python -m rlhf_mc.planner` prints the whole
-    plan."""
+    error if it does not fit, before anything is loaded; no plan has been compared with a GPU yet. off: no plan.
+    `python -m rlhf_mc.planner` prints the whole plan."""
     dist_timeout_seconds: Seconds = 600
     """Timeout of collectives, for every process group."""
     heartbeat_timeout_seconds: Seconds = 120
@@ -398,8 +370,13 @@ def roles(cfg: Config) -> dict[str, RoleConfig]:
 
 
 def layouts(cfg: Config) -> dict[str, MegatronConfig]:
-    """Return {section}.megatron of each model's section, by section, the actor's first."""
-    return {role: section.megatron for role, section in roles(cfg).items()}
+    """Return {section}.megatron of each model's section, by section, the actor's first. Settings that a frozen model
+    does not have are the defaults."""
+    sections = {role: section.megatron for role, section in roles(cfg).items()}
+    return {
+        role: layout if isinstance(layout, MegatronConfig) else MegatronConfig(**vars(layout))
+        for role, layout in sections.items()
+    }
 
 
 def reward_models(cfg: Config) -> dict[str, RewardModelConfig]:

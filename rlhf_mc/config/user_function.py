@@ -20,9 +20,9 @@ MOST_ERROR_CHARACTERS = 1000
 """Length of the text of a user's exception in a message."""
 
 
-def load_attribute(section: str, path: str, name: str) -> Any:
-    """Return what the Python file `path` defines as `name`, the settings {section}.path and {section}.name. Raise
-    UserError if the file is missing, if importing it raises, or if it does not define the name."""
+def load_attribute(section: str, path: str, name: str, hint: str = "") -> Any:
+    """Return what the Python file `path`, the setting {section}.path, defines as `name`. Raise UserError if the file is
+    missing, if importing it raises, or, with the hint, if it does not define the name."""
     where = f"{section}.path {path}"
     if not os.path.isfile(path):
         raise UserError(f"{where}: no such file")
@@ -38,7 +38,7 @@ def load_attribute(section: str, path: str, name: str) -> Any:
         raise UserError(f"{where}: importing it raised {describe_error(error)}") from error
     attribute = getattr(module, name, None)
     if attribute is None:
-        raise UserError(f"{where}: has no function {name!r} ({section}.name)")
+        raise UserError(f"{where}: has no function {name!r}{hint}")
     return attribute
 
 

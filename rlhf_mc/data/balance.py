@@ -1,6 +1,6 @@
 """Load balancing: the assignment of sequences to data-parallel replicas, and of a replica's sequences to micro-batches.
 
-Arithmetic on lengths, within limits from the settings; no torch here. Every rank has the lengths of the whole batch and
+Arithmetic on lengths, within token budgets; no torch here. Every rank has the lengths of the whole batch and
 computes the same assignment, so nothing here communicates. A sequence is given by its index in the list of lengths.
 """
 
@@ -8,39 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-
-from rlhf_mc.config.roles import PASSES
-from rlhf_mc.config.schema import Config, get_setting, reward_models
 
 Cost = Callable[[int], float]
 """Cost of a sequence as a function of its number of tokens, > 0, in any unit. Attention makes it grow faster than the
 number of tokens (ModelShape.sequence_cost)."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """A limit on the number of sequences of a micro-batch."""
-
-    at_most: int
-
-
-Limit = int | Sequences
-"""The limit of a micro-batch: a number of tokens, or of sequences."""
-
-
-def micro_batch_limits(cfg: Config) -> dict[str, Limit]:
-    """Return the limit of a micro-batch by phase: the pass's token budget or, without actor.use_dynamic_bsz, its number
-    of sequences, by default the actor's. Phases of models that the run does not have never ask for theirs."""
-    limits: dict[str, Limit] = {}
-    for phase, settings in {**PASSES, **{role: f"{role}.forward" for role in reward_models(cfg)}}.items():
-        limits[phase] = get_setting(cfg, f"{settings}_max_token_len_per_gpu")
-        if not cfg.actor.use_dynamic_bsz:
-            size = get_setting(cfg, f"{settings}_micro_batch_size_per_gpu") or cfg.actor.ppo_micro_batch_size_per_gpu
-            assert size is not None, "config/checks.py ensures it"
-            limits[phase] = Sequences(size)
-    return limits
 
 
 def sequence_costs(seq_lens: Sequence[int], cost: Cost) -> list[float]:
@@ -88,38 +60,20 @@ def micro_batches(seq_lens: Sequence[int], budget: int, num_micro_batches: int |
     return sorted(groups, key=lambda group: (-load(group), group))
 
 
-def even_micro_batches(
-    seq_lens: Sequence[int], limit: Sequences, num_micro_batches: int | None = None
-) -> list[list[int]]:
-    """Split the sequences, by decreasing length, over micro-batches of at most limit.at_most sequences, in alternating
-    directions: numbers of sequences differ by at most one, numbers of tokens little. Return as `micro_batches` does."""
-    count = -(-len(seq_lens) // limit.at_most) if num_micro_batches is None else num_micro_batches
-    assert count * limit.at_most >= len(seq_lens)
-    groups: list[list[int]] = [[] for _ in range(count)]
-    for k, i in enumerate(sorted(range(len(seq_lens)), key=lambda i: (-seq_lens[i], i))):
-        turn, position = divmod(k, count)
-        groups[position if turn % 2 == 0 else count - 1 - position].append(i)
-    return sorted((sorted(group) for group in groups), key=lambda g: (-sum(seq_lens[i] for i in g), g))
-
-
 def plan_micro_batches(
-    seq_lens: Sequence[int], num_replicas: int, limit: Limit, cost: Cost = float
+    seq_lens: Sequence[int], num_replicas: int, budget: int, cost: Cost = float
 ) -> list[list[list[int]]]:
     """Return the indices of the sequences of each micro-batch of each replica: [replica][micro-batch] -> indices.
 
-    Sequences are assigned to replicas, then split within the limit. All replicas have the same number of micro-batches,
-    the largest that one of them needs, since their passes are collective. A micro-batch is empty only if there are
-    fewer sequences than micro-batches in total; the caller then runs a dummy micro-batch. Otherwise sequences move
-    between replicas to fill it.
+    Sequences are assigned to replicas, then split within the budget. All replicas have the same number of
+    micro-batches, the largest that one of them needs, since their passes are collective. A micro-batch is empty only if
+    there are fewer sequences than micro-batches in total; the caller then runs a dummy micro-batch. Otherwise sequences
+    move between replicas to fill it.
     """
     replicas = assign_to_replicas(seq_lens, num_replicas, cost)
     lens = [[seq_lens[i] for i in replica] for replica in replicas]
-    if isinstance(limit, Sequences):
-        count = max(-(-len(replica) // limit.at_most) for replica in replicas)
-        groups = [even_micro_batches(replica_lens, limit, count) for replica_lens in lens]
-    else:
-        count = max(num_micro_batches_needed(replica_lens, limit) for replica_lens in lens)
-        groups = [micro_batches(replica_lens, limit, count) for replica_lens in lens]
+    count = max(num_micro_batches_needed(replica_lens, budget) for replica_lens in lens)
+    groups = [micro_batches(replica_lens, budget, count) for replica_lens in lens]
     plan = [
         [[replica[i] for i in group] for group in replica_groups]
         for replica, replica_groups in zip(replicas, groups, strict=True)
@@ -131,8 +85,8 @@ def plan_micro_batches(
 def _fill_empty(plan: list[list[list[int]]], costs: Sequence[float]) -> None:
     """Move single sequences into the empty micro-batches of `plan`, in place, from micro-batches of several sequences.
 
-    The donor is the replica with the highest cost that has one; it gives the cheapest such sequence. No limit is
-    violated: one micro-batch gets smaller, the other has one sequence.
+    The donor is the replica with the highest cost that has one; it gives the cheapest such sequence. No budget is
+    exceeded: one micro-batch gets smaller, the other has one sequence.
     """
     for replica in plan:
         for empty in (group for group in replica if not group):

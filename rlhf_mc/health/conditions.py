@@ -30,8 +30,33 @@ _FAR = 1.0
 """KL to the reference of a collapsed policy, nats per token, at least."""
 TAIL = 10.0
 """Bound of the 99th percentile of log-prob differences, as a multiple of the mean's."""
-_COLLAPSED_FROM = 10.0
-"""A policy that had less than this multiple of entropy_collapse in the first step has not collapsed."""
+PPO_KL_RANGE = 3.0
+"""Upper end of the target range of actor/ppo_kl, health.ppo_kl_max, divided by its lower end."""
+GRAD_NORM_RANGE = 4.0
+"""Upper end of the expected range of a gradient norm, health.grad_norm_max, divided by its lower end."""
+GRAD_NORM_GROWTH = 10.0
+"""Growth of a gradient norm over its median that is taken for instability."""
+ENTROPY_LEFT = 0.5
+"""Share of its median that the entropy should keep."""
+COLLAPSE = 10.0
+"""health.entropy_min divided by the entropy of a policy that gives one answer. A policy that had less than entropy_min
+in the first step has not collapsed."""
+VF_CLIPFRAC_MAX = 0.05
+"""Share of tokens whose value may be clipped."""
+EXPLAINED_VARIANCE_MIN = 0.0
+"""Explained variance of a critic that predicts no better than a constant."""
+REWARD_WINDOWS = 5
+"""Windows over which reward_flat looks for a trend of the mean score."""
+SATURATED_SHARE = 0.99
+"""Share of the way from the lowest to the highest score that the run has seen at which the mean is saturated."""
+EQUAL_GROUPS_MAX = 0.9
+"""Share of prompts whose responses may all score the same."""
+THROUGHPUT_LEFT = 0.5
+"""Share of its median that the throughput should keep."""
+IDLE_SHARE_MAX = 0.1
+"""Share of the replicas' time that may be spent waiting for the slowest one."""
+MEMORY_MAX = 0.95
+"""Share of the memory that may be used: of the device, or on a CPU of the machine."""
 
 
 @dataclass(frozen=True)
@@ -105,25 +130,24 @@ class Observed:
         values = self.past.last(key, self.cfg.window)
         return values if len(values) >= min(_FEWEST, self.cfg.window) else None
 
-    def above(self, setting: str, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is above its bound, a setting of health."""
-        return self._outside("above", setting, keys)
+    def above(self, bound: str | float, *keys: str) -> Violation | None:
+        """Return the first of the metrics that is above its bound, a setting of health or a number."""
+        return self._outside("above", bound, keys)
 
-    def below(self, setting: str, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is below its bound, a setting of health."""
-        return self._outside("below", setting, keys)
+    def below(self, bound: str | float, *keys: str) -> Violation | None:
+        """Return the first of the metrics that is below its bound, a setting of health or a number."""
+        return self._outside("below", bound, keys)
 
-    def _outside(self, side: Side, setting: str, keys: tuple[str, ...]) -> Violation | None:
-        bound = getattr(self.cfg, setting)
+    def _outside(self, side: Side, bound: str | float, keys: tuple[str, ...]) -> Violation | None:
+        number, setting = (getattr(self.cfg, bound), f"health.{bound}") if isinstance(bound, str) else (bound, "")
         for key in keys:
             value = self.get(key)
-            if value is not None and _is_beyond(side, value, bound):
-                return Violation(key, value, f"{side} {bound:g}", f"health.{setting}")
+            if value is not None and _is_beyond(side, value, number):
+                return Violation(key, value, f"{side} {number:g}", setting)
         return None
 
-    def beyond_median(self, side: Side, factor: float, setting: str, *keys: str) -> Violation | None:
-        """Return the first of the metrics that is above, or below, `factor` times its median over the window before.
-        setting: the setting of health that gives the factor."""
+    def beyond_median(self, side: Side, factor: float, *keys: str) -> Violation | None:
+        """Return the first of the metrics that is above, or below, `factor` times its median over the window before."""
         for key in keys:
             value = self.get(key)
             before = self.before(key)
@@ -131,9 +155,7 @@ class Observed:
                 continue
             median = statistics.median(before)
             if _is_beyond(side, value, factor * median):
-                return Violation(
-                    key, value, f"{side} {factor:g} x its median before, {median:.3g}", f"health.{setting}"
-                )
+                return Violation(key, value, f"{side} {factor:g} x its median before, {median:.3g}")
         return None
 
 
@@ -152,12 +174,12 @@ def not_finite(seen: Observed) -> Violation | None:
 
 
 def policy_collapsed(seen: Observed) -> Violation | None:
-    violation = seen.below("entropy_collapse", ENTROPY)
+    violation = seen.below(seen.cfg.entropy_min / COLLAPSE, ENTROPY)
     started = seen.past.first
     score = seen.get(SCORE)
     if violation is None or score is None or ENTROPY not in started or SCORE not in started:
         return None
-    if started[ENTROPY] < _COLLAPSED_FROM * seen.cfg.entropy_collapse or score > started[SCORE]:
+    if started[ENTROPY] < seen.cfg.entropy_min or score > started[SCORE]:
         return None
     kls = [kl for key in REF_KL if (kl := seen.get(key)) is not None]
     if not kls:  # a run that begins with a trained policy has no entropy either: what counts is what it has lost
@@ -174,7 +196,7 @@ def _is_saturated(seen: Observed) -> bool:
         return False
     high = max(seen.past.highest_score, high)
     low = min(seen.past.lowest_score, low)
-    return low < high and mean >= low + seen.cfg.saturated_share * (high - low)
+    return low < high and mean >= low + SATURATED_SHARE * (high - low)
 
 
 def reward_constant(seen: Observed) -> Violation | None:
@@ -188,7 +210,7 @@ def reward_constant(seen: Observed) -> Violation | None:
 def reward_flat(seen: Observed) -> Violation | None:
     """Compare the later half of the window with the earlier one: a trend is two standard errors of the difference."""
     now = seen.get(SCORE)
-    count = seen.cfg.reward_window
+    count = REWARD_WINDOWS * seen.cfg.window
     scores = [*seen.past.last(SCORE, count - 1), *([] if now is None else [now])]
     if now is None or len(scores) < count or _is_saturated(seen):
         return None
@@ -196,20 +218,20 @@ def reward_flat(seen: Observed) -> Violation | None:
     gain = statistics.fmean(halves[1]) - statistics.fmean(halves[0])
     error = math.sqrt(sum(statistics.variance(half) / len(half) for half in halves))
     words = f"no trend: {gain:+.3g} in {count // 2} steps"
-    return Violation(SCORE, now, words, "health.reward_window") if abs(gain) <= 2.0 * error else None
+    return Violation(SCORE, now, words, "health.window") if abs(gain) <= 2.0 * error else None
 
 
 def reward_saturated(seen: Observed) -> Violation | None:
     if not _is_saturated(seen):
         return None
     high = max(seen.past.highest_score, seen.metrics[HIGHEST])
-    return Violation(SCORE, seen.metrics[SCORE], f"the highest score is {high:g}", "health.saturated_share")
+    return Violation(SCORE, seen.metrics[SCORE], f"the highest score is {high:g}")
 
 
 def equal_groups(seen: Observed) -> Violation | None:
     if not seen.traits.compares_groups:
         return None
-    return seen.above("equal_groups_max", "train/dropped_groups_ratio", "train/equal_groups_ratio")
+    return seen.above(EQUAL_GROUPS_MAX, "train/dropped_groups_ratio", "train/equal_groups_ratio")
 
 
 def rollout_mismatch(seen: Observed) -> Violation | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_mc import durable
 from rlhf_mc.config.health_schema import HealthConfig
-from rlhf_mc.health.conditions import Observed, Past, RunTraits, Violation
+from rlhf_mc.health.conditions import REWARD_WINDOWS, Observed, Past, RunTraits, Violation
 from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.run_files import read_rows
 
@@ -99,8 +99,8 @@ class Monitor:
         self._traits = traits
         self._print_line = print_line
         self._write = write
-        self._past = Past(max(cfg.window, cfg.reward_window))
-        self._rules = [rule for rule in RULES if getattr(cfg.responses, rule.name) != "off"]
+        self._past = Past(REWARD_WINDOWS * cfg.window)
+        self._rules = [rule for rule in RULES if rule.response(cfg) != "disable"]
         self._counts = {rule.name: _Count() for rule in self._rules}
         self._violations: dict[str, Violation] = {}
         self._acting: set[str] = set()
@@ -134,7 +134,7 @@ class Monitor:
                 continue
             num_active += 1
             self._count(rule, count, step, violation)
-            if (action := self._action(rule)) not in ("note", "warn"):
+            if (action := rule.response(self._cfg)) not in ("note", "warn"):
                 text = _line(step, rule, violation, count.consecutive)
                 acting.append(Event(step, rule, violation, "acts", action, count.consecutive, text))
                 if rule.name not in self._acting:
@@ -147,12 +147,9 @@ class Monitor:
         """Print for each rule that has printed a warning in how many steps it has counted."""
         for rule in self._rules:
             count = self._counts[rule.name]
-            if count.total and self._action(rule) != "note":
+            if count.total and rule.response(self._cfg) != "note":
                 span = f"from {count.first} to {count.last}" if count.total > 1 else f"step {count.first}"
                 self._print(f"health: {rule.name}: in {count.total} of {step} steps, {span}")
-
-    def _action(self, rule: HealthRule) -> str:
-        return str(getattr(self._cfg.responses, rule.name))
 
     def _count(self, rule: HealthRule, count: _Count, step: int, violation: Violation) -> None:
         """Count a step of a rule that has held for long enough. Print its line in the first such step of the run, and a
@@ -163,8 +160,8 @@ class Monitor:
         begins = count.consecutive == rule.steps_needed(self._cfg)
         text = _line(step, rule, violation, count.consecutive)
         if begins:
-            self._emit(Event(step, rule, violation, "begins", self._action(rule), count.consecutive, text))
-        if self._action(rule) == "note":
+            self._emit(Event(step, rule, violation, "begins", rule.response(self._cfg), count.consecutive, text))
+        if rule.response(self._cfg) == "note":
             return
         if count.total == 1:
             self._print(text)
@@ -177,7 +174,7 @@ class Monitor:
         if count.consecutive >= rule.steps_needed(self._cfg):
             text = f"health: step {step}: {rule.name} ends after {count.consecutive} steps"
             violation = self._violations[rule.name]
-            self._emit(Event(step, rule, violation, "ends", self._action(rule), count.consecutive, text))
+            self._emit(Event(step, rule, violation, "ends", rule.response(self._cfg), count.consecutive, text))
         count.consecutive = 0
 
     def _emit(self, event: Event) -> None:

@@ -1,6 +1,6 @@
 """The health rules as data: what each reads, its condition, what that means, and which setting to turn. The conditions
-with more than one expression are in health/conditions.py, bounds and responses in config/health_schema.py, counting and
-printing in health/monitor.py.
+with more than one expression and the bounds without a setting are in health/conditions.py, the other bounds in
+config/health_schema.py, counting and printing in health/monitor.py.
 """
 
 from __future__ import annotations
@@ -9,17 +9,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_mc.config.health_schema import HealthConfig
+from rlhf_mc.config.health_schema import HealthConfig, listed_responses
 from rlhf_mc.health import conditions
 from rlhf_mc.health.conditions import (
     ENTROPY,
+    ENTROPY_LEFT,
+    EXPLAINED_VARIANCE_MIN,
+    GRAD_NORM_GROWTH,
+    GRAD_NORM_RANGE,
     GRAD_NORMS,
     HIGHEST,
+    IDLE_SHARE_MAX,
     LOWEST,
+    MEMORY_MAX,
     PPO_KL,
+    PPO_KL_RANGE,
     REF_KL,
     SCORE,
     THROUGHPUT,
+    THROUGHPUT_LEFT,
+    VF_CLIPFRAC_MAX,
     Observed,
     Violation,
 )
@@ -27,9 +36,11 @@ from rlhf_mc.health.conditions import (
 
 @dataclass(frozen=True)
 class HealthRule:
-    """A rule on the metrics of a step. config/health_schema.py has its condition in words, and the response to it."""
+    """A rule on the metrics of a step."""
 
     name: str
+    condition: str
+    """Its condition in words, with the settings of health by their names."""
     metrics: tuple[str, ...]
     """The metrics that it reads, for the page of rules."""
     check: Callable[[Observed], Violation | None]
@@ -42,6 +53,12 @@ class HealthRule:
     """The consecutive steps after which it counts: one, health.patience or health.window."""
     harms_policy: bool = False
     """The weights of a step in which the condition holds are nothing to go back to."""
+    default: Literal["note", "warn", "stop"] = "warn"
+    """The response to it, unless a list of the settings has another."""
+
+    def response(self, cfg: HealthConfig) -> str:
+        """Return the response to the rule: disable, note, warn, stop, roll_back or fixed_kl_coef."""
+        return next(iter(listed_responses(cfg, self.name)), self.default)
 
     def steps_needed(self, cfg: HealthConfig) -> int:
         """Return the consecutive steps after which the rule counts."""
@@ -51,6 +68,7 @@ class HealthRule:
 RULES: tuple[HealthRule, ...] = (
     HealthRule(
         "not_finite",
+        "A metric is not finite, or an update was skipped because its loss or gradient was not",
         ("any metric", "actor/skipped", "critic/skipped"),
         conditions.not_finite,
         "a loss, a gradient or a reward is no number",
@@ -61,6 +79,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "kl_explosion",
+        "actor/ppo_kl above ppo_kl_explosion, or the KL to the reference above ref_kl_max",
         (PPO_KL, *REF_KL),
         lambda seen: seen.above("ppo_kl_explosion", PPO_KL) or seen.above("ref_kl_max", *REF_KL),
         "an update has thrown the policy off",
@@ -71,15 +90,20 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "policy_collapsed",
+        "actor/entropy below a tenth of entropy_min, scores no better than in the first step, and a KL to the "
+        "reference above 1 nat per token or, where it is not measured, half of the first step's scores lost: the "
+        "policy gives one answer, a bad one",
         (ENTROPY, SCORE, *REF_KL),
         conditions.policy_collapsed,
         "one answer to everything, and a bad one",
         "go back to a checkpoint before; lower actor.optim.lr",
         "Gradients are 0, so that nothing more is learned. trainer.resume_from_path names the checkpoint.",
         harms_policy=True,
+        default="stop",
     ),
     HealthRule(
         "ppo_kl_high",
+        "actor/ppo_kl above ppo_kl_max",
         (PPO_KL,),
         lambda seen: seen.above("ppo_kl_max", PPO_KL),
         "the policy moves too far within a step",
@@ -88,49 +112,60 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "ppo_kl_low",
+        "actor/ppo_kl below a third of ppo_kl_max, with several updates per step (in the first one the KL is 0)",
         (PPO_KL,),
-        lambda seen: seen.below("ppo_kl_min", PPO_KL) if seen.traits.updates_per_step > 1 else None,
+        lambda seen: (
+            seen.below(seen.cfg.ppo_kl_max / PPO_KL_RANGE, PPO_KL) if seen.traits.updates_per_step > 1 else None
+        ),
         "the updates hardly move the policy",
         "raise actor.optim.lr or actor.ppo_epochs",
         "Only if the reward rises slowly: many good runs are below. In the first update of a step the KL is 0 by "
         "construction, so that the rule needs several.",
         after="window",
+        default="note",
     ),
     HealthRule(
         "grad_norm_high",
+        "actor/grad_norm or critic/grad_norm above grad_norm_max",
         GRAD_NORMS,
         lambda seen: seen.above("grad_norm_max", *GRAD_NORMS),
         "most gradients are clipped",
         "raise data.train_batch_size, or lower actor.optim.lr or critic.optim.lr",
         "Noisy advantages and a new value head have large gradients, and so do small models.",
+        default="note",
     ),
     HealthRule(
         "grad_norm_growing",
+        "actor/grad_norm or critic/grad_norm above 10 times its median over the window before",
         GRAD_NORMS,
-        lambda seen: seen.beyond_median("above", seen.cfg.grad_norm_growth, "grad_norm_growth", *GRAD_NORMS),
+        lambda seen: seen.beyond_median("above", GRAD_NORM_GROWTH, *GRAD_NORMS),
         "gradients grow: training becomes unstable",
         "lower actor.optim.lr or critic.optim.lr",
         "Compare actor/ppo_kl and the longest responses.",
     ),
     HealthRule(
         "grad_norm_low",
+        "actor/grad_norm or critic/grad_norm below a quarter of grad_norm_max",
         GRAD_NORMS,
-        lambda seen: seen.below("grad_norm_min", *GRAD_NORMS),
+        lambda seen: seen.below(seen.cfg.grad_norm_max / GRAD_NORM_RANGE, *GRAD_NORMS),
         "little signal reaches the weights",
         "raise rollout.n, or take other prompts (see equal_groups)",
         "Models of billions of parameters are often below.",
         after="window",
+        default="note",
     ),
     HealthRule(
         "entropy_falling",
+        "actor/entropy below half of its median over the window before",
         (ENTROPY,),
-        lambda seen: seen.beyond_median("below", 1.0 - seen.cfg.entropy_drop, "entropy_drop", ENTROPY),
+        lambda seen: seen.beyond_median("below", ENTROPY_LEFT, ENTROPY),
         "the policy soon explores nothing",
         "raise actor.entropy_coeff or actor.clip_ratio_high",
         "A lower actor.optim.lr slows it down.",
     ),
     HealthRule(
         "entropy_low",
+        "actor/entropy below entropy_min",
         (ENTROPY,),
         lambda seen: seen.below("entropy_min", ENTROPY),
         "responses to a prompt are nearly all alike",
@@ -140,16 +175,18 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "vf_clipfrac_high",
+        "critic/vf_clipfrac above 0.05",
         ("critic/vf_clipfrac",),
-        lambda seen: seen.above("vf_clipfrac_max", "critic/vf_clipfrac"),
+        lambda seen: seen.above(VF_CLIPFRAC_MAX, "critic/vf_clipfrac"),
         "values move further than the clip range",
         "raise critic.cliprange_value, or lower critic.optim.lr",
         "The range is in units of the return: rewards of tens need a larger one.",
     ),
     HealthRule(
         "explained_variance_low",
+        "critic/vf_explained_var below 0",
         ("critic/vf_explained_var",),
-        lambda seen: seen.below("explained_variance_min", "critic/vf_explained_var"),
+        lambda seen: seen.below(EXPLAINED_VARIANCE_MIN, "critic/vf_explained_var"),
         "the critic predicts worse than a constant",
         "raise critic.optim.lr or trainer.critic_warmup",
         "Advantages are noisier than without a critic; an algorithm.adv_estimator without one may do better.",
@@ -157,6 +194,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "truncated",
+        "response_length/clip_ratio above truncated_max",
         ("response_length/clip_ratio",),
         lambda seen: seen.above("truncated_max", "response_length/clip_ratio"),
         "answers are cut off before they end",
@@ -165,6 +203,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "reward_constant",
+        "Every response of a step has the same score, which is not the best one",
         (HIGHEST, LOWEST),
         conditions.reward_constant,
         "all scores are equal: nothing to learn from",
@@ -173,6 +212,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "reward_flat",
+        "critic/score/mean has no trend over the last 5 windows",
         (SCORE,),
         conditions.reward_flat,
         "the run has converged, or does not learn",
@@ -181,6 +221,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "reward_saturated",
+        "critic/score/mean is 0.99 of the way from the lowest to the highest score that the run has seen, or higher",
         (SCORE, HIGHEST, LOWEST),
         conditions.reward_saturated,
         "the prompts teach nothing more",
@@ -189,6 +230,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "equal_groups",
+        "Share of prompts whose responses all score the same above 0.9, with an estimator that compares them",
         ("train/equal_groups_ratio", "train/dropped_groups_ratio"),
         conditions.equal_groups,
         "most advantages are 0",
@@ -197,6 +239,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "rollout_mismatch",
+        "The log-probs of rollout engine and trainer differ by more than trainer.max_rollout_logprob_diff",
         ("training/rollout_logprobs_diff_mean", "training/rollout_logprobs_diff_p99"),
         conditions.rollout_mismatch,
         "vLLM samples from another policy than is trained",
@@ -207,24 +250,27 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "throughput_falling",
+        "perf/throughput below half of its median over the window before",
         (THROUGHPUT,),
-        lambda seen: seen.beyond_median("below", seen.cfg.throughput_min, "throughput_min", THROUGHPUT),
+        lambda seen: seen.beyond_median("below", THROUGHPUT_LEFT, THROUGHPUT),
         "steps take longer than they did",
         "compare the timing_s/* of this step and earlier ones",
         "Another program, a throttled GPU, slow storage, or one slow rank.",
     ),
     HealthRule(
         "replicas_unbalanced",
+        "global_seqlen/idle_share above 0.1",
         ("global_seqlen/idle_share",),
-        lambda seen: seen.above("idle_share_max", "global_seqlen/idle_share"),
+        lambda seen: seen.above(IDLE_SHARE_MAX, "global_seqlen/idle_share"),
         "replicas wait for the one with the most to do",
         "raise actor.ppo_mini_batch_size",
         "A few long sequences cannot be spread evenly: more sequences, or fewer replicas with more tensor parallelism.",
     ),
     HealthRule(
         "memory_near_limit",
+        "perf/memory_used_ratio above 0.95: of the device, or on a CPU of the machine",
         ("perf/memory_used_ratio",),
-        lambda seen: seen.above("memory_max", "perf/memory_used_ratio"),
+        lambda seen: seen.above(MEMORY_MAX, "perf/memory_used_ratio"),
         "a longer batch may end the run",
         "lower actor.ppo_max_token_len_per_gpu",
         "Or rollout.gpu_memory_utilization, or offload; docs/planner.md has what takes how much.",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.config.device_placement import parts_on_device
+from rlhf_mc.config.roles import token_budgets
 from rlhf_mc.config.schema import Config, layouts
-from rlhf_mc.data.balance import Limit, Sequences, micro_batch_limits
 from rlhf_mc.planner.activations import Pass, forward_peak, update_peak
 from rlhf_mc.planner.model_state import ITEMSIZES, ModelState
 from rlhf_mc.planner.rank_layouts import model_coordinate, own_rollout_weights, rank_state, rollout_tp_ranks
@@ -203,7 +203,7 @@ def _phases(cfg: Config, models: Mapping[str, _Model], rollout: Rollout, cuda: b
 def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[str, float]]:
     """Return the activations of each pass over the models, by phase."""
     peaks = {}
-    for phase, limit in micro_batch_limits(cfg).items():
+    for phase, budget in token_budgets(cfg).items():
         role = _ROLES_OF_PASSES.get(phase, phase)
         if role not in models:
             continue
@@ -211,20 +211,19 @@ def _activations(cfg: Config, models: Mapping[str, _Model]) -> dict[str, dict[st
         if phase in ("update_actor", "update_critic"):
             mini_batch = getattr(cfg, role).ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
             entropy = cfg.actor.entropy_coeff != 0 or cfg.actor.entropy_coeff_end is not None
-            size = model.update(_pass(cfg, limit, model.replicas, mini_batch), role == "actor" and entropy)
+            size = model.update(_pass(cfg, budget, model.replicas, mini_batch), role == "actor" and entropy)
         else:
-            size = model.forward(_pass(cfg, limit, model.replicas, cfg.data.train_batch_size))
+            size = model.forward(_pass(cfg, budget, model.replicas, cfg.data.train_batch_size))
         peaks[phase] = {"activations": size}
     return peaks
 
 
-def _pass(cfg: Config, limit: Limit, replicas: int, prompts: int) -> Pass:
+def _pass(cfg: Config, budget: int, replicas: int, prompts: int) -> Pass:
     """Return the largest micro-batch of a pass over the responses to these prompts, all of whose tokens may be
     responses, and the largest number of micro-batches."""
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    tokens = longest * limit.at_most if isinstance(limit, Sequences) else limit
     all_tokens = math.ceil(prompts * cfg.rollout.n / replicas) * longest
-    return Pass(min(tokens, all_tokens), min(tokens, all_tokens), math.ceil(all_tokens / tokens))
+    return Pass(min(budget, all_tokens), min(budget, all_tokens), math.ceil(all_tokens / budget))
 
 
 def _rollout(

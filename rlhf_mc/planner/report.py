@@ -181,7 +181,7 @@ def _row(number: int, choice: Choice) -> tuple[str, ...]:
         str(actor.virtual_pipeline_model_parallel_size or 1),
         str(actor.expert_model_parallel_size),
         str(cfg.rollout.tensor_model_parallel_size),
-        *(budgets if cfg.actor.use_dynamic_bsz else ("", "")),
+        *budgets,
         actor.recompute_granularity or "none",
         "+".join(offloads) or "none",
         f"{cfg.rollout.gpu_memory_utilization:g}",

@@ -267,16 +267,12 @@ class _Search:
     def _budget_sizes(self) -> list[int]:
         """Return the token budgets to try, ascending: one sequence, powers of two, and the user's."""
         longest = self._base.data.max_prompt_length + self._base.data.max_response_length
-        if not self._base.actor.use_dynamic_bsz:
-            return [longest]  # micro-batches have the user's numbers of sequences
         sizes = {longest, self._base.actor.ppo_max_token_len_per_gpu}
         sizes |= {1 << power for power in range(_LARGEST_BUDGET.bit_length())}
         return sorted(size for size in sizes if longest <= size <= max(_LARGEST_BUDGET, longest))
 
     def _budgets(self, update: int, forward: int) -> dict[str, Any]:
         """Return the settings of the token budgets of the models that the run has."""
-        if not self._base.actor.use_dynamic_bsz:
-            return {}
         scorers = [f"{role}.forward_max_token_len_per_gpu" for role in reward_models(self._base)]
         budgets = dict.fromkeys(_UPDATE_BUDGETS, update) | dict.fromkeys((*_FORWARD_BUDGETS, *scorers), forward)
         absent = tuple(f"{role}." for role in ("critic", "ref") if role not in self._shapes)

@@ -219,7 +219,7 @@ def _update_changes(cfg: Config, roles: Sequence[str]) -> Iterator[list[str]]:
         yield _unset(cfg, roles, "recompute_granularity", "selective")
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     budgets = {role: getattr(cfg, role).ppo_max_token_len_per_gpu // 2 for role in roles}
-    if cfg.actor.use_dynamic_bsz and min(budgets.values()) >= longest:
+    if min(budgets.values()) >= longest:
         yield [f"{role}.ppo_max_token_len_per_gpu={budget}" for role, budget in budgets.items()]
     if unset := _unset(cfg, roles, "recompute_granularity", "full"):
         yield unset

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_mc.architectures.spec import ModelShape, padded_vocab_size
-from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch
+from rlhf_mc.config.roles import overlaps_reduction, prompts_per_batch, token_budgets
 from rlhf_mc.config.schema import Config, layouts, reward_models
-from rlhf_mc.data.balance import Sequences, micro_batch_limits
 from rlhf_mc.planner.collectives import Collective, Passes, PassTokens
 from rlhf_mc.planner.lengths import Lengths, responses_per_prompt
 from rlhf_mc.planner.model_state import ITEMSIZES
@@ -95,14 +94,12 @@ class PhasePasses:
 def phase_work(cfg: Config, shapes: Mapping[str, ModelShape], world: int, lengths: Lengths) -> Iterator[PhasePasses]:
     """Yield the phases in which a model computes, in the order of a step."""
     actor = cfg.actor
-    limits = micro_batch_limits(cfg)
+    budgets = token_budgets(cfg)
 
     def work(phase: str, role: str, count: int, updates: int | None = None) -> PhasePasses:
         mesh = training_mesh(layouts(cfg)[role], world)
-        limit = limits[phase]
         sequences = math.ceil(count / mesh.dp)
-        at_most = limit.at_most if isinstance(limit, Sequences) else max(1, int(limit // lengths.total))
-        micro_batches = math.ceil(sequences / at_most)
+        micro_batches = math.ceil(sequences / max(1, int(budgets[phase] // lengths.total)))
         dummies = -micro_batches % mesh.pp if mesh.vpp > 1 else 0
         # A reward model has one result for each sequence.
         results = 1.0 if role in reward_models(cfg) else lengths.response

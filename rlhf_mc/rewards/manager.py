@@ -83,21 +83,21 @@ class RewardManager:
                 raise
 
     def check(self, prompts: Sequence[Prompt], training: bool = True) -> None:
-        """Raise UserError if a prompt cannot be scored, or warn, by reward.on_error. Called before training starts."""
+        """Raise UserError if a prompt cannot be scored, or warn, by reward.default_score. Called before training
+        starts."""
+        default = self._reward.default_score
         unscored = 0
         for prompt in prompts:
             row = self._row(prompt, "", training)
             if (problem := row_problem(row)) is None:
                 continue
-            if self._reward.on_error == "error":
+            if default is None:
                 raise UserError(f"{row.name}: {problem}")
             unscored += 1
             if unscored == 1:
                 first = f"{row.name}: {problem}"
         if unscored:
-            print_line(
-                f"warning: {unscored} prompts score reward.default_score {self._reward.default_score:g}; {first}"
-            )
+            print_line(f"warning: {unscored} prompts score reward.default_score {default:g}; {first}")
 
     @property
     def needs_prompts(self) -> bool:
@@ -154,14 +154,14 @@ class RewardManager:
 
     def _failed(self, row: RewardRow, failure: Failure) -> Score:
         """Return the default score of a row that could not be scored, with a warning. Raise UserError instead if
-        reward.on_error is error."""
+        reward.default_score is null."""
         message = f"{failure.origin or custom_score_name(self._custom)}: {row.name}: {failure.problem}"
-        if self._reward.on_error == "error":
+        default = self._reward.default_score
+        if default is None:
             raise UserError(message)
         self._failures += 1
         if self._failures <= _MAX_REPORTED or self._failures % 100 == 0:
-            default = self._reward.default_score
             print_line(
                 f"warning: {message}; it scores {default:g} ({self._failures} such responses so far on this rank)"
             )
-        return Score(self._reward.default_score, {DEFAULT: self._reward.default_score}, failure=failure.kind)
+        return Score(default, {DEFAULT: default}, failure=failure.kind)

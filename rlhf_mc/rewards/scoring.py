@@ -45,7 +45,7 @@ def load_reward_function(cfg: CustomRewardFunctionConfig) -> CustomFunction:
     it or building the object raises, or if the name is not defined or cannot be called with a row's arguments."""
     where = f"custom_reward_function.path {cfg.path}"
     name = cfg.name
-    function = load_attribute("custom_reward_function", str(cfg.path), name)
+    function = load_attribute("custom_reward_function", str(cfg.path), name, " (custom_reward_function.name)")
     kwargs = cfg.reward_kwargs
     if inspect.isclass(function):
         try:

@@ -68,15 +68,15 @@ def engine_factory(cfg: RolloutConfig) -> EngineFactory:
     if cfg.name != "custom":
         return ENGINES[cfg.name]
     assert cfg.custom_engine.path is not None, "config/checks.py ensures it"
-    return _custom_engine(cfg.custom_engine.path, cfg.custom_engine.name)
+    return _custom_engine(cfg.custom_engine.path)
 
 
 @functools.cache
-def _custom_engine(path: str, name: str) -> EngineFactory:
+def _custom_engine(path: str) -> EngineFactory:
     section = "rollout.custom_engine"
-    where = f"{section}.path {path}: {name}"
+    where = f"{section}.path {path}: Engine"
     try:
-        factory: EngineFactory = load_attribute(section, path, name)()
+        factory: EngineFactory = load_attribute(section, path, "Engine")()
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything

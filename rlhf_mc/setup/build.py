@@ -20,9 +20,8 @@ from rlhf_mc.checkpoint.hf_format import HFReader, import_hf, read_config
 from rlhf_mc.checkpoint.input_fingerprints import read_inputs
 from rlhf_mc.checkpoint.megatron_format import load_mcore
 from rlhf_mc.config.errors import UserError, error_prefix
-from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, uses_critic, uses_reference
+from rlhf_mc.config.roles import adapts_kl_loss, prompts_per_batch, token_budgets, uses_critic, uses_reference
 from rlhf_mc.config.schema import Config, MegatronConfig, OptimConfig, layouts, reward_models, score_part
-from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.conversations import ConversationTokenizer
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.data.order import batches_per_epoch, check_batch, check_weights
@@ -58,7 +57,7 @@ from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
 from rlhf_mc.trainer.run import Run
-from rlhf_mc.trainer.skipped_updates import SkippedUpdates
+from rlhf_mc.trainer.skipped_updates import MOST_CONSECUTIVE, SkippedUpdates
 from rlhf_mc.trainer.step_schedule import StepSchedule
 
 
@@ -112,7 +111,7 @@ def build_run(cfg: Config) -> Run:
                 if cfg.health.out_of_memory == "halve_tokens":
                     models[role].recover_memory()
             offload_schedule.add(role, models[role])
-    limits = micro_batch_limits(cfg)
+    budgets = token_budgets(cfg)
     weight_sync, rollout = _rollout(cfg, factory, models["actor"], rank)
     if cfg.rollout.free_cache_engine:
         offload_schedule.add_rollout(rollout)
@@ -125,14 +124,14 @@ def build_run(cfg: Config) -> Run:
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         schedule=StepSchedule(cfg.trainer, total_steps, total_batches, bool(val_prompts)),
-        limits=limits,
+        token_budgets=budgets,
         inputs=inputs,
         rewards=rewards,
         actor=models["actor"],
         critic=models.get("critic"),
         reference=models.get("ref"),
         reward_models=[
-            RewardModel(role, str(scorer.model_path), models[role], limits[role], conversations.get(role))
+            RewardModel(role, str(scorer.model_path), models[role], budgets[role], conversations.get(role))
             for role, scorer in reward_models(cfg).items()
         ],
         rollout=rollout,
@@ -143,7 +142,7 @@ def build_run(cfg: Config) -> Run:
         kl_controller=_kl_controller(cfg),
         log_prob_check=_log_prob_check(cfg, tokenizer),
         adjustments=Adjustments(Path(cfg.trainer.default_local_dir)),
-        skipped=SkippedUpdates(cfg.trainer.max_consecutive_skipped_updates, Path(cfg.trainer.default_local_dir)),
+        skipped=SkippedUpdates(MOST_CONSECUTIVE, Path(cfg.trainer.default_local_dir)),
     )
 
 

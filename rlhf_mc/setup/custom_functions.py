@@ -31,9 +31,9 @@ def load_estimator(algorithm: AlgorithmConfig) -> EstimatorFunction:
     section = "algorithm.custom_estimator"
     custom = algorithm.custom_estimator
     assert custom.path is not None, "config/checks.py ensures it"
-    function: EstimatorFunction = load_function(section, custom.path, custom.name)
+    function: EstimatorFunction = load_function(section, custom.path, "estimate")
     inputs = _example_inputs(algorithm)
-    where = f"{section}.path {custom.path}: {custom.name}, called with an example of 4 responses,"
+    where = f"{section}.path {custom.path}: estimate, called with an example of 4 responses,"
     estimate = _called(function, inputs, where)
     if problem := _estimate_problem(estimate, inputs, estimator_needs(algorithm).critic):
         raise UserError(f"{where} {problem}")
@@ -47,7 +47,7 @@ def load_policy_loss(actor: ActorConfig) -> PolicyLoss:
     section = "actor.policy_loss.custom_loss"
     custom = actor.policy_loss.custom_loss
     assert custom.path is not None, "config/checks.py ensures it"
-    function: PolicyLossFunction = load_function(section, custom.path, custom.name)
+    function: PolicyLossFunction = load_function(section, custom.path, "policy_loss")
     log_probs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     inputs = PolicyLossInputs(
         log_probs=log_probs,
@@ -64,7 +64,7 @@ def load_policy_loss(actor: ActorConfig) -> PolicyLoss:
         tau_pos=actor.policy_loss.tau_pos,
         tau_neg=actor.policy_loss.tau_neg,
     )
-    where = f"{section}.path {custom.path}: {custom.name}, called with an example of 3 tokens,"
+    where = f"{section}.path {custom.path}: policy_loss, called with an example of 3 tokens,"
     result = _called(function, inputs, where)
     if problem := _loss_problem(result):
         raise UserError(f"{where} {problem}")
@@ -117,7 +117,7 @@ def _estimate_problem(estimate: object, inputs: EstimatorInputs, needs_returns: 
     if not isinstance(estimate, Estimate):
         return f"returned {type(estimate).__name__}; it must return rlhf_mc.algorithms.estimators.Estimate"
     if needs_returns and estimate.returns is None:
-        return "returned no returns; with needs_critic it must, as the critic learns them"
+        return "returned no returns; with a critic in custom_estimator.needs it must, as the critic learns them"
     for name, values in (("advantages", estimate.advantages), ("returns", estimate.returns)):
         if values is None and name == "returns":
             continue

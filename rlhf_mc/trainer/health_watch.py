@@ -141,14 +141,14 @@ def act(
     """Carry out the responses to the rules that count in a complete, logged step. Return "rolled back" if the run is to
     resume from an earlier step. Raise Unhealthy for the response stop, and where a roll-back is impossible. Every
     rank must call it."""
+    rules = {rule.name: rule for rule in RULES}
     changes = {
-        getattr(cfg.responses, name): (name, text.removeprefix("health: "))
-        for name, text in reversed(health.last.acting)
+        rules[name].response(cfg): (name, text.removeprefix("health: ")) for name, text in reversed(health.last.acting)
     }
     if "stop" in changes:
         name, text = changes["stop"]
-        rule = next(rule for rule in RULES if rule.name == name)
-        line = f"{text}: {rule.meaning}; {rule.setting}; health.responses.{name} is stop: nothing is exported"
+        rule = rules[name]
+        line = f"{text}: {rule.meaning}; {rule.setting}; the response to {name} is stop: nothing is exported"
         raise Unhealthy(line, saves=True)
     if "roll_back" in changes:
         name, text = changes["roll_back"]

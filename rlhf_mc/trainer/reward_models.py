@@ -13,7 +13,6 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mc.config.schema import Config, reward_models, score_part
-from rlhf_mc.data.balance import Limit, Sequences
 from rlhf_mc.data.batch import Prompt, RaggedBatch
 from rlhf_mc.data.conversations import ConversationTokenizer, conversation_batch
 from rlhf_mc.models.engine import ModelEngine
@@ -30,8 +29,8 @@ class RewardModel:
     """Its section of the config, and the name of its phase."""
     path: str
     engine: ModelEngine
-    limit: Limit
-    """Of a micro-batch."""
+    budget: int
+    """Tokens of a micro-batch."""
     conversations: ConversationTokenizer | None
     """Makes the tokens that the model reads; None: it reads the actor's."""
 
@@ -43,8 +42,7 @@ class RewardModel:
     @property
     def max_tokens(self) -> int:
         """The most tokens of a conversation; of a longer one the last are read, with the end of the response."""
-        longest = self.engine.shape.max_position_embeddings
-        return longest if isinstance(self.limit, Sequences) else min(longest, self.limit)
+        return min(self.engine.shape.max_position_embeddings, self.budget)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def score(
         sequences, num_truncated = _conversations(model.conversations, tokenizer, pairs, model.max_tokens)
     else:
         sequences = batch.select(indices)
-    values[list(indices)] = score_sequences(model.engine, sequences, model.limit)
+    values[list(indices)] = score_sequences(model.engine, sequences, model.budget)
     return ModelScores(values, num_truncated)
 
 
@@ -114,7 +112,7 @@ def _conversations(
     return conversation_batch([tokens[-max_tokens:] for tokens in read]), num_truncated
 
 
-def score_sequences(engine: ModelEngine, batch: RaggedBatch, limit: Limit) -> torch.Tensor:
+def score_sequences(engine: ModelEngine, batch: RaggedBatch, budget: int) -> torch.Tensor:
     """Return a reward model's score of each sequence, its value at the last token: [S] float32, on every rank."""
-    micro_batches = my_micro_batches(engine, batch, limit)
+    micro_batches = my_micro_batches(engine, batch, budget)
     return engine.score(batch, micro_batches, value_head, per_sequence=True)

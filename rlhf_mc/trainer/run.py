@@ -11,7 +11,6 @@ from rlhf_mc.algorithms.kl import KLController
 from rlhf_mc.algorithms.policy_losses import PolicyLoss
 from rlhf_mc.checkpoint.input_fingerprints import Inputs
 from rlhf_mc.config.schema import Config
-from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.dataset import Prompts
 from rlhf_mc.health.adjustments import Adjustments
 from rlhf_mc.models.engine import ModelEngine
@@ -40,8 +39,8 @@ class Run:
     """The prompts of the samples that are written have a text."""
     schedule: StepSchedule
     """The steps after which validation, export and checkpoint are due."""
-    limits: dict[str, Limit]
-    """By phase, the limit of a micro-batch."""
+    token_budgets: dict[str, int]
+    """By phase, the tokens of a micro-batch."""
     inputs: Inputs
     """Size and content hash of every input file."""
     rewards: RewardManager

@@ -25,6 +25,9 @@ from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.samples import keep_samples, some_of_each_prompt
 from rlhf_mc.trainer.step_state import StepState
 
+_TRAIN_LOG_STEPS = 10
+"""Steps between those of which train_generations/ has some responses."""
+
 
 def submit_responses(
     rewards: RewardManager,
@@ -119,15 +122,14 @@ def await_rewards(
 
 
 def record_samples(run: Run, state: StepState, prompts: list[Prompt], batch: RaggedBatch, scores: list[Score]) -> None:
-    """Write the responses that are trained on to trainer.rollout_data_dir, and some of them to train_generations/, in
-    the steps in which they are due."""
+    """Write the responses that are trained on to trainer.rollout_data_dir, and in the first step and every tenth one
+    some of them to train_generations/."""
     cfg = run.config.trainer
     if run.groups.rank != 0:
         return
     responses = batch.responses()
-    if run.schedule.is_rollout_data_due(state.step):
-        keep_samples(run.tokenizer, cfg.rollout_data_dir, state.step, prompts, responses, scores)
-    if run.schedule.is_train_log_due(state.step):
+    keep_samples(run.tokenizer, cfg.rollout_data_dir, state.step, prompts, responses, scores)
+    if state.step == 1 or state.step % _TRAIN_LOG_STEPS == 0:
         rows = some_of_each_prompt(len(prompts), run.config.rollout.n, cfg.log_train_generations)
         directory = str(Path(cfg.default_local_dir) / TRAIN_GENERATIONS) if rows else None
         some = [prompts[i] for i in rows], [responses[i] for i in rows], [scores[i] for i in rows]

@@ -18,6 +18,8 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.run_files import NONFINITE_FILE
 from rlhf_mc.topology.consensus import gather_objects, on_rank_0
 
+MOST_CONSECUTIVE = 3
+
 
 @dataclass
 class SkippedUpdates:
@@ -41,9 +43,8 @@ class SkippedUpdates:
         on_rank_0(lambda: write_samples(path, name, mini), f"{path}: cannot be written")
         if self.consecutive[name] >= self.limit:
             raise UserError(
-                f"{name}: loss or gradient not finite in {self.limit} consecutive updates "
-                f"(trainer.max_consecutive_skipped_updates), the last in step {step}; their samples are in {path}; "
-                f"{_find_not_finite(name, mini, engine.params)}"
+                f"{name}: loss or gradient not finite in {self.limit} consecutive updates, the last in step {step}; "
+                f"their samples are in {path}; {_find_not_finite(name, mini, engine.params)}"
             )
 
     def resume_from(self, step: int, consecutive: Mapping[str, int]) -> None:

@@ -38,16 +38,6 @@ class StepSchedule:
         freq = self.trainer.save_freq
         return freq > 0 and (step % freq == 0 or self.is_last(step, num_batches, accuracy))
 
-    def is_rollout_data_due(self, step: int) -> bool:
-        """Return whether trainer.rollout_data_save_freq asks for the step's generations."""
-        freq = self.trainer.rollout_data_save_freq
-        return freq > 0 and step % freq == 0
-
-    def is_train_log_due(self, step: int) -> bool:
-        """Return whether trainer.log_train_freq asks for some of the step's generations."""
-        freq = self.trainer.log_train_freq
-        return freq > 0 and (step == 1 or step % freq == 0)
-
     def is_last(self, step: int, num_batches: int, accuracy: float | None) -> bool:
         """Return whether the run ends after the step, with its validation accuracy if any."""
         return self.is_at_end(step, num_batches) or self.reaches_target(accuracy)

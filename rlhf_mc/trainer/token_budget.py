@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlhf_mc import platform
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.data.balance import Limit, Sequences, plan_micro_batches
+from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.health.adjustments import Adjustment, Adjustments
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep
@@ -16,44 +16,38 @@ from rlhf_mc.runtime.console import print_line
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The limit of a micro-batch in the updates of one model in one step."""
+    """The tokens of a micro-batch in the updates of one model in one step."""
 
     role: str
     """The model: actor or critic."""
     step: int
-    limit: Limit
+    tokens: int
     """Of the config."""
     longest: int
     """Tokens of the longest sequence that the settings allow: no budget is below it."""
     adjustments: Adjustments
 
-    def update_limit(self, number: int) -> Limit:
-        """Return the limit of an update of the step, from 0."""
-        if isinstance(self.limit, Sequences):
-            return self.limit
+    def update_limit(self, number: int) -> int:
+        """Return the tokens of an update of the step, from 0."""
         made = self.adjustments.max_token_len(f"update_{self.role}", self.step, number)
-        return self.limit if made is None else min(self.limit, made)
+        return self.tokens if made is None else min(self.tokens, made)
 
     def halve(self, number: int, rank: int) -> None:
-        """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence,
-        or a number of sequences. Every rank must call it. rank: the one that is out of memory."""
-        limit = self.update_limit(number)
-        if isinstance(limit, Sequences) or limit <= self.longest:
+        """Halve the budget from an update of the step on. Raise UserError if it is no more than the longest sequence.
+        Every rank must call it. rank: the one that is out of memory."""
+        tokens = self.update_limit(number)
+        if tokens <= self.longest:
             raise UserError(self.advice(number, rank))
-        half = max(limit // 2, self.longest)
-        reason = f"{self._where(number, rank)}, with micro-batches of {limit} tokens"
+        half = max(tokens // 2, self.longest)
+        reason = f"{self._where(number, rank)}, with micro-batches of {tokens} tokens"
         self.adjustments.add(Adjustment("max_token_len", half, self.step - 1, reason, f"update_{self.role}", number))
         print_line(f"warning: {reason}; repeating it with {half}, and {half} from now on", rank_0_only=True)
 
     def advice(self, number: int, rank: int) -> str:
         """Return what a user can do where the budget is not halved."""
-        limit = self.update_limit(number)
-        by_number = isinstance(limit, Sequences)
-        size = f"{limit.at_most} sequences" if isinstance(limit, Sequences) else f"{limit} tokens"
-        setting = "ppo_micro_batch_size_per_gpu" if by_number else "ppo_max_token_len_per_gpu"
         return (
-            f"{self._where(number, rank)}, with micro-batches of {size}; lower {self.role}.{setting}, or shard the "
-            f"model over more ranks ({self.role}.megatron)"
+            f"{self._where(number, rank)}, with micro-batches of {self.update_limit(number)} tokens; lower "
+            f"{self.role}.ppo_max_token_len_per_gpu, or shard the model over more ranks ({self.role}.megatron)"
         )
 
     def _where(self, number: int, rank: int) -> str:
@@ -77,7 +71,7 @@ def train_step(engine: ModelEngine, mini: RaggedBatch, loss: Loss, budget: Token
         budget.halve(number, rank)
 
 
-def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, limit: Limit) -> list[list[int]]:
-    """Return the sequences of each micro-batch of this rank's data-parallel replica."""
-    plan = plan_micro_batches(batch.seq_lens.tolist(), engine.groups.mesh.dp, limit, engine.shape.sequence_cost)
+def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
+    """Return the sequences of each micro-batch of this rank's data-parallel replica. budget: tokens of one."""
+    plan = plan_micro_batches(batch.seq_lens.tolist(), engine.groups.mesh.dp, budget, engine.shape.sequence_cost)
     return plan[engine.groups.coordinate.dp]

@@ -195,7 +195,7 @@ def update_critic(run: Run, state: StepState, batch: RaggedBatch) -> None:
     with run.offload_schedule.phase(state.timer, "update_critic"):
         size = critic.ppo_mini_batch_size or cfg.actor.ppo_mini_batch_size
         epochs = critic.ppo_epochs or cfg.actor.ppo_epochs
-        minis = step_mini_batches(cfg, state.step, size, epochs, critic.shuffle)
+        minis = step_mini_batches(cfg, state.step, size, epochs)
         scale = critic.loss_scale_factor or cfg.data.max_response_length
         objective = lambda mini: critic_objective(mini, critic, scale)  # noqa: E731
         budget = token_budget(run, "critic", state.step)
@@ -209,7 +209,7 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
     if state.step <= cfg.trainer.critic_warmup:
         return
     with run.offload_schedule.phase(state.timer, "update_actor"):
-        minis = step_mini_batches(cfg, state.step, actor.ppo_mini_batch_size, actor.ppo_epochs, actor.shuffle)
+        minis = step_mini_batches(cfg, state.step, actor.ppo_mini_batch_size, actor.ppo_epochs)
         terms = ActorTerms(
             policy_loss=run.policy_loss,
             entropy_coeff=entropy_coeff(actor, state.step, run.schedule.total_steps),
@@ -223,13 +223,14 @@ def update_actor(run: Run, state: StepState, batch: RaggedBatch) -> None:
         state.metrics |= update(run.actor, batch, minis, objective, budget, run.skipped)
 
 
-def step_mini_batches(cfg: Config, step: int, size: int, epochs: int, shuffle: bool) -> Iterator[list[int]]:
+def step_mini_batches(cfg: Config, step: int, size: int, epochs: int) -> Iterator[list[int]]:
     """Yield the mini-batches of a model's updates in a step. size: in prompts."""
-    return mini_batches(cfg.data.train_batch_size, cfg.rollout.n, size, epochs, shuffle, (cfg.trainer.seed, step))
+    seed = (cfg.trainer.seed, step)
+    return mini_batches(cfg.data.train_batch_size, cfg.rollout.n, size, epochs, cfg.actor.shuffle, seed)
 
 
 def token_budget(run: Run, role: str, step: int) -> TokenBudget:
     """Return the token budget of a model's updates in a step."""
     data = run.config.data
     longest = data.max_prompt_length + data.max_response_length
-    return TokenBudget(role, step, run.limits[f"update_{role}"], longest, run.adjustments)
+    return TokenBudget(role, step, run.token_budgets[f"update_{role}"], longest, run.adjustments)

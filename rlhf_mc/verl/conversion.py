@@ -58,7 +58,6 @@ _REWARD_FUNCTIONS = tuple(
 """Settings of reward_model that belong to reward functions."""
 
 DEFAULTS: tuple[tuple[str, Any, str], ...] = (
-    ("actor.use_dynamic_bsz", False, "micro-batches of a number of sequences; ours: true"),
     ("rollout.tensor_model_parallel_size", 2, "ours: 1"),
     ("rollout.free_cache_engine", True, "ours: false"),
     ("actor.kl_loss_type", "low_var_kl", "ours: k3, which is not clipped at 10"),
@@ -68,11 +67,9 @@ REFERENCES: tuple[tuple[str, str], ...] = (
     ("rollout.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
     ("ref.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
     ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
-    ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"),
     ("reward_model.forward_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"),
     ("critic.loss_agg_mode", "actor.loss_agg_mode"),
     ("critic.loss_scale_factor", "actor.loss_scale_factor"),
-    ("critic.shuffle", "actor.shuffle"),
 )
 """Settings whose default in verl is another setting."""
 

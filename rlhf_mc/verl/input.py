@@ -27,6 +27,8 @@ _PROGRAMS = ("verl.trainer.main_ppo", "main_ppo.py", "dapo.main_dapo", "dapo.src
 """Ends of the words by which a command starts verl."""
 _REFERENCE = re.compile(r"\$\{(?:(oc\.select|oc\.env):)?\s*(\.*)([\w.]+)\s*(?:,\s*((?:[^{}]|\{\})*))?\}")
 _MOST_REFERENCES = 10
+_COPIES = (*REFERENCES, ("critic.forward_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"))
+"""Settings whose default in verl is another setting, also those without a setting of ours."""
 _HOME = re.compile(r"\$(?:HOME\b|\{HOME\})")
 _NAMES = ("trainer.experiment_name", "trainer.project_name")
 """Settings that only name a run: an unresolved part of them becomes a plain word."""
@@ -322,7 +324,7 @@ def _lookup(match: re.Match[str], written: str, reading: Reading) -> Any:
     if (
         kind == "oc.select"
         or source.split(".")[-1] == written.split(".")[-1]
-        or (plain_key(written), source) in REFERENCES
+        or (plain_key(written), source) in _COPIES
     ):
         return _ABSENT
     raise _absent(match, written)

@@ -89,7 +89,6 @@ _TABLE: dict[Kind, dict[str, str | tuple[str, tuple[Any, ...]]]] = {
         "model.tokenizer_path": "data.tokenizer",
         "critic.model_path": "critic.model.path",
         "reward_model.model_path": "reward_model.model.path",
-        "reward_model.forward_micro_batch_size_per_gpu": "reward_model.micro_batch_size_per_gpu",
         "reward.overlong_buffer.penalty_factor": "reward_model.*overlong_buffer*.penalty_factor",
         "reward.overlong_buffer.len": "reward_model.*overlong_buffer*.len",
         "role.optim.clip_grad": "actor.grad_clip critic.grad_clip",
@@ -334,7 +333,6 @@ RULES.append(KeyRule("rollout.top_k", "implied", "responses are sampled from the
 
 CONVERTED_HINTS = {
     "actor.clip_ratio": "use actor.clip_ratio_low and actor.clip_ratio_high",
-    "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz": "use actor.use_dynamic_bsz (one switch for all passes)",
     "reward_model.enable": "use reward_model.model_path (null: no reward model)",
     "reward_model.model.input_tokenizer": "use reward_model.tokenizer_path, the reward model's own tokenizer",
     "reward_model.*overlong_buffer*.enable": "use reward.overlong_buffer.len (0: no penalty)",
@@ -349,7 +347,6 @@ CONVERTED_HINTS = {
     "*.dist_checkpointing_path *.use_dist_checkpointing": "use model.dist_checkpointing_path",
     "*.expert_tensor_parallel_size": "experts are sharded over the tensor-parallel ranks too: leave it out",
     "*.checkpoint.save_contents *.checkpoint.load_contents": "a checkpoint holds all that a resume needs: leave it out",
-    "*.{ppo_,log_prob_,forward_,}micro_batch_size": "use ..._micro_batch_size_per_gpu: sequences of each GPU",
     "*.enable_gradient_checkpointing": "use megatron.recompute_granularity: full",
     "*.fsdp*.*param_offload *.fsdp*.offload_policy *.fsdp*.optimizer_offload": "use megatron.param_offload and"
     " megatron.optimizer_offload",

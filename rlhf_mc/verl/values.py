@@ -13,7 +13,6 @@ from typing import Any
 
 from rlhf_mc.config.algorithm_schema import ESTIMATOR_NEEDS, SEQUENCE_LOSSES
 from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.config.schema import FROZEN_ROLES
 from rlhf_mc.verl import correction, parallelism
 from rlhf_mc.verl.keys import OFF, Line, Settings, number, renamed, same, split_patterns
 
@@ -25,9 +24,13 @@ def uses_critic(verl: Settings) -> bool:
     return needs is not None and needs.critic
 
 
-def is_dynamic(verl: Settings) -> bool:
-    """Return whether the actor's micro-batches are by token budget."""
-    return bool(verl.get("actor.use_dynamic_bsz", False))
+def is_dynamic(key: str, verl: Settings) -> bool:
+    """Return whether verl's micro-batches of the pass that the key belongs to are by token budget."""
+    role = key.partition(".")[0]
+    own = f"{role}.log_prob_use_dynamic_bsz" if role in ("rollout", "ref") else f"{role}.use_dynamic_bsz"
+    switches = (own, "critic.use_dynamic_bsz") if role == "reward_model" else (own,)
+    values = [value for switch in (*switches, "actor.use_dynamic_bsz") if (value := verl.get(switch)) is not None]
+    return bool(values and values[0])
 
 
 # ---------------------------------------------------------------- converters
@@ -93,15 +96,27 @@ def _min_lr_ratio(key: str, value: Any, verl: Settings) -> Line:
 
 
 def _micro_batch(key: str, value: Any, verl: Settings) -> Line:
-    if is_dynamic(verl):
-        return Line("not needed", "actor.use_dynamic_bsz is true: micro-batches are by token budget")
-    return same(key, value) if value is not None else Line("implied", "as the actor's update")
+    """Convert a number of sequences to the tokens of as many of the longest ones."""
+    if value is None or is_dynamic(key, verl):
+        return Line("implied", "micro-batches are by token budget")
+    if type(value) is not int:
+        return Line("not supported", "it is not an integer")
+    name = key.partition("micro_batch_size")[0]
+    name = "reward_model.forward_" if name == "reward_model." else name
+    longest = _longest_sequence(verl)
+    return renamed(f"{name}max_token_len_per_gpu", value * longest, f"{value} sequences of {longest} tokens")
+
+
+def _token_budget(key: str, value: Any, verl: Settings) -> Line:
+    if not is_dynamic(key, verl):
+        return Line("not needed", "use_dynamic_bsz is off: the number of sequences is converted")
+    return parallelism.token_budget(key, value, verl)
 
 
 def _dynamic(key: str, value: Any, verl: Settings) -> Line:
-    if bool(value) == is_dynamic(verl):
-        return Line("implied", "by actor.use_dynamic_bsz, one switch for all passes")
-    return Line("not needed", "actor.use_dynamic_bsz is one switch for all passes; no number depends on it")
+    if value:
+        return Line("implied", "micro-batches are by token budget")
+    return Line("not needed", "a number of sequences is converted to a token budget; no number depends on it")
 
 
 def _frequency(key: str, value: Any, verl: Settings) -> Line:
@@ -210,13 +225,11 @@ def _most_batches(key: str, value: Any, verl: Settings) -> Line:
 
 def _micro_batch_of_all(key: str, value: Any, verl: Settings) -> Line:
     """Convert a micro-batch size of verl's first versions: the sequences of all GPUs together."""
-    if value in OFF or is_dynamic(verl):
-        return Line("implied", "none" if value in OFF else "micro-batches are by token budget")
     ranks = number(verl, "trainer.nnodes", 1) * number(verl, "trainer.n_gpus_per_node", 8)
-    if type(value) is not int or value % ranks:
+    is_used = value not in OFF and not is_dynamic(key, verl)
+    if is_used and (type(value) is not int or value % ranks):
         return Line("not supported", f"it is no multiple of the {ranks} GPUs: use {key}_per_gpu")
-    ours = key.replace("reward_model.micro", "reward_model.forward_micro")
-    return renamed(f"{ours}_per_gpu", value // ranks, f"over {ranks} GPUs")
+    return _micro_batch(key, value // ranks if is_used else None, verl)
 
 
 _VISION = re.compile(r"[-_.\d]vl\d*([-_./]|$)|llava|minicpm-?[ov]|[-_]omni|[-_]vision|glm-?4\.?[15]v", re.IGNORECASE)
@@ -297,6 +310,12 @@ def _critic_enable(key: str, value: Any, verl: Settings) -> Line:
     return Line("not supported", f"algorithm.adv_estimator {'needs a' if needs else 'does not use a'} critic")
 
 
+def _critic_shuffle(key: str, value: Any, verl: Settings) -> Line:
+    if value is None or bool(value) == bool(verl.get("actor.shuffle")):
+        return Line("implied", "by actor.shuffle")
+    return Line("not supported", "the critic's mini-batches are shuffled as the actor's: actor.shuffle")
+
+
 def _overlong(key: str, value: Any, verl: Settings) -> Line | None:
     if key.endswith(".max_resp_len"):
         if value == number(verl, "data.max_response_length", 512):
@@ -369,15 +388,15 @@ _PATTERNS: dict[Converter, str] = {
     _warmup_ratio: "*.optim.lr_warmup_steps_ratio",
     _min_lr: "*.optim.min_lr",
     _min_lr_ratio: "*.optim.min_lr_ratio",
-    _micro_batch: "*_micro_batch_size_per_gpu",
+    _micro_batch: "*micro_batch_size_per_gpu",
     _micro_batch_of_all: "*.{ppo_,log_prob_,forward_,}micro_batch_size",
     _model_path: "{,critic.}model.path",
     _images: "data.{image,video,audio}_key",
     _truncated_weights: "algorithm.rollout_correction.rollout_is_threshold",
-    _dynamic: "{critic,reward_model}.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
+    _dynamic: "*.use_dynamic_bsz *.log_prob_use_dynamic_bsz",
     parallelism.virtual_chunks: "*.megatron.virtual_pipeline_model_parallel_size",
-    parallelism.training_only: " ".join(
-        f"{role}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity}}" for role in FROZEN_ROLES
+    parallelism.training_only: (
+        f"{{ref,reward_model}}.megatron.{{{','.join(TRAINING_ONLY)},override*.recompute_granularity}}"
     ),
     parallelism.sequence_parallel: "*.megatron.sequence_parallel",
     parallelism.expert_tensor: "*.megatron.expert_tensor_parallel_size",
@@ -385,7 +404,7 @@ _PATTERNS: dict[Converter, str] = {
     parallelism.gradient_checkpointing: "*.enable_gradient_checkpointing",
     parallelism.fsdp_offload: "*.fsdp{,_config}.*offload*",
     parallelism.ulysses: "*.ulysses_sequence_parallel_size",
-    parallelism.token_budget: "*_max_token_len_per_gpu",
+    _token_budget: "*_max_token_len_per_gpu",
     _aggregation: "actor.loss_agg_mode",
     _dist_checkpoint: "*.megatron.*dist_checkpointing*",
     _frequency: "trainer.{save,test}_freq",
@@ -406,6 +425,7 @@ _PATTERNS: dict[Converter, str] = {
     _clip_ratio: "actor.clip_ratio",
     _reference_model: "ref.model.path",
     _critic_enable: "critic.enable",
+    _critic_shuffle: "critic.shuffle",
     _profile_ranks: "actor.profiler.ranks",
     _all_profile_ranks: "actor.profiler.all_ranks actor.profile_ranks_all",
     _profile_contents: "actor.profiler.tool_config.torch.contents",

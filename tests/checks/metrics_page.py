@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
-from rlhf_mc.config.printing import field_docs
+from rlhf_mc.config.health_schema import HealthConfig
 from rlhf_mc.health.rules import RULES, HealthRule
 from rlhf_mc.observability.catalog import SECTIONS
 from rlhf_mc.observability.catalog.metric import Metric, Section
@@ -40,8 +39,9 @@ line at 10, 100, ... steps, and one at the end of the run with the number of ste
 directory has a line each time that a rule begins or ends to count, and for each roll-back: step, rule, metric, value,
 bound, count, response. An empty file is a healthy run. `health/num_active` is the number of rules that count.
 
-`health.responses.<rule>` is `off`, `note` (only in `health.jsonl`), `warn`, or where ending helps `stop`: the run saves
-a checkpoint, exports nothing and ends with code 2. Some rules have [further
+The table has each rule's response: `note` (only in `health.jsonl`), `warn`, or `stop` (the run saves a checkpoint,
+exports nothing and ends with code 2). A rule that `health.note`, `health.warn` or `health.stop` lists has that response
+instead; `health.disable` lists rules that are not checked. Some rules have [further
 responses](reliability.md#responses-to-health-rules). A symptom must last for the steps of the second column:
 `health.patience` (5), or `health.window` (20) where one step says little. A run that resumes continues the counts by
 the rows of `metrics.jsonl`; without that file they begin anew.
@@ -53,8 +53,8 @@ HEALTH_TAIL = """\
 (0.05) are those of tuning notes for verl, and verl's guide takes a `clip_ratio` above 0.1 for too much truncation.
 Three are only noted by default. Of 29 runs of the quickstart's task, with ten estimators, all of which learned, 15 had
 a gradient norm above 2.0 for 5 steps, and 8 an `actor/ppo_kl` below 0.01 for 20 steps; in the log of verl's quickstart
-the critic's first norm is 1023. Set `health.responses.grad_norm_high` to `warn` for a model whose norms you know. None
-of the 29 runs had a warning. The bounds of a KL explosion are far from these runs: their largest `actor/ppo_kl` was
+the critic's first norm is 1023. List grad_norm_high in `health.warn` for a model whose norms you know. None of the 29
+runs had a warning. The bounds of a KL explosion are far from these runs: their largest `actor/ppo_kl` was
 0.23, in a first step, their largest KL to the reference 1.3 nats per token. A learning rate of 0.05 gives 5.2 and 10.
 """
 
@@ -84,14 +84,14 @@ def _health() -> str:
 def _rule(rule: HealthRule) -> str:
     """Return the row of a rule, with the default of each bound."""
     defaults = HealthConfig()
-    condition = field_docs(HealthResponsesConfig)[rule.name].removesuffix(".")
+    condition = rule.condition
     bounds = [name for name, value in vars(defaults).items() if isinstance(value, int | float)]
     for name in sorted(bounds, key=len, reverse=True):
         condition = re.sub(rf"\b{name}\b", f"`health.{name}` ({getattr(defaults, name)})", condition)
     steps = rule.steps_needed(defaults)
     count = {"at once": "1 step", "patience": f"{steps} steps", "window": f"{steps} steps"}[rule.after]
     more = f" {_with_code(rule.more)}" if rule.more else ""
-    response = f"`{rule.name}`: {getattr(defaults.responses, rule.name)}"
+    response = f"`{rule.name}`: {rule.default}"
     meaning = f"{rule.meaning}.{more}"
     return f"| {_with_code(condition)} | {count} | {meaning} | {_with_code(rule.setting)} | {response} |"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from cases import built_run
@@ -15,14 +17,20 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.trainer import loop
 
 
-def train(config_path: str, overrides: list[str], change: str = "") -> dict[str, Any]:
+def train(
+    config_path: str, overrides: list[str], change: str = "", bounds: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """Run the whole loop. Return the events of health.jsonl, the rows of metrics.jsonl, what this rank has printed to
     standard error, and the error that ended the run, if any.
 
     change: "nan reference" sets a weight of the reference to NaN; "checked" lets the first rollout count as a later
-    one, of which mismatches are warnings."""
+    one, of which mismatches are warnings. bounds: constants of rlhf_mc that no setting changes, by "module.NAME"."""
     error = None
-    with built_run(config_path, overrides) as run, contextlib.redirect_stderr(io.StringIO()) as stderr:
+    with contextlib.ExitStack() as stack:
+        for name, bound in (bounds or {}).items():
+            stack.enter_context(mock.patch(f"rlhf_mc.{name}", bound))
+        run = stack.enter_context(built_run(config_path, overrides))
+        stderr = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if change == "nan reference":
             assert run.reference is not None
             run.reference.params["decoder.final_layernorm.weight"].fill_(torch.nan)

@@ -14,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.data.balance import Limit
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models import engine as engine_module
 from rlhf_mc.models.engine import ModelEngine
@@ -51,7 +50,7 @@ def train(
     mesh: dict[str, int],
     batch: RaggedBatch,
     minis: Sequence[Sequence[int]],
-    budget: Limit,
+    budget: int,
     frozen: str | None,
     offload: bool,
     clip_grad: float,
@@ -85,7 +84,7 @@ def train(
 
 
 def steps_with_faults(
-    checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, budget: Limit, faults: Sequence[str], **megatron: Any
+    checkpoint: str, mesh: dict[str, int], batch: RaggedBatch, budget: int, faults: Sequence[str], **megatron: Any
 ) -> list[tuple[dict[str, float], bool]]:
     """Take one step per item of `faults`: on the last rank "loss" makes the loss of one micro-batch NaN, and
     "statistic" one of its statistics infinite. Return the statistics of each step, and whether a weight changed."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import resume_cases
+import yaml
 from tiny import make_workspace, write_config
 
 from rlhf_mc.checkpoint import directory
@@ -182,13 +183,20 @@ def set_job(number: int) -> Callable[[Path], None]:
 
 
 def convert_to_earlier_version(path: Path) -> None:
-    """Remove the run's id, its inputs and the rows of metrics.jsonl, as in earlier versions, and rename a key."""
+    """Remove the run's id, its inputs and the rows of metrics.jsonl, as in earlier versions, rename a key, and add
+    settings that are none any more."""
 
     def change(state: dict[str, Any]) -> None:
         del state["inputs"], state["run_id"], state["loop"]["logged"]
         state["loop"]["skipped_in_a_row"] = state["loop"].pop("consecutive_skipped_updates")
 
     edit_state(change)(path)
+    config = yaml.safe_load((path / "config.yaml").read_text())
+    config["actor"] |= {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 3}
+    config["critic"] |= {"enable": None, "shuffle": True}
+    config["ref"]["megatron"] |= {"grad_offload": False, "recompute_granularity": None}
+    config["health"] |= {"memory_max": 0.95, "responses": {"truncated": "off"}}
+    replace_file(path, 3, "config.yaml", yaml.safe_dump(config))
     path.with_name("run.json").unlink()
     rows = [json.loads(line) for line in path.with_name("metrics.jsonl").read_text().splitlines()]
     lines = [json.dumps({key: value for key, value in row.items() if key != "run_id"}) + "\n" for row in rows]

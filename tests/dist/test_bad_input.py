@@ -326,7 +326,7 @@ def test_reward_function_failing_on_one_row_ends_every_rank(
 
 def test_row_without_a_score_has_the_default_score_on_every_rank(pool: Any, workspace: Path) -> None:
     (workspace / "reward.py").write_text(BAD_ROW.format(statement="raise KeyError"))
-    settings = {"on_error": "default_score", "default_score": -1.0}
+    settings = {"default_score": -1.0}
     for rows in pool(WORLD).run(cases.score_fixed_responses, directory=str(workspace), num_prompts=6, **settings):
         assert [row.score for row in rows] == [1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
         assert [row.failure for row in rows] == [None, None, None, "raised", None, None]

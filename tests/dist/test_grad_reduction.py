@@ -14,11 +14,12 @@ from workers import Workers
 
 from rlhf_mc.config.roles import overlaps_reduction
 from rlhf_mc.config.schema import MegatronConfig
-from rlhf_mc.data.balance import Sequences
 from rlhf_mc.data.batch import RaggedBatch
 
 pytestmark = pytest.mark.dist
 ALL = (0, 1, 2, 3, 4, 5, 6)
+LONGEST = 30
+"""Tokens of the longest sequence, a token budget with several micro-batches."""
 OFFLOAD = {"grad_offload": True, "optimizer_offload": True, "param_offload": True}
 
 
@@ -71,7 +72,7 @@ def test_steps_are_the_same(
         results: list[Training] = pool(world).run(
             reduction_cases.train,
             minis=[(2,), ALL, (5,), ALL],
-            budget=Sequences(1),
+            budget=LONGEST,
             offload="grad_offload" in settings,
             clip_grad=0.0 if exact else 0.5,
             overlap_grad_reduce=overlap,
@@ -119,7 +120,7 @@ def test_one_ranks_fault_is_seen_by_all(
         checkpoint=checkpoints[family],
         mesh=mesh,
         batch=batch,
-        budget=Sequences(2),
+        budget=LONGEST,
         faults=faults,
         **settings,
     )

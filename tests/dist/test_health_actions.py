@@ -60,7 +60,7 @@ def bound(plain: list[dict[str, Any]]) -> float:
 
 def rolls_back(bound: float, *more: str) -> list[str]:
     return [
-        "health.responses.kl_explosion=roll_back",
+        "health.roll_back=[kl_explosion]",
         f"health.ref_kl_max={bound}",
         "health.ppo_kl_explosion=100",
         *more,
@@ -151,7 +151,6 @@ def test_kl_coefficient_is_fixed_from_the_next_step_on(
 ) -> None:
     ranks = train(
         tmp_path,
-        "health.responses.kl_explosion=fixed_kl_coef",
         "health.kl_coef=0.75",
         f"health.ref_kl_max={bound}",
         "health.ppo_kl_explosion=100",

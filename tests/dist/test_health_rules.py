@@ -76,12 +76,11 @@ def thrown_off(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory
             "health.patience=1",
             "health.window=4",
             "health.entropy_min=3",
-            "health.entropy_collapse=0.3",
-            "health.memory_max=0.001",
-            "health.responses.policy_collapsed=warn",
+            "health.warn=[policy_collapsed]",
             "trainer.max_rollout_logprob_diff=1e-9",
         ],
         change="checked",
+        bounds={"health.rules.MEMORY_MAX": 0.001},
     )
     return found
 
@@ -103,8 +102,8 @@ def no_signal(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory)
             "actor.entropy_coeff=0",
             "health.patience=1",
             "health.window=4",
-            "health.reward_window=4",
         ],
+        bounds={"health.conditions.REWARD_WINDOWS": 1},
     )
     result: dict[str, Any] = found
     return result
@@ -123,12 +122,11 @@ def broken(pool: Any, config: Path, tmp_path_factory: pytest.TempPathFactory) ->
         overrides=[
             f"trainer.default_local_dir={tmp_path_factory.mktemp('broken')}",
             "health.patience=1",
-            "health.idle_share_max=0",
             "trainer.total_training_steps=2",
-            "trainer.max_consecutive_skipped_updates=100",
             "algorithm.kl_ctrl.type=fixed",
         ],
         change="nan reference",
+        bounds={"health.rules.IDLE_SHARE_MAX": 0.0, "setup.build.MOST_CONSECUTIVE": 100},
     )
     result: dict[str, Any] = found
     return result
@@ -164,7 +162,7 @@ def test_stop_saves_and_ends_every_rank_without_an_export(pool: Any, config: Pat
         f"trainer.default_local_dir={tmp_path}",
         "trainer.total_training_steps=6",
         "actor.optim.lr=0.05",
-        "health.responses.kl_explosion=stop",
+        "health.stop=[kl_explosion]",
     ]
     for step in (1, 2):
         ranks = pool(2).run(health_cases.train, config_path=str(config), overrides=overrides)
@@ -191,7 +189,7 @@ def test_resumed_run_has_the_events_of_an_uninterrupted_one(pool: Any, config: P
             "actor.optim.lr=0.02",
             "health.patience=4",
             "health.window=2",
-            "health.responses.throughput_falling=off",
+            "health.disable=[throughput_falling]",
             *more,
         ]
         (found,) = pool(1).run(health_cases.train, config_path=str(config), overrides=overrides)

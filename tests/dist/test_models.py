@@ -16,7 +16,6 @@ from gpu_parts.reference import Reference
 from tiny import make_checkpoint
 
 from rlhf_mc.config.schema import OptimConfig
-from rlhf_mc.data.balance import Sequences
 from rlhf_mc.data.batch import RaggedBatch
 
 pytestmark = pytest.mark.dist
@@ -45,8 +44,6 @@ ALL = tuple(range(len(PROMPT_LENS)))
 BIG = 10_000
 SMALL = 32
 """Token budgets: all sequences in one micro-batch, and no two long ones together (the longest has 30 tokens)."""
-FIXED = Sequences(2)
-"""Two sequences to a micro-batch, of any lengths."""
 
 
 @pytest.fixture(scope="session")
@@ -110,18 +107,17 @@ def test_log_probs_and_entropy_match_transformers(
 
 
 def gradient_jobs(checkpoints: dict[str, str]) -> list[Job]:
-    """Return jobs of both losses in all aggregation modes and token budgets on one family, and single jobs on others,
-    some with a fixed number of sequences per micro-batch.
-    """
+    """Return jobs of both losses in all aggregation modes and token budgets on one family, and single jobs on
+    others."""
     tied = checkpoints["qwen2_tied"]
     jobs = [Job(tied, r, mode, budget, ALL) for r in ("actor", "critic") for mode in MODES for budget in (BIG, SMALL)]
     others = [
-        ("qwen2_one_kv_head", "actor", SMALL),
-        ("llama_biases", "actor", FIXED),
-        ("qwen2_untied", "actor", SMALL),
-        ("qwen2_untied", "critic", FIXED),
+        ("qwen2_one_kv_head", "actor"),
+        ("llama_biases", "actor"),
+        ("qwen2_untied", "actor"),
+        ("qwen2_untied", "critic"),
     ]
-    return jobs + [Job(checkpoints[f], role, "token-mean", limit, ALL) for f, role, limit in others]
+    return jobs + [Job(checkpoints[f], role, "token-mean", SMALL, ALL) for f, role in others]
 
 
 def assert_gradients(results: list[dict[Job, Any]], batch: RaggedBatch) -> None:
@@ -193,7 +189,8 @@ def test_stages_agree_on_the_shapes_of_their_messages(
 ) -> None:
     """Run 4 stages of 2 virtual chunks on 7 micro-batches of different lengths, and a dummy."""
     checkpoint = str(make_checkpoint(tmp_path, num_hidden_layers=8))
-    jobs = [Job(checkpoint, "actor", "token-mean", Sequences(1), ALL)]
+    of_16_tokens = 6 * (2,)
+    jobs = [Job(checkpoint, "actor", "token-mean", 30, (5, *of_16_tokens, 1))]
     assert_gradients(pool(world).run(model_cases.gradients, jobs=jobs, tp=1, pp=4, vpp=2, batch=batch), batch)
 
 

@@ -29,7 +29,7 @@ def test_actor_is_unchanged_during_critic_warmup(pool: Any, tmp_path: Path) -> N
 
 
 def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path) -> None:
-    """Run with a reward model, partly frozen models, and micro-batches of a fixed number of sequences."""
+    """Run with a reward model and partly frozen models."""
     make_workspace(tmp_path)
     model = make_reward_model(tmp_path / "reward_model")
     result = cases.run_two_steps(
@@ -44,9 +44,6 @@ def test_reward_model_scores_and_critic_starts_from_it(pool: Any, tmp_path: Path
             f"critic.model_path={model}",
             "critic.freeze=[model.*]",
             "actor.freeze=[model.embed_tokens.*, model.layers.0.*]",
-            "actor.use_dynamic_bsz=false",
-            "actor.ppo_micro_batch_size_per_gpu=3",
-            "actor.ppo_max_token_len_per_gpu=1",
         ],
     )[0]
     for step in result["steps"]:

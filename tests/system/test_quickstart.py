@@ -33,6 +33,20 @@ def run_dir(quickstart_overrides: list[str], tmp_path_factory: pytest.TempPathFa
     return out
 
 
+def test_printed_config_starts(quickstart_overrides: list[str], tmp_path: Path) -> None:
+    """Run one step with what --print-config prints."""
+    program = [sys.executable, "-m", "rlhf_mc"]
+    changes = [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=1"]
+    given = ["configs/quickstart.yaml", *quickstart_overrides, *changes, "--print-config"]
+    printed = subprocess.run(
+        [*program, *given], cwd=ROOT, capture_output=True, text=True, timeout=500, check=True
+    ).stdout
+    (tmp_path / "printed.yaml").write_text(printed)
+    done = subprocess.run([*program, f"{tmp_path}/printed.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "run" / "success.json").read_text())["step"] == 1
+
+
 @pytest.fixture(scope="module")
 def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

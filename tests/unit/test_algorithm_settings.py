@@ -22,9 +22,8 @@ GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")
     ("overrides", "absent"),
     [
         ((), ["ref", "reward_model"]),
-        (("critic.enable=true",), ["ref", "reward_model"]),
         (GROUPS, ["critic", "ref", "reward_model"]),
-        ((*GROUPS, "critic.enable=false", "actor.use_kl_loss=true"), ["critic", "reward_model"]),
+        ((*GROUPS, "actor.use_kl_loss=true"), ["critic", "reward_model"]),
         (("algorithm.adv_estimator=remax",), ["critic", "ref", "reward_model"]),
         (
             (*GROUPS, "critic.ppo_mini_batch_size=1", "critic.ppo_max_token_len_per_gpu=1"),
@@ -38,7 +37,7 @@ GROUPS = ("algorithm.adv_estimator=grpo", "rollout.n=4")
             (
                 "algorithm.adv_estimator=custom",
                 "algorithm.custom_estimator.path=a.py",
-                "algorithm.custom_estimator.needs_critic=true",
+                "algorithm.custom_estimator.needs=critic",
             ),
             ["ref", "reward_model"],
         ),
@@ -58,18 +57,13 @@ def test_models_of_a_run(config_file: Path, overrides: tuple[str, ...], absent: 
             "algorithm.adv_estimator is rloo, which compares the responses of a prompt; rollout.n is 1; it must be at"
             " least 2",
         ),
-        (
-            (*GROUPS, "critic.enable=true"),
-            "critic.enable is true and algorithm.adv_estimator is grpo, which needs no critic",
-        ),
-        (("critic.enable=false",), "critic.enable is false and algorithm.adv_estimator is gae, which needs a critic"),
         ((*GROUPS, "critic.model_path=x"), "critic.model_path is x and algorithm.adv_estimator is grpo"),
         ((*GROUPS, "trainer.critic_warmup=2"), "trainer.critic_warmup is 2 and algorithm.adv_estimator is grpo"),
         (("algorithm.adv_estimator=custom",), "algorithm.custom_estimator.path is null; set both"),
         (("algorithm.custom_estimator.path=a.py",), "algorithm.adv_estimator is gae and"),
         (
-            ("algorithm.custom_estimator.needs_group=true",),
-            "algorithm.custom_estimator.needs_group is true and algorithm.adv_estimator is gae",
+            ("algorithm.custom_estimator.needs=[group]",),
+            "algorithm.custom_estimator.needs is ['group'] and algorithm.adv_estimator is gae",
         ),
         (("actor.policy_loss.loss_mode=custom",), "actor.policy_loss.custom_loss.path is null; set both"),
         (("actor.policy_loss.loss_mode=gspo",), "actor.loss_agg_mode is token-mean; it must be seq-mean-token-mean"),
@@ -159,9 +153,9 @@ def test_estimators_that_return_something_else_are_refused(
 
 def test_estimator_with_a_critic_must_return_returns(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ESTIMATE + "return Estimate(inputs.rewards - inputs.values)")
-    needs = "algorithm.custom_estimator.needs_critic=true"
+    needs = "algorithm.custom_estimator.needs=critic"
     algorithm = load(config_file, *estimator_settings(tmp_path / "mine.py", needs)).algorithm
-    with pytest.raises(UserError, match="returned no returns; with needs_critic it must"):
+    with pytest.raises(UserError, match=r"returned no returns; with a critic in custom_estimator\.needs it must"):
         load_estimator(algorithm)
 
 

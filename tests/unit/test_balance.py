@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mc.data.balance import (
-    Sequences,
     assign_to_replicas,
-    even_micro_batches,
     micro_batches,
     num_micro_batches_needed,
     plan_micro_batches,
@@ -91,12 +89,11 @@ def qwen_05b_cost(num_tokens: int) -> float:
 
 
 @pytest.mark.parametrize("count", [64, 256, 1024])
-@pytest.mark.parametrize("limit", [4096, Sequences(8)], ids=["token budget", "fixed number"])
-def test_idle_share_on_8_replicas_is_small(count: int, limit: int | Sequences) -> None:
+def test_idle_share_on_8_replicas_is_small(count: int) -> None:
     """Check the idle share by compute cost. The plan may move sequences between replicas to fill micro-batches."""
     for seed in range(5):
         costs = [qwen_05b_cost(n) for n in gsm8k_like_lengths(count, seed)]
-        plan = plan_micro_batches(gsm8k_like_lengths(count, seed), 8, limit, qwen_05b_cost)
+        plan = plan_micro_batches(gsm8k_like_lengths(count, seed), 8, 4096, qwen_05b_cost)
         planned = [sum(costs[i] for group in replica for i in group) for replica in plan]
         round_robin = [sum(costs[r::8]) for r in range(8)]
         assert idle_share(planned) <= 0.03 < idle_share(round_robin)
@@ -181,31 +178,6 @@ def test_plan_has_empty_micro_batches_if_sequences_run_out() -> None:
     # Two micro-batches on each replica, because of the sequences of 60: three sequences for four micro-batches.
     plan = plan_micro_batches([100, 60, 60], 2, 100)
     assert sorted(len(group) for replica in plan for group in replica) == [0, 1, 1, 1]
-
-
-def test_fixed_number_of_sequences_by_hand() -> None:
-    # Longest first, in snake order: 60 | 50 | 40, then backwards 40+30 | 50+20 | 60+10.
-    assert even_micro_batches([10, 20, 30, 40, 50, 60], Sequences(2)) == [[0, 5], [1, 4], [2, 3]]
-    assert even_micro_batches([10, 20, 30], Sequences(8)) == [[0, 1, 2]]
-    assert even_micro_batches([10], Sequences(1), 3) == [[0], [], []]
-    assert plan_micro_batches([90, 90, 80, 80, 1000], 2, Sequences(2)) in (
-        # Alone, the long sequence would leave its replica with an empty micro-batch, so another one joins it.
-        [[[4], [2]], [[0, 3], [1]]],
-        [[[4], [3]], [[0, 2], [1]]],
-    )
-
-
-@no_deadline
-@given(lengths, replicas, st.integers(1, 7))
-def test_plan_by_number_is_a_partition_of_equal_counts(seq_lens: list[int], num_replicas: int, number: int) -> None:
-    plan = plan_micro_batches(seq_lens, num_replicas, Sequences(number))
-    assert len({len(replica) for replica in plan}) == 1
-    groups = [group for replica in plan for group in replica]
-    assert sorted(chain.from_iterable(groups)) == list(range(len(seq_lens)))
-    assert max(map(len, groups), default=0) <= number
-    assert sum(1 for group in groups if group) == min(len(seq_lens), num_replicas * len(plan[0]))
-    fewest = -(-max(len(group) for group in assign_to_replicas(seq_lens, num_replicas)) // number)
-    assert len(plan[0]) == fewest
 
 
 @no_deadline

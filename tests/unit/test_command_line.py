@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,17 @@ import pytest
 import rlhf_mc
 from rlhf_mc import command_line
 from rlhf_mc.config.errors import UserError
+from rlhf_mc.config.fields import choices, leaf_hints
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.model_schema import MegatronConfig
 from rlhf_mc.config.printing import commented_yaml, field_docs
 from rlhf_mc.config.schema import TrainerConfig
+from rlhf_mc.config.yaml_reader import parse_yaml
 from rlhf_mc.runtime import exit_codes
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPO / "configs").glob("**/*.yaml"))
+QUICKSTART = REPO / "configs" / "quickstart.yaml"
 
 
 def run_program(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +50,54 @@ def test_printed_strings_stay_strings(value: str, tmp_path: Path) -> None:
     printed = tmp_path / "printed.yaml"
     printed.write_text(commented_yaml(config))
     assert load_config(str(printed)) == config
+
+
+def test_printed_config_repeats_no_inherited_setting(tmp_path: Path) -> None:
+    config = load_config(str(REPO / "configs" / "ppo_70b.yaml"))
+    printed = commented_yaml(config)
+    assert printed.count("tensor_model_parallel_size: 8\n") == 2, "the actor's and the engine's"
+    sections = parse_yaml(printed, "printed")
+    assert all(sections[role]["megatron"] == {} for role in ("critic", "ref", "reward_model"))
+    own = [f"critic.megatron.{setting}" for setting in ("tensor_model_parallel_size=4", "dtype=float32")]
+    own += ["ref.megatron.pipeline_model_parallel_size=1", "reward_models.judge.model_path=m"]
+    config = load_config(str(REPO / "configs" / "ppo_70b.yaml"), own)
+    sections = parse_yaml(commented_yaml(config), "printed")
+    assert sections["critic"]["megatron"] == {"tensor_model_parallel_size": 4, "dtype": "float32"}
+    assert sections["ref"]["megatron"] == {"pipeline_model_parallel_size": 1}
+    assert sections["reward_models"]["judge"]["megatron"] == {}
+    (tmp_path / "printed.yaml").write_text(commented_yaml(config))
+    assert load_config(str(tmp_path / "printed.yaml")) == config
+
+
+def test_printed_config_has_the_values_of_each_choice() -> None:
+    """Compare the comment above each setting whose values are a choice."""
+    config = load_config(str(CONFIGS[0]))
+    printed = commented_yaml(config)
+    keys = [key for key, hint in leaf_hints().items() if choices(hint) and "NAME" not in key]
+    assert len(keys) > 30
+    for name in {key.rpartition(".")[2] for key in keys}:
+        for comment in re.findall(rf"((?:^ *# .*\n)+) *{name}: ", printed, re.MULTILINE):
+            words = set(re.split(r"[^\w+-]+", comment))
+            known = [choices(hint) for key, hint in leaf_hints().items() if key.endswith(f".{name}")]
+            assert any(words >= set(values) for values in known), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.save_freq=0"], "trainer.save_freq is 0; it must be -1 or at least 1"),
+        (["algorithm.adv_estimator=grpo", "rollout.n=1"], "compares the responses of a prompt; rollout.n is 1"),
+        (["critic.enable=false"], "unknown key 'critic.enable'; algorithm.adv_estimator decides"),
+    ],
+)
+def test_config_that_no_run_can_have_is_not_printed(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        command_line.parse([str(QUICKSTART), *overrides, "--print-config"]).text()
+
+
+def test_config_of_many_ranks_is_printed_on_one() -> None:
+    overrides = ["actor.megatron.tensor_model_parallel_size=6", "rollout.tensor_model_parallel_size=4"]
+    assert command_line.parse([str(QUICKSTART), *overrides, "profile.ranks=[99]", "--print-config"]).text()
 
 
 @pytest.mark.parametrize("section", [TrainerConfig, MegatronConfig])

@@ -16,7 +16,7 @@ from rlhf_mc.config import algorithm_schema, model_schema, reward_schema, schema
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.load import dotted_keys, load_config, to_dict
 from rlhf_mc.config.model_schema import TRAINING_ONLY, MegatronConfig
-from rlhf_mc.config.schema import FROZEN_ROLES
+from rlhf_mc.config.schema import layouts
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -139,7 +139,7 @@ ACTOR_SPLIT = (
 def test_role_inherits_the_layout_of_the_actor(config_file: Path, role: str) -> None:
     config_file.write_text(MINIMAL + f"{role}:\n  megatron:\n")
     cfg = load(config_file, *ACTOR_SPLIT)
-    assert getattr(cfg, role).megatron == cfg.actor.megatron
+    assert layouts(cfg)[role] == cfg.actor.megatron
     assert getattr(cfg, role).megatron is not cfg.actor.megatron
 
 
@@ -147,9 +147,9 @@ def test_frozen_role_does_not_inherit_settings_of_training(config_file: Path, tm
     training = [f"actor.megatron.{key}" for key in ("grad_offload=true", "recompute_granularity=full")]
     cfg = load(config_file, *training, "actor.megatron.use_distributed_optimizer=false")
     assert cfg.critic.megatron == cfg.actor.megatron
-    for role in FROZEN_ROLES:
-        for key in TRAINING_ONLY:
-            assert getattr(getattr(cfg, role).megatron, key) == getattr(MegatronConfig(), key)
+    for role in ("ref", "reward_model"):
+        assert not set(TRAINING_ONLY) & set(vars(getattr(cfg, role).megatron))
+        assert all(getattr(layouts(cfg)[role], key) == getattr(MegatronConfig(), key) for key in TRAINING_ONLY)
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(to_dict(cfg)))
     assert load(again) == cfg
@@ -159,9 +159,9 @@ def test_frozen_role_does_not_inherit_settings_of_training(config_file: Path, tm
 def test_role_does_not_inherit_settings_of_another_split(config_file: Path, role: str) -> None:
     """TP 2: the actor's other settings. PP 1: no layers of a first stage. TP 1: no sequence parallelism."""
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=2")
-    assert getattr(cfg, role).megatron == dataclasses.replace(cfg.actor.megatron, tensor_model_parallel_size=2)
+    assert layouts(cfg)[role] == dataclasses.replace(cfg.actor.megatron, tensor_model_parallel_size=2)
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.pipeline_model_parallel_size=1")
-    assert getattr(cfg, role).megatron == dataclasses.replace(
+    assert layouts(cfg)[role] == dataclasses.replace(
         cfg.actor.megatron, pipeline_model_parallel_size=1, num_layers_in_first_pipeline_stage=None
     )
     cfg = load(config_file, *ACTOR_SPLIT, f"{role}.megatron.tensor_model_parallel_size=1")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checks import metrics_page
+from checks import metrics_page, settings_page
 from documents import ROOT
 
 from rlhf_mc.config.load import dotted_keys
@@ -79,6 +79,16 @@ def test_metrics_that_pages_name_are_explained() -> None:
 def test_the_pages_of_metrics_and_health_are_made_of_their_declarations() -> None:
     for path, text in metrics_page.pages().items():
         assert path.read_text() == text, "run python tests/checks/metrics_page.py"
+
+
+def test_the_page_of_settings_is_made_of_their_dataclasses() -> None:
+    text = settings_page.PATH.read_text()
+    assert text == settings_page.page(), "run python tests/checks/settings_page.py"
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
+    sections = set(re.findall(r"^##+ ([\w.]+)$", text, re.MULTILINE))
+    repeated = {"critic.optim", "critic.megatron", "ref.megatron", "reward_model.megatron", "reward_models.NAME"}
+    assert {key.rpartition(".")[0] for key in rows} | {"reward_models.NAME"} | repeated == sections
+    assert rows == {key for key in dotted_keys() if not key.startswith(tuple(f"{name}." for name in repeated))}
 
 
 def literals() -> set[str]:

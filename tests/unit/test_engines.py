@@ -20,9 +20,9 @@ class Engine:
 """
 
 
-def choose(path: Path, source: str, name: str = "Engine") -> str:
+def choose(path: Path, source: str) -> str:
     path.write_text(source)
-    return engine_factory(RolloutConfig("custom", CustomEngineConfig(str(path), name))).title
+    return engine_factory(RolloutConfig("custom", CustomEngineConfig(str(path)))).title
 
 
 def test_engine_is_chosen_by_name(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_engine_is_chosen_by_name(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("import nothing_of_this_name", r"importing it raised ModuleNotFoundError"),
-        ("", r"has no function 'Engine' \(rollout.custom_engine.name\)"),
+        ("", r"own.py: has no function 'Engine'$"),
         ("class Engine:\n    def __init__(self): raise KeyError('a')", r"Engine\(\) raised KeyError: 'a' \(own.py:2\)"),
         (
             "class Engine: title = 'own'",

@@ -91,7 +91,7 @@ def test_every_setting_of_the_other_examples_is_supported_or_refused_by_name() -
 def test_defaults_of_verl_are_written_out(tmp_path: Path) -> None:
     """Check the roles whose layout is not given: in verl they do not inherit the actor's."""
     cfg = loaded(converted(PPO_MATH), tmp_path / "ours.yaml")
-    assert not cfg.actor.use_dynamic_bsz and cfg.rollout.free_cache_engine
+    assert cfg.actor.ppo_max_token_len_per_gpu == 4 * (1024 + 512) and cfg.rollout.free_cache_engine
     assert cfg.actor.megatron.sequence_parallel
     assert (cfg.critic.megatron.tensor_model_parallel_size, cfg.critic.megatron.pipeline_model_parallel_size) == (1, 1)
     kl = converted({"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.use_kl_loss": True}).settings
@@ -105,7 +105,7 @@ def test_moe_example() -> None:
     assert settings["reshard.share_weights"] is False, "as the actor is offloaded"
     assert (settings["reward.overlong_buffer.len"], settings["reward.overlong_buffer.penalty_factor"]) == (4096, 1.0)
     assert settings["actor.optim.lr_warmup_steps"] == 10
-    assert "actor.ppo_micro_batch_size_per_gpu" not in settings, "micro-batches are by token budget"
+    assert settings["actor.ppo_max_token_len_per_gpu"] == 10240, "micro-batches are by token budget"
 
 
 def defaults(name: str) -> list[str]:
@@ -247,7 +247,12 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
          ("renamed", "critic.megatron.recompute_granularity", None)),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 4,
          ("renamed", "actor.megatron.tensor_model_parallel_size", 4)),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size", 64, ("renamed", "actor.ppo_micro_batch_size_per_gpu", 8)),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size", 64,
+         ("renamed", "actor.ppo_max_token_len_per_gpu", 8 * 1024)),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 4,
+         ("renamed", "actor.ppo_max_token_len_per_gpu", 4 * 1024)),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "x", ("not supported", None, None)),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 9000, ("not needed", None, None)),
         ("actor_rollout_ref.actor.ppo_micro_batch_size", 6, ("not supported", None, None)),
         # values that are not ours, though the setting is
         ("algorithm.adv_estimator", "gdpo", ("not supported", None, None)),
@@ -299,7 +304,10 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.rollout.multi_turn.format", "hermes", ("not needed", None, None)),
         ("critic.enable", None, ("implied", None, None)),
         ("critic.enable", False, ("not supported", None, None)),
-        ("critic.use_dynamic_bsz", True, ("not needed", None, None)),
+        ("critic.shuffle", False, ("implied", None, None)),
+        ("critic.shuffle", True, ("not supported", None, None)),
+        ("critic.use_dynamic_bsz", True, ("implied", None, None)),
+        ("actor_rollout_ref.actor.use_dynamic_bsz", False, ("not needed", None, None)),
         ("algorithm.filter_groups", None, ("implied", None, None)),
         ("algorithm.filter_groups.enable", True, ("same", "algorithm.filter_groups.enable", True)),
         ("algorithm.filter_groups.metric", "acc", ("not needed", None, None)),
@@ -360,6 +368,29 @@ def test_settings_that_depend_on_others() -> None:
     assert line_of(contents, ["hf_model"], trainer__save_freq=5) == ("renamed", "trainer.export_freq", 5)
 
 
+def test_micro_batches_are_by_the_switch_of_their_pass() -> None:
+    """Convert numbers of sequences of 8 + 2 tokens where the pass is not by token budget."""
+    lengths: dict[str, Any] = {"data__max_prompt_length": 8, "data__max_response_length": 2}
+    for role, ours in (("rollout", "rollout.log_prob_"), ("ref", "ref.log_prob_"), ("critic", "critic.ppo_")):
+        size = f"{ours}micro_batch_size_per_gpu"
+        budget = f"{ours}max_token_len_per_gpu"
+        switch = f"{role}__{'' if role == 'critic' else 'log_prob_'}use_dynamic_bsz"
+        for switches, by_number in (({}, True), ({"actor__use_dynamic_bsz": True}, False),
+                                    ({"actor__use_dynamic_bsz": True, switch: False}, True),
+                                    ({"actor__use_dynamic_bsz": False, switch: True}, False)):  # fmt: skip
+            assert line_of(size, 3, **lengths, **switches)[1:] == ((budget, 30) if by_number else (None, None))
+            assert (line_of(budget, 90, **switches)[2] is None) == by_number
+    scorer: dict[str, Any] = {"reward_model__enable": True, "critic__use_dynamic_bsz": True}
+    assert line_of("reward_model.micro_batch_size_per_gpu", 3, **lengths, **scorer)[0] == "implied"
+    del scorer["critic__use_dynamic_bsz"]
+    assert line_of("reward_model.micro_batch_size_per_gpu", 3, **lengths, **scorer)[1:] == (
+        "reward_model.forward_max_token_len_per_gpu", 30)  # fmt: skip
+    given = {"actor.ppo_micro_batch_size_per_gpu": 3, "critic.ppo_micro_batch_size_per_gpu": 5}
+    settings = converted({"algorithm.adv_estimator": "gae", **given}).settings
+    assert settings["rollout.log_prob_max_token_len_per_gpu"] == 3 * 1024
+    assert settings["critic.forward_max_token_len_per_gpu"] == 5 * 1024
+
+
 def test_layouts_that_depend_on_others() -> None:
     experts = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
     sizes = {"actor__megatron__tensor_model_parallel_size": 4}
@@ -371,7 +402,7 @@ def test_layouts_that_depend_on_others() -> None:
 
     checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
     assert line_of(checkpointing, True, **sizes)[0] == "not needed", "verl's Megatron does not read it"
-    ulysses: dict[str, Any] = {"actor__ulysses_sequence_parallel_size": 2}
+    ulysses: dict[str, Any] = {"actor__ulysses_sequence_parallel_size": 2, "actor__use_dynamic_bsz": True}
     for key in ("actor.ppo_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"):
         assert line_of(key, 9000, **ulysses) == ("same", key, 18000)
     assert line_of("critic.ppo_max_token_len_per_gpu", 9000, **ulysses)[2] == 9000
@@ -442,7 +473,13 @@ def test_rewards_are_verls_rules() -> None:
     assert [line_of(most, count, **filters)[2] for count in (10, 0, -1)] == [10, 0, 0]
     path = "actor_rollout_ref.actor.megatron.dist_checkpointing_path"
     assert line_of(path, "m", actor__megatron__use_dist_checkpointing=True)[1] == "model.dist_checkpointing_path"
-    both = converted({"actor.loss_agg_mode": "seq-mean-token-sum", "actor.ppo_max_token_len_per_gpu": 20000}).settings
+    both = converted(
+        {
+            "actor.loss_agg_mode": "seq-mean-token-sum",
+            "actor.ppo_max_token_len_per_gpu": 20000,
+            "actor.use_dynamic_bsz": True,
+        }
+    ).settings
     assert both["critic.loss_agg_mode"] == "seq-mean-token-sum"
     assert both["rollout.log_prob_max_token_len_per_gpu"] == 20000
 

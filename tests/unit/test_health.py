@@ -3,20 +3,20 @@ the same state; mistakes in the settings are one line."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rlhf_mc.config.checks import check_config
 from rlhf_mc.config.errors import UserError
-from rlhf_mc.config.health_schema import HealthConfig, HealthResponsesConfig
+from rlhf_mc.config.health_schema import HealthConfig, Rule
 from rlhf_mc.config.load import dotted_keys, load_config
+from rlhf_mc.health import conditions
 from rlhf_mc.health.conditions import RunTraits
 from rlhf_mc.health.monitor import Event, Monitor, keep_events_up_to
 from rlhf_mc.health.rules import RULES
@@ -47,14 +47,19 @@ LAST = 12
 """Steps of the healthy beginning."""
 
 
+@pytest.fixture(autouse=True)
+def _short_reward_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reward_flat look at two windows, which the healthy beginning has."""
+    monkeypatch.setattr(conditions, "REWARD_WINDOWS", 2)
+
+
 class Recorded:
     """A monitor with its console lines and events."""
 
     def __init__(self, traits: RunTraits = TRAITS, **settings: Any) -> None:
-        responses = HealthResponsesConfig(**settings.pop("responses", {}))
         self.lines: list[str] = []
         self.events: list[Event] = []
-        cfg = HealthConfig(**{"patience": 2, "window": 6, "reward_window": 10, "responses": responses, **settings})
+        cfg = HealthConfig(**{"patience": 2, "window": 6, **settings})
         self.monitor = Monitor(cfg, traits, self.lines.append, self.events.append)
         self.verdict = None
 
@@ -131,7 +136,7 @@ def test_each_rule_counts_after_its_steps_and_not_on_the_other_side(
 
 def test_every_rule_has_a_case_a_response_and_texts_that_fit() -> None:
     names = [rule.name for rule in RULES]
-    assert sorted(names) == sorted(field.name for field in dataclasses.fields(HealthResponsesConfig))
+    assert sorted(names) == sorted(get_args(Rule))
     assert set(names) == {case[0] for case in CASES}
     for rule in RULES:
         assert len(f"rlhf_mc:   {rule.meaning}; {rule.setting}") <= 120, rule.name
@@ -159,19 +164,19 @@ def test_a_warning_appears_once_and_then_at_powers_of_ten() -> None:
     assert run.lines == ["health: truncated: in 108 of 124 steps, from 14 to 124"]
 
 
-def test_responses_note_off_and_stop() -> None:
+def test_responses_note_disable_and_stop() -> None:
     bad = {"actor__ppo_kl": 0.7}
-    noted = Recorded(responses={"kl_explosion": "note", "ppo_kl_high": "off"}).steps(5, **bad)
+    noted = Recorded(note=["kl_explosion"], disable=["ppo_kl_high"]).steps(5, **bad)
     assert noted.begun() == {"kl_explosion"} and noted.lines == []
     noted.monitor.close(5)
     assert noted.lines == [] and noted.verdict.acting == () and not noted.verdict.is_healthy
-    stopping = Recorded(responses={"kl_explosion": "stop"}).steps(1, **bad)
+    stopping = Recorded(stop=["kl_explosion"]).steps(1, **bad)
     (acting,) = stopping.verdict.acting
     assert (acting.event, acting.action, acting.rule.name) == ("acts", "stop", "kl_explosion")
     assert len(stopping.lines) == 2
     stopping.steps(2, 2, **bad)
     assert [event.event for event in stopping.events if event.rule.name == "kl_explosion"] == ["begins", "acts"]
-    again = Recorded(responses={"kl_explosion": "stop"})
+    again = Recorded(stop=["kl_explosion"])
     again.monitor.replay(1, {**HEALTHY, "actor/ppo_kl": 0.7})  # the run that was ended resumes
     again.steps(1, 2, **bad)
     assert [event.event for event in again.events if event.rule.name == "kl_explosion"] == ["acts"]
@@ -255,20 +260,28 @@ def test_a_roll_back_is_kept_by_a_resume_from_the_step_that_it_led_back_to(tmp_p
     ("settings", "message"),
     [
         (
-            ["health.responses.kl_explosions=stop"],
-            "override 'health.responses.kl_explosions=stop': unknown key 'health.responses.kl_explosions'; the nearest "
-            "known key is 'health.responses.kl_explosion'",
+            ["health.responses.kl_explosion=stop"],
+            "override 'health.responses.kl_explosion=stop': unknown key 'health.responses.kl_explosion'; list the rule "
+            "in health.disable, health.note, health.warn, health.stop or health.roll_back; for fixed_kl_coef give "
+            "health.kl_coef",
         ),
-        (["health.responses.throughput_falling=stop"], "found the string 'stop', expected one of off, note, warn"),
+        (["health.stop=[throughput_falling]"], "health.stop: found the list ['throughput_falling'], expected a list, "),
+        (["health.warn=[truncate]"], "expected a list, each entry one of not_finite, kl_explosion"),
+        (
+            ["health.warn=truncated", "health.stop=truncated"],
+            "health.warn and health.stop are both responses to truncated; a rule has one",
+        ),
+        (
+            ["health.kl_coef=0.1", "health.stop=kl_explosion", "algorithm.use_kl_in_reward=true"],
+            "health.stop and health.kl_coef are both responses to kl_explosion; a rule has one",
+        ),
         (["health.ppo_kl_max=often"], "health.ppo_kl_max: found the string 'often', expected a finite number"),
         (["health.ppo_kl_max=.inf"], "expected a finite number"),
         (["health.truncated_max=1.5"], "health.truncated_max is 1.5; it must be at most 1"),
-        (["health.throughput_min=1"], "health.throughput_min is 1.0; it must be below 1"),
-        (["health.throughput_min=0"], "health.throughput_min is 0.0; it must be above 0"),
-        (["health.grad_norm_growth=1"], "health.grad_norm_growth is 1.0; it must be above 1"),
+        (["health.rollback_lr_factor=1"], "health.rollback_lr_factor is 1.0; it must be below 1"),
         (["health.window=1"], "health.window is 1; it must be at least 2"),
-        (["health.ppo_kl_min=0.05"], "health.ppo_kl_min is 0.05, above health.ppo_kl_max, which is 0.03"),
-        (["health.grad_norm_max=0.1"], "health.grad_norm_min is 0.5, above health.grad_norm_max, which is 0.1"),
+        (["health.ppo_kl_max=0.6"], "health.ppo_kl_max is 0.6, above health.ppo_kl_explosion, which is 0.5"),
+        (["health.ppo_kl_min=0.05"], "unknown key 'health.ppo_kl_min'; it is a third of health.ppo_kl_max"),
     ],
 )
 def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str, tmp_path: Path) -> None:
@@ -276,8 +289,3 @@ def test_mistakes_in_the_settings_are_one_line(settings: list[str], message: str
     with pytest.raises(UserError) as error:
         check_config(load_config(None, [*needed, *settings]), 1)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_off_may_be_written_without_quotes() -> None:
-    needed = ["data.train_files=t", "data.val_files=v", "model.path=m", "trainer.default_local_dir=d"]
-    assert load_config(None, [*needed, "health.responses.truncated=off"]).health.responses.truncated == "off"

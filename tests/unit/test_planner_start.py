@@ -27,7 +27,10 @@ SHORT = tuple(
 
 
 def config(*overrides: str) -> Config:
-    return load_config(str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"), [model_path("qwen2.5-0.5b"), *SHORT, *overrides])
+    return load_config(
+        str(REPO / "configs/ppo_qwen2.5_0.5b.yaml"),
+        [model_path("qwen2.5-0.5b"), *SHORT, "trainer.planner=refuse", *overrides],
+    )
 
 
 def verdict_on(cfg: Config, capacity: Capacity) -> str:

@@ -232,11 +232,11 @@ def test_compressed_answer_is_limited_in_memory(endpoint: Endpoint) -> None:
 
 
 def test_hostile_answers_are_failures_of_their_rows(endpoint: Endpoint) -> None:
-    """Continue after them in a worker, with reward.on_error default_score."""
+    """Continue after them in a worker, with a reward.default_score."""
     answers = ["[" * 100_000, "{" * 3, "0.5", '{"score": {"score": 1}}']
     endpoint.answer = lambda path, request, headers: (200, answers[int(request["solution_str"])])
     prompts = [Prompt(i, np.array([1], np.int32), "mine", "4", {}, "t.parquet", i) for i in range(4)]
-    cfg = RewardConfig(on_error="default_score", remote=RemoteRewardConfig(endpoint.url))
+    cfg = RewardConfig(default_score=0.0, remote=RemoteRewardConfig(endpoint.url))
     manager = RewardManager(CustomRewardFunctionConfig(), cfg)
     try:
         scores = manager.submit(prompts, ["0", "1", "2", "3"]).result()
@@ -372,9 +372,7 @@ def test_endpoint_beside_a_rule_in_a_worker(endpoint: Endpoint, capfd: pytest.Ca
     endpoint.answer = lambda path, request, headers: (200, '"high"' if request["solution_str"] == "5" else "0.5")
     prompts = [Prompt(i, np.array([1], np.int32), "arithmetic", "4", {}, "t.parquet", i) for i in range(3)]
     mixture = {"arithmetic": {"exact_match": 1.0, "remote": 2.0}}
-    cfg = RewardConfig(
-        mixture=mixture, on_error="default_score", default_score=-1.0, remote=RemoteRewardConfig(endpoint.url)
-    )
+    cfg = RewardConfig(mixture=mixture, default_score=-1.0, remote=RemoteRewardConfig(endpoint.url))
     manager = RewardManager(CustomRewardFunctionConfig(), cfg)
     try:
         assert manager.needs_prompts

@@ -332,7 +332,6 @@ def test_default_score_is_counted_and_logged(
     manager = build(
         BAD.format(kind=kind, statement=statement),
         timeout_seconds=1.5 if failure == "timeout" else 60.0,
-        on_error="default_score",
         default_score=-2.0,
     )
     scores = manager.submit(prompts(4), ["fine", "bad", "fine", "fine"]).result()
@@ -364,7 +363,7 @@ def test_batched_function_that_fails(
     build: Build, capfd: pytest.CaptureFixture[str], statement: str, failures: list[str | None], words: str
 ) -> None:
     limit = 1.5 if "sleep" in statement else 60.0
-    manager = build(BAD_BATCH.format(statement=statement), on_error="default_score", timeout_seconds=limit)
+    manager = build(BAD_BATCH.format(statement=statement), default_score=0.0, timeout_seconds=limit)
     assert [row.failure for row in manager.submit(prompts(3), ["", "bad", ""]).result()] == failures
     assert words in capfd.readouterr().err.splitlines()[0]
     assert [row.score for row in manager.submit(prompts(1), [""]).result()] == [1.0]
@@ -377,7 +376,7 @@ def test_batched_function_that_fails_ends_the_run_by_default(build: Build) -> No
 
 
 def test_rows_without_a_rule_get_the_default_score(build: Build, capfd: pytest.CaptureFixture[str]) -> None:
-    manager = build(on_error="default_score", default_score=0.5)
+    manager = build(default_score=0.5)
     rows = prompts(2, "riddles") + prompts(1, "arithmetic")
     manager.check(rows)
     [line] = capfd.readouterr().err.splitlines()

@@ -15,9 +15,8 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.load import load_config
 from rlhf_mc.config.paths import input_paths
 from rlhf_mc.config.printing import commented_yaml
-from rlhf_mc.config.roles import absent_roles
+from rlhf_mc.config.roles import absent_roles, token_budgets
 from rlhf_mc.config.schema import Config, layouts, reward_models, score_part
-from rlhf_mc.data.balance import micro_batch_limits
 from rlhf_mc.data.source import scored_by_rule
 
 SECTIONS = """
@@ -49,7 +48,7 @@ def test_named_models_are_roles_of_their_own(tmp_path: Path) -> None:
     assert found["reward_models.harmless"].tensor_model_parallel_size == 1
     assert all(found[role].recompute_granularity is None for role in reward_models(cfg))
     assert absent_roles(cfg) == ["ref", "reward_model", "reward_models.none"]
-    assert micro_batch_limits(cfg)["reward_models.helpful"] == 9
+    assert token_budgets(cfg)["reward_models.helpful"] == 9
     assert not scored_by_rule(cfg, "data.train_files") and scored_by_rule(cfg, "data.val_files")
     named = dict(input_paths(cfg))
     assert named["reward_models.helpful.tokenizer_path"] == named["reward_models.helpful.model_path"]
@@ -89,9 +88,9 @@ def test_config_can_be_printed_and_overridden(tmp_path: Path) -> None:
         ("reward_models: {a: {model_path: m, forward_max_token_len_per_gpu: 1}}",
          "reward_models.a.forward_max_token_len_per_gpu is 1; it must be at least the longest sequence"),
         ("reward_models: {a: {model_path: m, forward_micro_batch_size_per_gpu: 1}}",
-         "reward_models.a.forward_micro_batch_size_per_gpu is 1; that needs actor.use_dynamic_bsz: false"),
-        ("reward_models: {a: {megatron: {grad_offload: true}}}", "reward_models.a.megatron.grad_offload is true; it"
-         " does nothing for a model that is never trained"),
+         "unknown key 'reward_models.a.forward_micro_batch_size_per_gpu'; use ..._max_token_len_per_gpu"),
+        ("reward_models: {a: {megatron: {grad_offload: true}}}", "unknown key 'reward_models.a.megatron.grad_offload';"
+         " it does nothing for a model that is never trained: leave it out"),
         ("reward_models: {a: {megatron: {tensor_model_parallel_size: 3}}}",
          "reward_models.a.megatron.tensor_model_parallel_size 3 x reward_models.a.megatron.pipeline_model_parallel_size"
          " 1 = 3 does not divide the 2 processes"),

@@ -208,7 +208,7 @@ def test_custom_function_that_fails_names_the_row(tmp_path: Path, kind: str, bod
         ("raise KeyboardInterrupt\n", "compute_score", ("importing it raised KeyboardInterrupt", "reward.py:1")),
         ("import os\nos._exit(0)\n", "compute_score", ("importing it ended the worker process, with exit code 0",)),
         ("def compute_score(:\n", "compute_score", ("importing it raised SyntaxError",)),
-        ("def other(): pass\n", "compute_score", ("has no function 'compute_score'",)),
+        ("def other(): pass\n", "compute_score", ("has no function 'compute_score' (custom_reward_function.name)",)),
         ("compute_score = 3\n", "compute_score", ("'compute_score' is not a function but int",)),
         ("def compute_score(solution_str): return 1\n", "compute_score", ("cannot be called", "data_source")),
     ],

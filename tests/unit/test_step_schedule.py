@@ -33,20 +33,6 @@ def test_export_is_due_every_export_freq_steps() -> None:
     assert not any(schedule(export_freq=-1).is_export_due(step) for step in range(1, STEPS + 1))
 
 
-def test_training_generations_are_due_at_their_frequency() -> None:
-    def steps(**settings: int) -> tuple[list[int], list[int]]:
-        found = schedule(**settings)
-        numbers = range(1, STEPS + 1)
-        return (
-            [step for step in numbers if found.is_train_log_due(step)],
-            [step for step in numbers if found.is_rollout_data_due(step)],
-        )
-
-    assert steps() == ([1], [1, 2, 3, 4, 5, 6, 7])
-    assert steps(log_train_freq=3, rollout_data_save_freq=3) == ([1, 3, 6], [3, 6])
-    assert steps(log_train_freq=-1, rollout_data_save_freq=-1) == ([], [])
-
-
 def test_checkpoint_is_due_every_save_freq_steps_and_at_the_end() -> None:
     found = schedule(save_freq=3, test_freq=1, target_val_acc=0.5)
     assert [step for step in range(1, STEPS + 1) if found.is_save_due(step, step, None)] == [3, 6, 7]

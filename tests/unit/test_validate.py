@@ -10,8 +10,6 @@ from config_files import validated
 
 from rlhf_mc.config.errors import UserError
 from rlhf_mc.config.fields import leaf_hints, number_range
-from rlhf_mc.config.model_schema import TRAINING_ONLY
-from rlhf_mc.config.schema import FROZEN_ROLES
 
 
 @pytest.mark.parametrize(
@@ -42,12 +40,6 @@ from rlhf_mc.config.schema import FROZEN_ROLES
             "reward_model.tokenizer_path=rm",
             "reward_model.forward_max_token_len_per_gpu=1",
         ),
-        (
-            "actor.use_dynamic_bsz=false",
-            "actor.ppo_micro_batch_size_per_gpu=2",
-            "critic.forward_micro_batch_size_per_gpu=4",
-            "actor.ppo_max_token_len_per_gpu=1",  # not used then
-        ),
         ("rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0"),
         ("trainer.test_freq=5", "data.val_files=v.parquet", "trainer.target_val_acc=0.9"),
         ("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward=true"),
@@ -63,24 +55,6 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        *(
-            ((f"{key}=3",), (f"{key} is 3; that needs actor.use_dynamic_bsz: false",))
-            for key in (
-                "actor.ppo_micro_batch_size_per_gpu",
-                "critic.ppo_micro_batch_size_per_gpu",
-                "critic.forward_micro_batch_size_per_gpu",
-                "ref.log_prob_micro_batch_size_per_gpu",
-                "rollout.log_prob_micro_batch_size_per_gpu",
-            )
-        ),
-        (
-            ("actor.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2"),
-            ("needs actor.ppo_micro_batch_size_per_gpu, which is null",),
-        ),
-        (
-            ("actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=0"),
-            ("actor.ppo_micro_batch_size_per_gpu is 0; it must be at least 1",),
-        ),
         *(
             ((f"{key}=1023", *kl), (f"{key} is 1023", "longest sequence", "data.max_prompt_length 512", "= 1024"))
             for key, kl in (
@@ -156,7 +130,6 @@ def test_valid_settings_pass(config_file: Path, overrides: tuple[str, ...]) -> N
             ),
             ("critic.megatron.virtual_pipeline_model_parallel_size is 2", "model.dist_checkpointing_path to null"),
         ),
-        (("trainer.max_consecutive_skipped_updates=0",), ("max_consecutive_skipped_updates is 0", "at least 1")),
         (("trainer.preemption_grace_seconds=59",), ("preemption_grace_seconds is 59", "at least 60")),
         (
             ("critic.model_path=''",),
@@ -251,15 +224,6 @@ def test_invalid_settings_are_refused(config_file: Path, overrides: tuple[str, .
     assert "\n" not in message
     for word in words:
         assert word in message
-
-
-@pytest.mark.parametrize("role", FROZEN_ROLES)
-@pytest.mark.parametrize(("key", "value"), zip(TRAINING_ONLY, ("full", "false", "true", "true", "true"), strict=True))
-def test_settings_of_training_are_refused_for_a_frozen_role(config_file: Path, role: str, key: str, value: str) -> None:
-    with pytest.raises(UserError) as caught:
-        validated(config_file, f"{role}.megatron.{key}={value}")
-    why = "it does nothing for a model that is never trained: leave it out"
-    assert str(caught.value) == f"{role}.megatron.{key} is {value}; {why}"
 
 
 def numeric_keys() -> list[str]:

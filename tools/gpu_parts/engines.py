@@ -17,7 +17,7 @@ from rlhf_mc.algorithms.policy_losses import POLICY_LOSSES
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.config.schema import ActorConfig, CriticConfig, LossAggMode, MegatronConfig, OptimConfig
-from rlhf_mc.data.balance import Limit, plan_micro_batches
+from rlhf_mc.data.balance import plan_micro_batches
 from rlhf_mc.data.batch import RaggedBatch
 from rlhf_mc.models.engine import Loss, ModelEngine, OptimizerStep, engine_layouts
 from rlhf_mc.models.heads import Head, log_prob_head
@@ -44,7 +44,7 @@ class Job(NamedTuple):
     checkpoint: str
     role: Role
     mode: LossAggMode
-    budget: Limit
+    budget: int
     sequences: tuple[int, ...]
     """Indices in the batch. With fewer than data-parallel replicas, some replicas run dummy micro-batches."""
 
@@ -139,7 +139,7 @@ def with_targets(engine: ModelEngine, batch: RaggedBatch) -> RaggedBatch:
     )
 
 
-def train_once(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> OptimizerStep:
+def train_once(engine: ModelEngine, batch: RaggedBatch, budget: int) -> OptimizerStep:
     """Take one optimizer step on the batch."""
     micro_batches = my_micro_batches(engine, batch, budget)
     return engine.train_step(batch, micro_batches, objective(engine, batch, "token-mean"))
@@ -184,16 +184,16 @@ def objective(engine: ModelEngine, batch: RaggedBatch, mode: LossAggMode) -> Los
     return actor_objective(batch, cfg, engine.shape.vocab_size, TEMPERATURE, terms)
 
 
-def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: Limit) -> list[list[int]]:
+def my_micro_batches(engine: ModelEngine, batch: RaggedBatch, budget: int) -> list[list[int]]:
     """Return the micro-batches of this rank's replica."""
     mesh = engine.groups.mesh
     return plan_micro_batches(batch.seq_lens.tolist(), mesh.dp, budget)[engine.groups.coordinate.dp]
 
 
-def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, limit: Limit) -> torch.Tensor:
+def score_tokens(engine: ModelEngine, batch: RaggedBatch, head: Head, budget: int) -> torch.Tensor:
     """Return the head's number for every response token of the batch, as a step computes it: [R] float32, on every
     rank. Every rank must call it."""
-    return engine.score(batch, token_budget.my_micro_batches(engine, batch, limit), head)
+    return engine.score(batch, token_budget.my_micro_batches(engine, batch, budget), head)
 
 
 def token_batch(vocab: int, prompt_lens: Sequence[int], response_lens: Sequence[int], seed: int = 5) -> RaggedBatch:

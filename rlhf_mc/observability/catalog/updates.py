@@ -89,8 +89,7 @@ ACTOR = Section(
             "share of the step's updates that were skipped because loss or gradient was not finite",
             "share",
             _UPDATES,
-            "above 0: the samples are in `nonfinite_step_N.json`; the run aborts after "
-            "`trainer.max_consecutive_skipped_updates` consecutive ones",
+            "above 0: the samples are in `nonfinite_step_N.json`; the run aborts after 3 consecutive ones",
         ),
         Metric("actor/lr", "learning rate used", "–", _UPDATES),
         Metric(
