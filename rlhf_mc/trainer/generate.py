@@ -13,6 +13,7 @@ from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, RolloutEngine, Sampling
+from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
@@ -49,7 +50,7 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
 
 def generate(engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> Responses:
     """Return one response per prompt, on every rank."""
-    return engine.generate([p.token_ids for p in prompts], seeds, sampling)
+    return generate_responses(engine, [p.token_ids for p in prompts], seeds, sampling)
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:

@@ -15,6 +15,7 @@ from vllm.platforms import PlatformEnum
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -44,7 +45,7 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
                     "responses": to_generations(
-                        engine.generate(vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
+                        generate_responses(engine, vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
                     ),
                 }
             )

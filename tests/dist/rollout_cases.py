@@ -25,6 +25,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -78,7 +79,7 @@ def generate(
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(to_generations(engine.generate(vectors, seeds, Sampling(temperature, 8, ()))))
+            responses.append(to_generations(generate_responses(engine, vectors, seeds, Sampling(temperature, 8, ()))))
     return responses
 
 

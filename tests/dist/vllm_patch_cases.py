@@ -25,6 +25,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout import vllm_engine, vllm_patches
 from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 
 PATCHES = {patch.target: patch for patch in (*vllm_patches.EVERYWHERE, *vllm_patches.on_cpu())}
@@ -48,7 +49,7 @@ def generate_without(target: str, checkpoint: str) -> None:
     embedding = "model.embed_tokens.weight"
     storage = {embedding: torch.ones(vllm_layout(shape, 0, 1).shapes[embedding])}
     with reverted(target), built_engine(checkpoint, 1, 72, storage=storage) as engine:
-        engine.generate(PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
+        generate_responses(engine, PROMPTS, [0, 1, 2], Sampling(1.0, 8, ()))
 
 
 def generate_with_vllms_seeds(checkpoint: str) -> None:
@@ -157,7 +158,7 @@ def head_types(checkpoint: str, float32_products: bool) -> tuple[str, str]:
         replaced(platform, "float32_products", lambda: float32_products),
         built_engine(checkpoint, 1, 64, dtype="bfloat16") as engine,
     ):
-        engine.generate(prompt, [0], Sampling(1.0, 4, ()))
+        generate_responses(engine, prompt, [0], Sampling(1.0, 4, ()))
         return str(engine._model.logits_processor.head_dtype), str(engine._model.lm_head.weight.dtype)
 
 

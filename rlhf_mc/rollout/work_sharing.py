@@ -1,0 +1,80 @@
+"""Which rollout engine generates which response: arithmetic that every rank does alike.
+
+The requests of a call are in one queue, and an engine takes the next ones when it has room. Time decides nothing: an
+engine's clock is the cost of the steps that it has taken, and the engines exchange their free places once in a period
+of that clock. So two runs assign alike and form the same batches, as a killed and resumed run does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+PERIOD = 16.0
+"""Virtual time between two exchanges: the cost of as many steps of a few requests. A longer period leaves places empty
+that became free within it, a shorter one exchanges more often."""
+_PER_REQUEST = 1 / 256
+_PER_PROMPT_TOKEN = 1 / 512
+"""Costs of a request in a step, and of a token of a new prompt, relative to a step's fixed cost: those of a model of
+some billion parameters on a GPU, where a step reads the weights once whatever its batch is. Other engines take other
+times: the assignment is then less even, and as repeatable."""
+
+
+_SPARE = 1 / 8
+"""Requests that an engine takes beyond those that it can run, as a share of these: they begin where others end within a
+period."""
+
+
+def room_for(num_places: int, num_unfinished: int) -> int:
+    """Return how many more requests an engine takes that runs up to num_places at once."""
+    return max(0, num_places + math.ceil(num_places * _SPARE) - num_unfinished)
+
+
+class VirtualClock:
+    """The clock of one engine: the cost of the steps that it has taken."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._period_end = 0.0
+
+    def begin_period(self, num_prompt_tokens: int) -> None:
+        """Begin a period, with new requests of so many tokens of prompts. An engine that had nothing to do in the last
+        one has waited for its end."""
+        self._now = max(self._now, self._period_end) + num_prompt_tokens * _PER_PROMPT_TOKEN
+        self._period_end += PERIOD
+
+    def step(self, num_running: int) -> None:
+        """Count a step with so many requests."""
+        self._now += 1.0 + num_running * _PER_REQUEST
+
+    @property
+    def period_is_over(self) -> bool:
+        """The engine has taken the steps of this period."""
+        return self._now >= self._period_end
+
+
+class SharedQueue:
+    """The requests that no engine has taken yet. Every rank has the same."""
+
+    def __init__(self, num_requests: int, expected_lens: Sequence[float] | None = None) -> None:
+        """Queue requests 0 to num_requests - 1. expected_lens: the expected length of each response; the longest begin
+        first, so that the last ones to end are short."""
+        order: Sequence[int] = range(num_requests)
+        if expected_lens is not None:
+            order = sorted(order, key=lambda number: -expected_lens[number])  # stable: equal ones keep their order
+        self._left = deque(order)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self, rooms: Sequence[int]) -> list[list[int]]:
+        """Return the requests that each engine takes, by engine. rooms: how many each has room for. The next request
+        goes to the engine with the most room, the first of equal ones."""
+        rooms = list(rooms)
+        taken: list[list[int]] = [[] for _ in rooms]
+        while self._left and max(rooms) > 0:
+            engine = rooms.index(max(rooms))
+            taken[engine].append(self._left.popleft())
+            rooms[engine] -= 1
+        return taken
