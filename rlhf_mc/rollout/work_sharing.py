@@ -8,8 +8,8 @@ of that clock. So two runs assign alike and form the same batches, as a killed a
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 
 PERIOD = 16.0
 """Virtual time between two exchanges: the cost of as many steps of a few requests. A longer period leaves places empty
@@ -52,6 +52,34 @@ class VirtualClock:
     def period_is_over(self) -> bool:
         """The engine has taken the steps of this period."""
         return self._now >= self._period_end
+
+
+class ResponseLengths:
+    """The mean length of the last responses to each training prompt, from which that of the next ones is expected."""
+
+    def __init__(self) -> None:
+        self._lens: dict[int, int] = {}
+
+    def expected(self, prompts: Sequence[int]) -> list[float]:
+        """Return the expected length in tokens of a response to each prompt, given by its index: of an unknown one the
+        mean over the known ones."""
+        mean = sum(self._lens.values()) / len(self._lens) if self._lens else 0.0
+        return [self._lens.get(prompt, mean) for prompt in prompts]
+
+    def record(self, prompts: Sequence[int], lens: Sequence[int]) -> None:
+        """Record the length of a response to each of the prompts."""
+        by_prompt: dict[int, list[int]] = defaultdict(list)
+        for prompt, length in zip(prompts, lens, strict=True):
+            by_prompt[prompt].append(length)
+        self._lens |= {prompt: round(sum(each) / len(each)) for prompt, each in by_prompt.items()}
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return the state for the checkpoint."""
+        return {"prompts": list(self._lens), "lens": list(self._lens.values())}
+
+    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+        """Continue with the lengths of a checkpoint."""
+        self._lens = dict(zip(state["prompts"], state["lens"], strict=True))
 
 
 class SharedQueue:

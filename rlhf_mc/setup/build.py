@@ -43,6 +43,7 @@ from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import EngineFactory, RolloutEngine
 from rlhf_mc.rollout.engines import engine_factory
+from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.run_directory.lock import check_free
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.work import working
@@ -135,6 +136,7 @@ def build_run(cfg: Config) -> Run:
             for role, scorer in reward_models(cfg).items()
         ],
         rollout=rollout,
+        response_lengths=ResponseLengths(),
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,
         estimator=estimator,

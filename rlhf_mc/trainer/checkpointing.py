@@ -290,6 +290,8 @@ class Checkpoints:
         loop = load(path, self._models)
         with reading_state(path):
             self._run.kl_controller.load_state_dict(loop["kl_controller"])
+            # An earlier version did not record them.
+            self._run.response_lengths.load_state_dict(loop.get("response_lengths", {"prompts": [], "lens": []}))
             # An earlier version did not count the batches: one per step.
             self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
             self._logged = loop.get("logged", [])  # an earlier version did not record them
@@ -332,6 +334,7 @@ class Checkpoints:
         """Copy the loop's state at the end of a step. Phases of the next step change it before `save_now` saves it."""
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
+            "response_lengths": self._run.response_lengths.state_dict(),
             _SKIPPED: dict(self._run.skipped.consecutive),
         }
 

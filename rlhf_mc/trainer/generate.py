@@ -48,9 +48,15 @@ def repeat_prompts(prompts: Sequence[Prompt], n: int) -> list[Prompt]:
     return [prompt for prompt in prompts for _ in range(n)]
 
 
-def generate(engine: RolloutEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> Responses:
-    """Return one response per prompt, on every rank."""
-    return generate_responses(engine, [p.token_ids for p in prompts], seeds, sampling)
+def generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    expected_lens: Sequence[float] | None = None,
+) -> Responses:
+    """Return one response per prompt, on every rank. expected_lens: of the responses; the longest begin first."""
+    return generate_responses(engine, [p.token_ids for p in prompts], seeds, sampling, expected_lens)
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:
@@ -75,7 +81,10 @@ def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         seeds = sampling_seeds(cfg.trainer.seed, TRAINING, state.step, drawn, cfg.rollout.n, state.drawn)
         prompts = repeat_prompts(drawn, cfg.rollout.n)
         parameters = Sampling(cfg.rollout.temperature, cfg.data.max_response_length, run.stop_token_ids)
-        generations = generate(run.rollout, prompts, seeds, parameters)
+        rows = [prompt.index for prompt in prompts]
+        expected_lens = run.response_lengths.expected(rows)
+        generations = generate(run.rollout, prompts, seeds, parameters, expected_lens)
+        run.response_lengths.record(rows, generations.lens.tolist())
         if estimator_needs(cfg.algorithm).greedy_baseline:
             greedy = generate(run.rollout, drawn, seeds[:: cfg.rollout.n], replace(parameters, temperature=0.0))
             state.greedy = build_batch(drawn, greedy)

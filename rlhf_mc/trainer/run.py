@@ -17,6 +17,7 @@ from rlhf_mc.models.engine import ModelEngine
 from rlhf_mc.reshard.weight_sync import WeightSync
 from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
+from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.topology.groups import ProcessGroups
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
@@ -50,6 +51,8 @@ class Run:
     reference: ModelEngine | None
     reward_models: list[RewardModel]
     rollout: RolloutEngine
+    response_lengths: ResponseLengths
+    """Of the training prompts: the longest responses begin first."""
     weight_sync: WeightSync
     """From the actor's parameters to the rollout engine's."""
     offload_schedule: OffloadSchedule

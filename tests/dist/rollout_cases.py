@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import Generation
 from rlhf_mc.patching import replaced
-from rlhf_mc.rollout.base import Sampling
+from rlhf_mc.rollout.base import Request, Sampling
 from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
@@ -49,7 +49,7 @@ def built_engine(
     engine = VLLMEngine(
         checkpoint,
         shape or HFReader(checkpoint).shape(),
-        RolloutConfig(tensor_model_parallel_size=rollout_tp, max_num_seqs=64, **cfg),
+        RolloutConfig(tensor_model_parallel_size=rollout_tp, **{"max_num_seqs": 64, **cfg}),
         groups,
         dist.get_rank(),
         max_model_len,
@@ -162,3 +162,28 @@ def gsm8k_steps(config_path: str) -> dict[str, Any]:
         samples = Path(run.config.trainer.default_local_dir) / "generations/step_000002.txt"
         dist.barrier()
         return {"steps": steps, "samples": samples.read_text(), "prompt_tokens": prompt_tokens}
+
+
+def shared(
+    checkpoint: str, groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_running: int
+) -> list[tuple[list[Generation], list[int]]]:
+    """Generate responses twice with engines that run max_running requests at once. Return for each time the responses
+    and the requests of this rank's engine, in the order in which it took them."""
+    vectors = [np.array(prompt, np.int32) for prompt in prompts]
+    seeds = list(range(1000, 1000 + len(prompts)))
+    out = []
+    with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
+        for _ in range(2):
+            taken: list[int] = []
+            with replaced(engine, "add", _recording(engine.add, taken)):
+                responses = to_generations(generate_responses(engine, vectors, seeds, Sampling(1.0, 64, (1, 2, 3))))
+            out.append((responses, taken))
+    return out
+
+
+def _recording(add: Callable[..., None], taken: list[int]) -> Callable[..., None]:
+    def recording(requests: Sequence[Request], sampling: Sampling) -> None:
+        taken.extend(request.number for request in requests)
+        add(requests, sampling)
+
+    return recording

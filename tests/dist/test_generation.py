@@ -1,0 +1,53 @@
+"""Rollout engines that share one queue of requests: vLLM with fewer places than requests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import rollout_cases
+import torch
+from tiny import make_checkpoint
+
+GROUPS = {2: [[0], [1]], 4: [[1, 0], [2, 3]]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("generation"), max_position_embeddings=128))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(4, 260) for _ in range(rng.randrange(3, 20))] for _ in range(40)]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Any, checkpoint: str, prompts: list[list[int]]) -> list[Any]:
+    """Return the responses of one engine that runs all requests at once."""
+    ((responses, _), _) = pool(1).run(
+        rollout_cases.shared, checkpoint=checkpoint, groups=[[0]], prompts=prompts, max_running=64
+    )[0]
+    return list(responses)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_shared_requests_have_the_same_responses(
+    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
+) -> None:
+    groups = GROUPS.get(world, [[0]])
+    ranks = pool(world).run(rollout_cases.shared, checkpoint=checkpoint, groups=groups, prompts=prompts, max_running=4)
+    assert len({len(response.token_ids) for response in alone}) > 10, "responses of many lengths"
+    for rank, ((responses, taken), again) in enumerate(ranks):
+        assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
+        for one, other in zip(responses, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+        assert again == (responses, taken), f"rank {rank}: the second call is equal to the last bit"
+    shares = [ranks[group[0]][0][1] for group in groups]
+    assert sorted(number for share in shares for number in share) == list(range(len(prompts)))
+    for group, share in zip(groups, shares, strict=True):
+        assert all(ranks[rank][0][1] == share for rank in group), "all ranks of an engine add the same requests"
+    if len(groups) > 1:
+        assert shares[0] != list(range(0, len(prompts), 2)), "an engine takes what it has room for"
