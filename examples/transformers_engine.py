@@ -136,6 +136,12 @@ class TransformersEngine:
         with torch.inference_mode():
             return {request.number: self._response(request.prompt, request.seed, sampling)}
 
+    def abort(self) -> dict[int, Generation]:
+        """End all requests: none has begun."""
+        begun = {request.number: request.begun or Generation([], [], finished=False) for request, _ in self._waiting}
+        self._waiting.clear()
+        return begun
+
     def _response(self, prompt: np.ndarray, seed: int, sampling: Sampling) -> Generation:
         """Return a response, with its log-probs at the sampling temperature."""
         warpers = LogitsProcessorList()

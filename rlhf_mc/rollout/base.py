@@ -48,6 +48,8 @@ class Request:
     """[tokens] int32."""
     seed: int
     """Of its random draws: 0 to 2^63 - 1."""
+    begun: Generation | None = None
+    """The part of the response that was generated before; the engine continues it."""
 
 
 class RolloutEngine(Protocol):
@@ -92,7 +94,10 @@ class RolloutEngine(Protocol):
 
     def step(self) -> dict[int, Generation]:
         """Draw the next token of each request that runs. Return the responses that ended, by the request's number. A
-        response depends on its prompt, its seed and the weights alone."""
+        token depends on those before it, the seed, its position and the weights alone."""
+
+    def abort(self) -> dict[int, Generation]:
+        """End all requests. Return what was generated of each response, by the request's number."""
 
     def sleep(self) -> None:
         """Release the device memory of WEIGHTS and KV_CACHE; neither is kept."""

@@ -4,7 +4,7 @@ with the other engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -19,45 +19,71 @@ from rlhf_mc.rollout.work_sharing import SharedQueue, VirtualClock, room_for
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_vectors
 
+_NOTHING = Generation([], [], finished=False)
+
 
 def generate_responses(
     engine: RolloutEngine,
-    prompts: Sequence[np.ndarray],
-    seeds: Sequence[int],
+    requests: Sequence[Request],
     sampling: Sampling,
     expected_lens: Sequence[float] | None = None,
+    enough: Callable[[Set[int]], bool] | None = None,
 ) -> Responses:
-    """Return one response per prompt ([tokens] int32), for all prompts, on every rank. Every rank must call it with the
-    same arguments. expected_lens: see SharedQueue.
+    """Return the response to each request, on every rank. Every rank must call it with the same arguments. Request i
+    has number i. expected_lens: see SharedQueue.
+
+    enough: whether the call may end, by the numbers of the responses that have ended; true of all of them. The call
+    then ends with the first period after which it is true, and other responses have the tokens that they have.
 
     A response depends on its prompt, its seed and the weights, not on the engine that generates it. Raise UserError if
     the ranks of one engine have drawn different tokens."""
-    requests = [Request(*fields) for fields in zip(range(len(prompts)), prompts, seeds, strict=True)]
     own = next(number for number, ranks in enumerate(engine.groups) if dist.get_rank() in ranks)
     queue = SharedQueue(len(requests), expected_lens)
     clock = VirtualClock()
     responses: dict[int, Generation] = {}
     with working(total=-(-len(requests) // len(engine.groups)), unit="responses") as work:
-        while queue or engine.num_unfinished:
-            if queue:
-                taken = [requests[number] for number in queue.take(_rooms(engine))[own]]
+        while True:
+            if queue or enough is not None:
+                rooms, ended = _exchange(engine, responses, len(requests) if enough is not None else 0)
+                if enough is not None and enough(ended):
+                    break
+                taken = [requests[number] for number in queue.take(rooms)[own]]
                 engine.add(taken, sampling)
-                clock.begin_period(sum(len(request.prompt) for request in taken))
-            while engine.num_unfinished and not (queue and clock.period_is_over):
+                clock.begin_period(sum(len(request.prompt) + _num_begun(request) for request in taken))
+            ends_with_period = bool(queue) or enough is not None
+            while engine.num_unfinished and not (ends_with_period and clock.period_is_over):
                 finished = engine.step()
                 clock.step(engine.num_running + len(finished))
                 work.advance(len(finished), tokens=engine.num_running + len(finished))
                 responses |= finished
-    count(tokens=sum(len(response.token_ids) for response in responses.values()), responses=len(responses))
-    return exchange_responses(responses, engine.groups, len(prompts))
+            if not ends_with_period:
+                break
+    responses |= engine.abort()
+    num_tokens = sum(len(one.token_ids) - _num_begun(requests[number]) for number, one in responses.items())
+    count(tokens=num_tokens, responses=len(responses))
+    if own == 0:
+        responses |= {number: requests[number].begun or _NOTHING for number in queue.left}
+    return exchange_responses(responses, engine.groups, len(requests))
 
 
-def _rooms(engine: RolloutEngine) -> list[int]:
-    """Return how many requests each engine has room for. Every rank must call it."""
+def _exchange(
+    engine: RolloutEngine, responses: Mapping[int, Generation], num_requests: int
+) -> tuple[list[int], set[int]]:
+    """Return how many requests each engine has room for, and which of the first num_requests requests have ended on any
+    engine. Every rank must call it."""
     # Requests that wait do so for memory, and the engine then runs no more than it does now.
     is_full = engine.num_unfinished > engine.num_running > 0
     room = room_for(engine.num_running if is_full else engine.max_running, engine.num_unfinished)
-    if len(engine.groups) == 1:
-        return [room]
-    rooms = gather_vectors(torch.tensor([room], device=platform.device()))[:, 0].tolist()
-    return [rooms[ranks[0]] for ranks in engine.groups]
+    has_ended = np.zeros(-(-num_requests // 64) * 64, dtype=np.bool_)
+    has_ended[[number for number in responses if number < num_requests]] = True
+    vector = torch.from_numpy(np.concatenate([np.array([room]), np.packbits(has_ended).view(np.int64)]))
+    if len(engine.groups) > 1:
+        vectors = gather_vectors(vector.to(platform.device()))[[ranks[0] for ranks in engine.groups]]
+    else:
+        vectors = vector[None]
+    bits = np.bitwise_or.reduce(vectors[:, 1:].numpy(), axis=0)
+    return vectors[:, 0].tolist(), set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
+
+
+def _num_begun(request: Request) -> int:
+    return 0 if request.begun is None else len(request.begun.token_ids)

@@ -72,8 +72,8 @@ class VLLMEngine:
         """Of the requests that have not ended."""
         self._draws: Draws | None = None
         """Their random draws, on a CPU."""
-        self._names: dict[int, str] = {}
-        """vLLM's names of the requests that have not ended, by their numbers."""
+        self._requests: dict[int, tuple[Request, str]] = {}
+        """The requests that have not ended, by their numbers, with vLLM's names of them."""
         self.awake = frozenset({WEIGHTS, KV_CACHE})
         """The parts on the device."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -111,6 +111,10 @@ class VLLMEngine:
     def _runner(self) -> Any:
         executor: Any = self._llm.llm_engine.model_executor
         return executor.driver_worker.worker.model_runner
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
 
     @property
     def _model(self) -> torch.nn.Module:
@@ -179,43 +183,58 @@ class VLLMEngine:
     @property
     def num_unfinished(self) -> int:
         """Number of requests that were added and have not ended."""
-        return len(self._names)
+        return len(self._requests)
 
     @property
     def num_running(self) -> int:
         """Number of requests with a place in the KV cache."""
-        num_running, _ = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()
+        num_running, _ = self._core.scheduler.get_request_counts()
         return int(num_running)
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Add requests, with the same sampling parameters as all that have not ended."""
         assert self.awake == {WEIGHTS, KV_CACHE}, "vLLM sleeps"
-        assert not self._names or sampling == self._sampling, "two kinds of sampling at once"
-        if not self._names:
+        assert not self._requests or sampling == self._sampling, "two kinds of sampling at once"
+        if not self._requests:
             self._sampling = sampling
             self._draws = None if platform.use_cuda() else Draws(sampling)
         if self._draws is not None and requests:
             self._draws.add(requests)
-        engine = self._llm.llm_engine
         try:
             for request in requests:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
                 # adding a request.
-                prompt = tokens_input(request.prompt.tolist())
-                params = _sampling_params(sampling, None if self._draws else request.seed)
-                self._names[request.number] = engine.add_request(str(request.number), prompt, params)
+                begun = [] if request.begun is None else request.begun.token_ids
+                prompt = tokens_input([*request.prompt.tolist(), *begun])
+                params = _sampling_params(sampling, len(begun), None if self._draws else request.seed)
+                name = self._llm.llm_engine.add_request(str(request.number), prompt, params)
+                self._requests[request.number] = request, name
         except Exception:
-            engine.abort_request(list(self._names.values()), internal=True)  # the next call would wait for them
-            self._names.clear()
+            self.abort()  # the next call would wait for them
             raise
 
     def step(self) -> dict[int, Generation]:
         """Draw the next token of each request that runs. Return the responses that ended, by the request's number."""
         with contextlib.nullcontext() if self._draws is None else vllm_patches.drawing(self._draws):
             ended = self._llm.llm_engine.step()
-        responses = {int(one.request_id): _response(int(one.request_id), one.outputs[0], self._draws) for one in ended}
-        for number in responses:
-            del self._names[number]
+        responses = {}
+        for one in ended:
+            request, _ = self._requests.pop(int(one.request_id))
+            responses[request.number] = _response(request, one.outputs[0], self._draws)
+        return responses
+
+    def abort(self) -> dict[int, Generation]:
+        """End all requests. Return what was generated of each response, by the request's number."""
+        engine = self._llm.llm_engine
+        states = engine.output_processor.request_states
+        responses = {
+            number: _response(request, states[name]._new_completion_output([], None, None), self._draws)
+            for number, (request, name) in self._requests.items()
+        }
+        engine.abort_request([name for _, name in self._requests.values()], internal=True)
+        self._requests.clear()
+        while self._core.batch_queue:  # steps that vLLM has begun ahead of their results
+            engine.step()
         return responses
 
     def close(self) -> None:
@@ -347,13 +366,14 @@ def check_parameters(
     )
 
 
-def _sampling_params(sampling: Sampling, seed: int | None) -> vllm.SamplingParams:
-    """Return vLLM's parameters of a request. seed: None where the trainer draws."""
+def _sampling_params(sampling: Sampling, num_begun: int, seed: int | None) -> vllm.SamplingParams:
+    """Return vLLM's parameters of a request. num_begun: tokens that its response has. seed: None where the trainer
+    draws."""
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
+        max_tokens=sampling.max_tokens - num_begun,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the end tokens are among stop_token_ids
         detokenize=False,
@@ -364,11 +384,13 @@ def _sampling_params(sampling: Sampling, seed: int | None) -> vllm.SamplingParam
     )
 
 
-def _response(number: int, output: Any, draws: Draws | None) -> Generation:
+def _response(request: Request, output: Any, draws: Draws | None) -> Generation:
     """Return the response of vLLM's CompletionOutput, with the log-probs of `draws` or else vLLM's."""
-    tokens = list(output.token_ids)
-    if draws is None:
-        log_probs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+    begun = request.begun or Generation([], [], finished=False)
+    tokens = [*begun.token_ids, *output.token_ids]
+    if draws is not None:
+        log_probs = draws.log_probs(request.number, len(tokens))
     else:
-        log_probs = draws.log_probs(number, len(tokens))
+        entries = zip(output.token_ids, output.logprobs or (), strict=True)
+        log_probs = [*begun.log_probs, *(entry[token].logprob for token, entry in entries)]
     return Generation(tokens, log_probs, finished=output.finish_reason == "stop")

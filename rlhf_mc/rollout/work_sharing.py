@@ -91,18 +91,19 @@ class SharedQueue:
         order: Sequence[int] = range(num_requests)
         if expected_lens is not None:
             order = sorted(order, key=lambda number: -expected_lens[number])  # stable: equal ones keep their order
-        self._left = deque(order)
+        self.left = deque(order)
+        """Their numbers, in the order in which they are taken."""
 
     def __bool__(self) -> bool:
-        return bool(self._left)
+        return bool(self.left)
 
     def take(self, rooms: Sequence[int]) -> list[list[int]]:
         """Return the requests that each engine takes, by engine. rooms: how many each has room for. The next request
         goes to the engine with the most room, the first of equal ones."""
         rooms = list(rooms)
         taken: list[list[int]] = [[] for _ in rooms]
-        while self._left and max(rooms) > 0:
+        while self.left and max(rooms) > 0:
             engine = rooms.index(max(rooms))
-            taken[engine].append(self._left.popleft())
+            taken[engine].append(self.left.popleft())
             rooms[engine] -= 1
         return taken

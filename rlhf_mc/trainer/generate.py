@@ -12,7 +12,7 @@ from rlhf_mc.config.roles import estimator_needs
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
-from rlhf_mc.rollout.base import WEIGHTS, RolloutEngine, Sampling
+from rlhf_mc.rollout.base import WEIGHTS, Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -56,7 +56,8 @@ def generate(
     expected_lens: Sequence[float] | None = None,
 ) -> Responses:
     """Return one response per prompt, on every rank. expected_lens: of the responses; the longest begin first."""
-    return generate_responses(engine, [p.token_ids for p in prompts], seeds, sampling, expected_lens)
+    requests = [Request(i, prompt.token_ids, seed) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+    return generate_responses(engine, requests, sampling, expected_lens)
 
 
 def update_weights(run: Run, timer: PhaseTimer) -> None:

@@ -9,13 +9,12 @@ import torch.distributed as dist
 import vllm.model_executor.kernels.linear
 from cases import built_run
 from ragged import to_generations
-from rollout_cases import built_engine
+from rollout_cases import built_engine, respond
 from vllm.platforms import PlatformEnum
 
 from rlhf_mc.checkpoint.hf_format import HFReader, import_hf
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Sampling
-from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.rollout.vllm_layout import vllm_layout
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
@@ -45,7 +44,7 @@ def update_and_generate(checkpoints: list[str], prompts: list[list[int]]) -> lis
                     "held": {name: param.data.clone() for name, param in held.items()},
                     "addresses": {name: param.data_ptr() for name, param in held.items()},
                     "responses": to_generations(
-                        generate_responses(engine, vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
+                        respond(engine, vectors, list(range(len(vectors))), Sampling(0.0, 8, ()))
                     ),
                 }
             )

@@ -22,9 +22,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.data.batch import Generation
+from rlhf_mc.data.batch import Generation, Responses
 from rlhf_mc.patching import replaced
-from rlhf_mc.rollout.base import Request, Sampling
+from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.generation import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
@@ -65,6 +65,14 @@ def built_engine(
         engine.close()
 
 
+def respond(
+    engine: RolloutEngine, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
+) -> Responses:
+    """Return one response to each prompt."""
+    requests = [Request(i, prompt, seed) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+    return generate_responses(engine, requests, sampling)
+
+
 def generate(
     checkpoint: str,
     rollout_tp: int,
@@ -79,7 +87,7 @@ def generate(
     responses = []
     for budget in budgets:
         with built_engine(checkpoint, rollout_tp, max_model_len, max_num_batched_tokens=budget) as engine:
-            responses.append(to_generations(generate_responses(engine, vectors, seeds, Sampling(temperature, 8, ()))))
+            responses.append(to_generations(respond(engine, vectors, seeds, Sampling(temperature, 8, ()))))
     return responses
 
 
@@ -176,7 +184,7 @@ def shared(
         for _ in range(2):
             taken: list[int] = []
             with replaced(engine, "add", _recording(engine.add, taken)):
-                responses = to_generations(generate_responses(engine, vectors, seeds, Sampling(1.0, 64, (1, 2, 3))))
+                responses = to_generations(respond(engine, vectors, seeds, Sampling(1.0, 64, (1, 2, 3))))
             out.append((responses, taken))
     return out
 
@@ -187,3 +195,25 @@ def _recording(add: Callable[..., None], taken: list[int]) -> Callable[..., None
         add(requests, sampling)
 
     return recording
+
+
+def in_parts(
+    checkpoint: str, groups: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_running: int, part: int
+) -> tuple[list[list[int]], list[Generation]]:
+    """Generate responses in several calls: each ends as soon as `part` more responses have ended, and the next one
+    continues the others. Return the lengths after each call, and the responses."""
+    sampling = Sampling(1.0, 64, (1, 2, 3))
+    drawn: list[Generation] = [Generation([], [], finished=False)] * len(prompts)
+    lens: list[list[int]] = []
+    with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
+        while left := [i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64]:
+            requests = [
+                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i] if drawn[i].token_ids else None)
+                for number, i in enumerate(left)
+            ]
+            wanted = min(part, len(left))
+            responses = generate_responses(engine, requests, sampling, enough=lambda ended, n=wanted: len(ended) >= n)
+            for i, one in zip(left, to_generations(responses), strict=True):
+                drawn[i] = one
+            lens.append([len(one.token_ids) for one in drawn])
+    return lens, drawn

@@ -51,3 +51,26 @@ def test_shared_requests_have_the_same_responses(
         assert all(ranks[rank][0][1] == share for rank in group), "all ranks of an engine add the same requests"
     if len(groups) > 1:
         assert shares[0] != list(range(0, len(prompts), 2)), "an engine takes what it has room for"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_response_continues_with_the_same_tokens(
+    pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
+) -> None:
+    """The calls end while responses are unfinished, and some have not begun."""
+    ranks = pool(world).run(
+        rollout_cases.in_parts,
+        checkpoint=checkpoint,
+        groups=GROUPS.get(world, [[0]]),
+        prompts=prompts,
+        max_running=4,
+        part=10,
+    )
+    lens, responses = ranks[0]
+    assert all(rank == ranks[0] for rank in ranks)
+    assert len(lens) >= 3 and 0 in lens[0], "the first call has not begun all"
+    assert any(0 < before < after for before, after in zip(lens[0], lens[-1], strict=True)), "some are continued"
+    assert [r.token_ids for r in responses] == [r.token_ids for r in alone]
+    for one, other in zip(responses, alone, strict=True):
+        assert one.finished == other.finished
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
