@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     AutoConfig,
@@ -134,23 +133,24 @@ class TransformersEngine:
         """Generate a whole response: a step may draw any number of tokens."""
         request, sampling = self._waiting.popleft()
         with torch.inference_mode():
-            return {request.number: self._response(request.prompt, request.seed, sampling)}
+            return {request.number: self._response(request, sampling)}
 
     def abort(self) -> dict[int, Generation]:
         """End all requests: none has begun."""
-        begun = {request.number: request.begun or Generation([], [], finished=False) for request, _ in self._waiting}
+        begun = {request.number: request.begun for request, _ in self._waiting}
         self._waiting.clear()
         return begun
 
-    def _response(self, prompt: np.ndarray, seed: int, sampling: Sampling) -> Generation:
+    def _response(self, request: Request, sampling: Sampling) -> Generation:
         """Return a response, with its log-probs at the sampling temperature."""
+        assert not request.begun.token_ids, "each response is generated whole"
         warpers = LogitsProcessorList()
         if sampling.top_k > 0:
             warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             warpers.append(TopPLogitsWarper(sampling.top_p))
-        generator = torch.Generator().manual_seed(seed)
-        inputs = torch.from_numpy(prompt).long()[None].to(self._device)
+        generator = torch.Generator().manual_seed(request.seed)
+        inputs = torch.from_numpy(request.prompt).long()[None].to(self._device)
         cache = None
         tokens: list[int] = []
         log_probs: list[float] = []

@@ -48,8 +48,8 @@ class Request:
     """[tokens] int32."""
     seed: int
     """Of its random draws: 0 to 2^63 - 1."""
-    begun: Generation | None = None
-    """The part of the response that was generated before; the engine continues it."""
+    begun: Generation
+    """The part of the response that was generated before, which the engine continues; without tokens for a new one."""
 
 
 class RolloutEngine(Protocol):

@@ -34,8 +34,7 @@ class Draws:
         for request in requests:
             self._seeds[request.number] = request.seed
             self._prompt_lens[request.number] = len(request.prompt)
-            if request.begun is not None:
-                self._log_probs[request.number, : len(request.begun.log_probs)] = request.begun.log_probs
+            self._log_probs[request.number, : len(request.begun.log_probs)] = request.begun.log_probs
 
     def keys(self, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Return the key of each draw, [rows] int64: SplitMix64 of the request's seed at this position.

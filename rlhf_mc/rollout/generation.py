@@ -19,8 +19,6 @@ from rlhf_mc.rollout.work_sharing import SharedQueue, VirtualClock, room_for
 from rlhf_mc.runtime.work import working
 from rlhf_mc.topology.consensus import gather_vectors
 
-_NOTHING = Generation([], [], finished=False)
-
 
 def generate_responses(
     engine: RolloutEngine,
@@ -49,7 +47,7 @@ def generate_responses(
                     break
                 taken = [requests[number] for number in queue.take(rooms)[own]]
                 engine.add(taken, sampling)
-                clock.begin_period(sum(len(request.prompt) + _num_begun(request) for request in taken))
+                clock.begin_period(sum(len(request.prompt) + len(request.begun.token_ids) for request in taken))
             ends_with_period = bool(queue) or enough is not None
             while engine.num_unfinished and not (ends_with_period and clock.period_is_over):
                 finished = engine.step()
@@ -59,10 +57,10 @@ def generate_responses(
             if not ends_with_period:
                 break
     responses |= engine.abort()
-    num_tokens = sum(len(one.token_ids) - _num_begun(requests[number]) for number, one in responses.items())
+    num_tokens = sum(len(one.token_ids) - len(requests[number].begun.token_ids) for number, one in responses.items())
     count(tokens=num_tokens, responses=len(responses))
     if own == 0:
-        responses |= {number: requests[number].begun or _NOTHING for number in queue.left}
+        responses |= {number: requests[number].begun for number in queue.left}
     return exchange_responses(responses, engine.groups, len(requests))
 
 
@@ -83,7 +81,3 @@ def _exchange(
         vectors = vector[None]
     bits = np.bitwise_or.reduce(vectors[:, 1:].numpy(), axis=0)
     return vectors[:, 0].tolist(), set(np.flatnonzero(np.unpackbits(bits.view(np.uint8))).tolist())
-
-
-def _num_begun(request: Request) -> int:
-    return 0 if request.begun is None else len(request.begun.token_ids)

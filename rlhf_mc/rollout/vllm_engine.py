@@ -204,7 +204,7 @@ class VLLMEngine:
             for request in requests:
                 # Not LLM.generate: it renders each prompt first, which tokens do not need, in a quarter of the time of
                 # adding a request.
-                begun = [] if request.begun is None else request.begun.token_ids
+                begun = request.begun.token_ids
                 prompt = tokens_input([*request.prompt.tolist(), *begun])
                 params = _sampling_params(sampling, len(begun), None if self._draws else request.seed)
                 name = self._llm.llm_engine.add_request(str(request.number), prompt, params)
@@ -386,11 +386,10 @@ def _sampling_params(sampling: Sampling, num_begun: int, seed: int | None) -> vl
 
 def _response(request: Request, output: Any, draws: Draws | None) -> Generation:
     """Return the response of vLLM's CompletionOutput, with the log-probs of `draws` or else vLLM's."""
-    begun = request.begun or Generation([], [], finished=False)
-    tokens = [*begun.token_ids, *output.token_ids]
+    tokens = [*request.begun.token_ids, *output.token_ids]
     if draws is not None:
         log_probs = draws.log_probs(request.number, len(tokens))
     else:
         entries = zip(output.token_ids, output.logprobs or (), strict=True)
-        log_probs = [*begun.log_probs, *(entry[token].logprob for token, entry in entries)]
+        log_probs = [*request.begun.log_probs, *(entry[token].logprob for token, entry in entries)]
     return Generation(tokens, log_probs, finished=output.finish_reason == "stop")

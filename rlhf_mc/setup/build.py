@@ -54,6 +54,7 @@ from rlhf_mc.setup.value_heads import check_value_head, reward_model_checkpoint,
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0, ranks_per_node
 from rlhf_mc.topology.groups import ProcessGroups, build_role_groups, set_timeout_of_all_groups
 from rlhf_mc.topology.mesh import training_mesh
+from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import DEFAULT_BOUND, LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel, conversation_tokenizers
@@ -136,6 +137,7 @@ def build_run(cfg: Config) -> Run:
             for role, scorer in reward_models(cfg).items()
         ],
         rollout=rollout,
+        group_pool=GroupPool(),
         response_lengths=ResponseLengths(),
         weight_sync=weight_sync,
         offload_schedule=offload_schedule,

@@ -27,6 +27,8 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
+from rlhf_mc.trainer.generate import new_groups
+from rlhf_mc.trainer.group_pool import load_groups
 from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {
@@ -294,6 +296,7 @@ class Checkpoints:
             self._run.response_lengths.load_state_dict(loop.get("response_lengths", {"prompts": [], "lens": []}))
             # An earlier version did not count the batches: one per step.
             self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
+            self._load_pool(loop.get("group_pool"))
             self._logged = loop.get("logged", [])  # an earlier version did not record them
             # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
@@ -304,6 +307,18 @@ class Checkpoints:
         self._print_changed_settings(config)
         for line in changed:
             _print(f"warning: {line}")
+
+    def _load_pool(self, state: Mapping[str, Any] | None) -> None:
+        """Load the groups that the next step continues or generates again. state: None of an earlier version."""
+        run = self._run
+        run.group_pool.groups = ()
+        # Where the run has drawn without a pool, each step has trained on the prompts that it has drawn.
+        run.group_pool.num_drawn = self.position.num_batches * run.config.data.train_batch_size
+        if state is not None and state["positions"]:
+            new = new_groups(run, state["positions"])
+            run.group_pool.groups = load_groups(state, new, run.config.data.max_response_length)
+        if state is not None:
+            run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
 
     def _print_changed_settings(self, stored: dict[str, Any]) -> None:
         pairs = differences(without_secrets(stored), recorded(self._run.config))
@@ -335,6 +350,7 @@ class Checkpoints:
         self._loop_state = {
             "kl_controller": self._run.kl_controller.state_dict(),
             "response_lengths": self._run.response_lengths.state_dict(),
+            "group_pool": self._run.group_pool.copy(),
             _SKIPPED: dict(self._run.skipped.consecutive),
         }
 
@@ -350,7 +366,8 @@ class Checkpoints:
             position.best_accuracy = self._candidate
         if position.step == 0:
             position.last_healthy_step = 0  # the initial weights
-        loop = {**self._loop_state, "position": asdict(position), "logged": self._all_logged()}
+        pool = self._loop_state["group_pool"].state_dict()
+        loop = {**self._loop_state, "group_pool": pool, "position": asdict(position), "logged": self._all_logged()}
         buffers = None if wait else self._buffers
         with self._naming_last_checkpoint():
             on_rank_0(self._lock.check_still_ours, "trainer.default_local_dir")

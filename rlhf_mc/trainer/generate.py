@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
 
 from rlhf_mc.config.roles import estimator_needs
-from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
+from rlhf_mc.data.batch import NOTHING, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.generation import generate_responses
+from rlhf_mc.trainer.group_pool import Group
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
@@ -56,7 +58,9 @@ def generate(
     expected_lens: Sequence[float] | None = None,
 ) -> Responses:
     """Return one response per prompt, on every rank. expected_lens: of the responses; the longest begin first."""
-    requests = [Request(i, prompt.token_ids, seed) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+    requests = [
+        Request(i, prompt.token_ids, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
     return generate_responses(engine, requests, sampling, expected_lens)
 
 
@@ -66,6 +70,59 @@ def update_weights(run: Run, timer: PhaseTimer) -> None:
     with run.offload_schedule.phase(timer, "update_weights"):
         run.weight_sync.run(run.actor.params, run.rollout.params)
         run.rollout.weights_updated()
+
+
+def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
+    """Return the groups at these places of the order in which the run draws its prompts, with nothing generated. Their
+    seeds are those of the step that trains on them where steps train on the prompts that they have drawn."""
+    data = run.config.data
+    groups = []
+    for number, places in itertools.groupby(positions, lambda position: position // data.train_batch_size):
+        indices = indices_of_batch(data, run.train_prompts.file_sizes, number, run.config.trainer.seed)
+        prompts = run.train_prompts.at(indices)
+        n = run.config.rollout.n
+        seeds = sampling_seeds(run.config.trainer.seed, TRAINING, number + 1, prompts, n)
+        for position in places:
+            place = position % data.train_batch_size
+            group = Group(position, prompts[place], seeds[place * n : (place + 1) * n], [NOTHING] * n, [])
+            groups.append(group.restarted())
+    return groups
+
+
+def continue_groups(
+    run: Run, state: StepState, groups: Sequence[Group], enough: Callable[[np.ndarray], bool] | None
+) -> list[Group]:
+    """Generate the responses of the groups that have not ended, with the current weights. enough: whether generation
+    may end, by whether each group is complete ([groups] bool); None: when all are."""
+    limit = run.config.data.max_response_length
+    rows = [(number, i) for number, group in enumerate(groups) for i in np.flatnonzero(~group.has_ended(limit))]
+    group_of = np.array([number for number, _ in rows], dtype=np.int64)
+    num_open = np.bincount(group_of, minlength=len(groups))
+    requests = [
+        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i])
+        for number, (g, i) in enumerate(rows)
+    ]
+    expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
+    left = [length - len(one.begun.token_ids) for length, one in zip(expected, requests, strict=True)]
+    parameters = Sampling(run.config.rollout.temperature, limit, run.stop_token_ids)
+
+    def is_enough(ended: Set[int]) -> bool:
+        assert enough is not None
+        return enough(np.bincount(group_of[sorted(ended)], minlength=len(groups)) == num_open)
+
+    with run.offload_schedule.phase(state.timer, "gen"):
+        drawn = generate_responses(
+            run.rollout, requests, parameters, left, None if enough is None else is_enough
+        ).generations()
+    responses = [list(group.responses) for group in groups]
+    for (g, i), response in zip(rows, drawn, strict=True):
+        responses[g][i] = response
+    continued = [group.continued(each, state.step - 1) for group, each in zip(groups, responses, strict=True)]
+    ended = [(g, i) for g, i in rows if continued[g].has_ended(limit)[i]]
+    run.response_lengths.record(
+        [groups[g].prompt.index for g, _ in ended], [len(responses[g][i].token_ids) for g, i in ended]
+    )
+    return continued
 
 
 def generate_batch(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatch]:

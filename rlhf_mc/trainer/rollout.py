@@ -21,6 +21,7 @@ from rlhf_mc.rewards.results import Score, reward_metrics
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.trainer.generate import generate_batch
+from rlhf_mc.trainer.pooled_rollout import pooled_rollout
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.scores import await_rewards, record_samples, submit_rewards
 from rlhf_mc.trainer.step_state import StepState
@@ -107,7 +108,8 @@ def rollout(run: Run, state: StepState, stop: StopRequests) -> tuple[list[Prompt
     StopRequested if a stop is requested."""
     if run.config.algorithm.filter_groups.enable:
         return *filtered_rollout(run, state, stop), None
-    prompts, batch = generate_batch(run, state)
+    has_pool = run.config.rollout.tail_batching or run.config.rollout.partial_rollout
+    prompts, batch = pooled_rollout(run, state) if has_pool else generate_batch(run, state)
     stop.check()
     return prompts, batch, submit_rewards(run, state, prompts, batch)
 

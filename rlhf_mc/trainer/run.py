@@ -19,6 +19,7 @@ from rlhf_mc.rewards.manager import RewardManager
 from rlhf_mc.rollout.base import RolloutEngine
 from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.topology.groups import ProcessGroups
+from rlhf_mc.trainer.group_pool import GroupPool
 from rlhf_mc.trainer.logprob_check import LogProbCheck
 from rlhf_mc.trainer.offload_schedule import OffloadSchedule
 from rlhf_mc.trainer.reward_models import RewardModel
@@ -51,6 +52,8 @@ class Run:
     reference: ModelEngine | None
     reward_models: list[RewardModel]
     rollout: RolloutEngine
+    group_pool: GroupPool
+    """Of rollout.tail_batching and rollout.partial_rollout."""
     response_lengths: ResponseLengths
     """Of the training prompts: the longest responses begin first."""
     weight_sync: WeightSync

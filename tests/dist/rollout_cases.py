@@ -22,7 +22,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from rlhf_mc.architectures.spec import ModelShape
 from rlhf_mc.checkpoint.hf_format import HFReader
 from rlhf_mc.config.schema import RolloutConfig
-from rlhf_mc.data.batch import Generation, Responses
+from rlhf_mc.data.batch import NOTHING, Generation, Responses
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
 from rlhf_mc.rollout.generation import generate_responses
@@ -69,7 +69,7 @@ def respond(
     engine: RolloutEngine, prompts: Sequence[np.ndarray], seeds: Sequence[int], sampling: Sampling
 ) -> Responses:
     """Return one response to each prompt."""
-    requests = [Request(i, prompt, seed) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
+    requests = [Request(i, prompt, seed, NOTHING) for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))]
     return generate_responses(engine, requests, sampling)
 
 
@@ -203,13 +203,12 @@ def in_parts(
     """Generate responses in several calls: each ends as soon as `part` more responses have ended, and the next one
     continues the others. Return the lengths after each call, and the responses."""
     sampling = Sampling(1.0, 64, (1, 2, 3))
-    drawn: list[Generation] = [Generation([], [], finished=False)] * len(prompts)
+    drawn = [NOTHING] * len(prompts)
     lens: list[list[int]] = []
     with built_engine(checkpoint, len(groups[0]), 128, groups=groups, max_num_seqs=max_running) as engine:
         while left := [i for i, one in enumerate(drawn) if not one.finished and len(one.token_ids) < 64]:
             requests = [
-                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i] if drawn[i].token_ids else None)
-                for number, i in enumerate(left)
+                Request(number, np.array(prompts[i], np.int32), 1000 + i, drawn[i]) for number, i in enumerate(left)
             ]
             wanted = min(part, len(left))
             responses = generate_responses(engine, requests, sampling, enough=lambda ended, n=wanted: len(ended) >= n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlhf_mc.data.batch import NOTHING
 from rlhf_mc.rollout.base import Request, Sampling
 from rlhf_mc.rollout.draws import Draws
 
@@ -12,7 +13,7 @@ SAMPLING = Sampling(1.0, 8, ())
 
 def _keys(seeds: list[int], requests: list[int], positions: list[int]) -> list[int]:
     draws = Draws(SAMPLING)
-    draws.add([Request(number, np.array([1]), seed) for number, seed in enumerate(seeds)])
+    draws.add([Request(number, np.array([1]), seed, NOTHING) for number, seed in enumerate(seeds)])
     return draws.keys(np.array(requests), np.array(positions, dtype=np.int32)).tolist()
 
 
@@ -44,8 +45,8 @@ def test_bits_of_keys_are_independent() -> None:
 
 def test_log_probs_are_those_of_the_last_draw_at_a_position() -> None:
     draws = Draws(SAMPLING)
-    draws.add([Request(1, np.array([3]), 0)])
-    draws.add([Request(0, np.array([1, 2]), 0)])
+    draws.add([Request(1, np.array([3]), 0, NOTHING)])
+    draws.add([Request(0, np.array([1, 2]), 0, NOTHING)])
     draws.record(np.array([1, 0]), np.array([1, 2]), np.array([-1.0, -2.0], dtype=np.float32))
     draws.record(np.array([0, 1]), np.array([3, 1]), np.array([-3.0, -4.0], dtype=np.float32))
     assert draws.log_probs(0, 2) == [-2.0, -3.0]
