@@ -39,13 +39,13 @@ class VirtualClock:
         self._period_end = 0.0
 
     def begin_period(self, num_prompt_tokens: int) -> None:
-        """Begin a period, with new requests of so many tokens of prompts. An engine that had nothing to do in the last
-        one has waited for its end."""
+        """Begin a period, with new requests whose prompts have num_prompt_tokens tokens. An engine that had nothing to do in the last
+        period has waited for its end."""
         self._now = max(self._now, self._period_end) + num_prompt_tokens * _PER_PROMPT_TOKEN
         self._period_end += PERIOD
 
     def step(self, num_running: int) -> None:
-        """Count a step with so many requests."""
+        """Count a step with num_running requests."""
         self._now += 1.0 + num_running * _PER_REQUEST
 
     @property

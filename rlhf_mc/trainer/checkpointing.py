@@ -27,8 +27,7 @@ from rlhf_mc.run_directory.lock import Lock
 from rlhf_mc.run_files import ADJUSTMENTS_FILE, METRICS_FILE, RUN_FILE, differences, keep_up_to, steps_logged
 from rlhf_mc.runtime.console import print_line
 from rlhf_mc.topology.consensus import gather_objects, on_every_rank, on_rank_0
-from rlhf_mc.trainer.generate import new_groups
-from rlhf_mc.trainer.group_pool import load_groups
+from rlhf_mc.trainer.pooled_rollout import load_pool
 from rlhf_mc.trainer.run import Run
 
 _WITHOUT_EFFECT = {
@@ -296,7 +295,7 @@ class Checkpoints:
             self._run.response_lengths.load_state_dict(loop.get("response_lengths", {"prompts": [], "lens": []}))
             # An earlier version did not count the batches: one per step.
             self.position = Position(**{"num_batches": loop["position"]["step"], **loop["position"]})
-            self._load_pool(loop.get("group_pool"))
+            load_pool(self._run, loop.get("group_pool"), self.position.num_batches)
             self._logged = loop.get("logged", [])  # an earlier version did not record them
             # An earlier version stored the counts under another name.
             self._skipped = dict(loop[_SKIPPED] if _SKIPPED in loop else loop["skipped_in_a_row"])
@@ -307,18 +306,6 @@ class Checkpoints:
         self._print_changed_settings(config)
         for line in changed:
             _print(f"warning: {line}")
-
-    def _load_pool(self, state: Mapping[str, Any] | None) -> None:
-        """Load the groups that the next step continues or generates again. state: None of an earlier version."""
-        run = self._run
-        run.group_pool.groups = ()
-        # Where the run has drawn without a pool, each step has trained on the prompts that it has drawn.
-        run.group_pool.num_drawn = self.position.num_batches * run.config.data.train_batch_size
-        if state is not None and state["positions"]:
-            new = new_groups(run, state["positions"])
-            run.group_pool.groups = load_groups(state, new, run.config.data.max_response_length)
-        if state is not None:
-            run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
 
     def _print_changed_settings(self, stored: dict[str, Any]) -> None:
         pairs = differences(without_secrets(stored), recorded(self._run.config))

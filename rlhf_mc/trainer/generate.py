@@ -14,7 +14,7 @@ from rlhf_mc.data.batch import NOTHING, Prompt, RaggedBatch, Responses, build_ba
 from rlhf_mc.data.order import indices_of_batch
 from rlhf_mc.observability.metrics import PhaseTimer
 from rlhf_mc.rollout.base import WEIGHTS, Request, RolloutEngine, Sampling
-from rlhf_mc.rollout.generation import generate_responses
+from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.trainer.group_pool import Group
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
@@ -22,6 +22,10 @@ from rlhf_mc.trainer.step_state import StepState
 TRAINING = 0
 VALIDATION = 1
 """Streams of sampling seeds: validation never shares random numbers with training."""
+
+
+Enough = Callable[[np.ndarray], bool]
+"""A condition under which generation may end: a function of which groups are complete, [groups] bool."""
 
 
 def sampling_seeds(
@@ -89,11 +93,8 @@ def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     return groups
 
 
-def continue_groups(
-    run: Run, state: StepState, groups: Sequence[Group], enough: Callable[[np.ndarray], bool] | None
-) -> list[Group]:
-    """Generate the responses of the groups that have not ended, with the current weights. enough: whether generation
-    may end, by whether each group is complete ([groups] bool); None: when all are."""
+def continue_groups(run: Run, state: StepState, groups: Sequence[Group], enough: Enough | None) -> list[Group]:
+    """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups."""
     limit = run.config.data.max_response_length
     rows = [(number, i) for number, group in enumerate(groups) for i in np.flatnonzero(~group.has_ended(limit))]
     group_of = np.array([number for number, _ in rows], dtype=np.int64)

@@ -63,7 +63,8 @@ class GroupPool:
     def copy(self) -> GroupPool:
         """Return a pool of the same groups, which the next step does not change."""
         pool = GroupPool()
-        pool.groups, pool.num_drawn = self.groups, self.num_drawn
+        pool.groups = self.groups
+        pool.num_drawn = self.num_drawn
         return pool
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def load_groups(state: Mapping[str, Any], new_groups: Sequence[Group], max_token
     groups = []
     end = 0
     for group, lens, finished in zip(new_groups, state["lens"], state["finished"], strict=True):
-        responses, of_versions = [], []
+        responses = []
+        of_versions = []
         for length, is_finished in zip(lens, finished, strict=True):
             cut = slice(end, end + min(length, max_tokens))
             end += length

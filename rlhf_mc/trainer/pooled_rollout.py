@@ -4,7 +4,8 @@ generates the others again, rollout.partial_rollout continues them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from rlhf_mc.config.roles import estimator_needs, prompts_in_flight
 from rlhf_mc.data.batch import Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.data.order import batches_per_epoch
 from rlhf_mc.rollout.base import Sampling
-from rlhf_mc.trainer.generate import continue_groups, generate, new_groups, repeat_prompts
-from rlhf_mc.trainer.group_pool import Group, drop_stale, must_end
+from rlhf_mc.trainer.generate import Enough, continue_groups, generate, new_groups, repeat_prompts
+from rlhf_mc.trainer.group_pool import Group, drop_stale, load_groups, must_end
 from rlhf_mc.trainer.run import Run
 from rlhf_mc.trainer.step_state import StepState
 
@@ -53,15 +54,22 @@ def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
     return repeat_prompts([group.prompt for group in taken], cfg.rollout.n), batch
 
 
+def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> None:
+    """Load the pool of a checkpoint, from which the next step continues. state: None of an earlier version. num_batches:
+    batches of prompts that the run has drawn, each trained on at once where the run had no pool."""
+    run.group_pool.groups = ()
+    run.group_pool.num_drawn = num_batches * run.config.data.train_batch_size
+    if state is not None:
+        new = new_groups(run, state["positions"])
+        run.group_pool.groups = load_groups(state, new, run.config.data.max_response_length)
+        run.group_pool.num_drawn = max(run.group_pool.num_drawn, state["num_drawn"])
+
+
 def _draw(run: Run, count: int) -> list[Group]:
     """Return the groups of the next prompts of the run."""
     first = run.group_pool.num_drawn
     run.group_pool.num_drawn += count
     return new_groups(run, range(first, first + count))
-
-
-Enough = Callable[[np.ndarray], bool]
-"""Whether generation may end, by whether each group is complete: [groups] bool."""
 
 
 def _tail(run: Run) -> tuple[list[Group], Enough | None]:

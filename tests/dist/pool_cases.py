@@ -18,7 +18,8 @@ def train(config_path: str, overrides: list[str]) -> dict[str, Any]:
     steps = []
     with built_run(config_path, overrides) as run:
         for step in loop.steps(run, RankStatus(), StopRequests(run.config.trainer)):
-            ages, weights = step.batch.token_ages, step.batch.is_weights
+            ages = step.batch.token_ages
+            weights = step.batch.is_weights
             steps.append(
                 {
                     "step": step.number,

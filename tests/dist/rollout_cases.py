@@ -25,7 +25,7 @@ from rlhf_mc.config.schema import RolloutConfig
 from rlhf_mc.data.batch import NOTHING, Generation, Responses
 from rlhf_mc.patching import replaced
 from rlhf_mc.rollout.base import Request, RolloutEngine, Sampling
-from rlhf_mc.rollout.generation import generate_responses
+from rlhf_mc.rollout.engine_loop import generate_responses
 from rlhf_mc.rollout.vllm_engine import VLLMEngine
 from rlhf_mc.runtime.preemption import StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus

@@ -57,7 +57,7 @@ def test_shared_requests_have_the_same_responses(
 def test_a_response_continues_with_the_same_tokens(
     pool: Any, checkpoint: str, prompts: list[list[int]], alone: list[Any], world: int
 ) -> None:
-    """The calls end while responses are unfinished, and some have not begun."""
+    """Check calls that end while responses are unfinished and some have not begun."""
     ranks = pool(world).run(
         rollout_cases.in_parts,
         checkpoint=checkpoint,

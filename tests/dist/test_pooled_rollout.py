@@ -70,7 +70,7 @@ def _pairs(step: dict[str, Any]) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_tail_batching_trains_on_the_responses_of_plain_sampling(train: Any, world: int) -> None:
-    """With weights that do not change, an epoch has the same responses, in another order."""
+    """Check that with weights that do not change an epoch has the same responses, in another order."""
     frozen = ["actor.optim.lr=0", "critic.optim.lr=0"]
     plain = train(world, f"plain_{world}", *frozen)[0]["steps"]
     first, *others = train(world, f"tail_{world}", *frozen, "rollout.tail_batching=true", "rollout.prompts_in_flight=8")

@@ -19,6 +19,7 @@ from rlhf_mc.config.errors import UserError
 from rlhf_mc.data.batch import Generation, Prompt, RaggedBatch, Responses, build_batch
 from rlhf_mc.rewards.results import Score
 from rlhf_mc.rollout.base import KV_CACHE, WEIGHTS
+from rlhf_mc.rollout.work_sharing import ResponseLengths
 from rlhf_mc.runtime.preemption import StopRequested, StopRequests
 from rlhf_mc.runtime.rank_status import RankStatus
 from rlhf_mc.trainer import generate, rollout
@@ -201,9 +202,10 @@ def test_batches_of_a_step_have_other_prompts_and_seeds(monkeypatch: pytest.Monk
     run.rollout = SimpleNamespace(awake={WEIGHTS, KV_CACHE})
     run.offload_schedule = SimpleNamespace(phase=lambda *args: contextlib.nullcontext())
     run.stop_token_ids = ()
+    run.response_lengths = ResponseLengths()
     monkeypatch.setattr(generate, "update_weights", lambda run, timer: calls.append("weights"))
 
-    def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any) -> Responses:
+    def record(engine: Any, prompts: Sequence[Prompt], seeds: list[int], sampling: Any, lens: Any) -> Responses:
         calls.append((tuple(prompt.index for prompt in prompts[::2]), seeds))
         return Responses.of([Generation([2], [-1.0], True)] * len(prompts))
 

@@ -56,7 +56,7 @@ def test_two_calls_assign_alike() -> None:
 
 
 def test_an_engine_with_long_responses_takes_fewer() -> None:
-    """Every long response is among the first requests of engine 0."""
+    """Check the case in which every long response is among the first requests of engine 0."""
     lens = [512 if number % 2 == 0 and number < 2 * PLACES else 16 for number in range(200)]
     shares, idle = _generate(lens, 2)
     assert len(shares[0]) < 30 and len(shares[1]) > 150
