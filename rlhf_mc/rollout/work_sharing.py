@@ -39,8 +39,8 @@ class VirtualClock:
         self._period_end = 0.0
 
     def begin_period(self, num_prompt_tokens: int) -> None:
-        """Begin a period, with new requests whose prompts have num_prompt_tokens tokens. An engine that had nothing to do in the last
-        period has waited for its end."""
+        """Begin a period, with num_prompt_tokens tokens of new prompts. An engine that had nothing to do in the period
+        before has waited for its end."""
         self._now = max(self._now, self._period_end) + num_prompt_tokens * _PER_PROMPT_TOKEN
         self._period_end += PERIOD
 
