@@ -55,8 +55,8 @@ def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
 
 
 def load_pool(run: Run, state: Mapping[str, Any] | None, num_batches: int) -> None:
-    """Load the pool of a checkpoint, from which the next step continues. state: None of an earlier version. num_batches:
-    batches of prompts that the run has drawn, each trained on at once where the run had no pool."""
+    """Load the pool of a checkpoint, from which the next step continues. state: None of an earlier version.
+    num_batches: batches of prompts that the run has drawn, each trained on at once where the run had no pool."""
     run.group_pool.groups = ()
     run.group_pool.num_drawn = num_batches * run.config.data.train_batch_size
     if state is not None:

@@ -209,6 +209,18 @@ def _generation_batch(key: str, value: Any, verl: Settings) -> Line:
     )
 
 
+def _trainer_mode(key: str, value: Any, verl: Settings) -> Line | None:
+    if value != "colocate_async":
+        return None  # the rules of verl/keys.py
+    return renamed("rollout.partial_rollout", True, "verl's colocate_async; it needs algorithm.rollout_correction")
+
+
+def _off_policy(key: str, value: Any, verl: Settings) -> Line:
+    if verl.get("trainer.v1.trainer_mode") != "colocate_async":
+        return Line("not needed", "it is for trainer.v1.trainer_mode colocate_async")
+    return renamed(f"rollout.{key.rpartition('.')[2]}", value)
+
+
 def _group_metric(key: str, value: Any, verl: Settings) -> Line:
     if value != "seq_final_reward":
         return same(key, value)
@@ -420,6 +432,8 @@ _PATTERNS: dict[Converter, str] = {
     _quantization: "rollout.quantization",
     _truncation: "data.truncation",
     _generation_batch: "data.gen_batch_size",
+    _trainer_mode: "trainer.v1.trainer_mode",
+    _off_policy: "trainer.v1.sampler.max_off_policy_{threshold,strategy}",
     _group_metric: "algorithm.filter_groups.metric",
     _most_batches: "algorithm.filter_groups.max_num_gen_batches",
     _clip_ratio: "actor.clip_ratio",

@@ -284,6 +284,8 @@ def test_settings_left_out_have_verls_defaults(name: str, given: list[str], tmp_
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype", "fp8", ("not supported", None, None)),
         ("actor_rollout_ref.rollout.data_parallel_size", 8, ("not needed", None, None)),
         ("trainer.v1.trainer_mode", "sync", ("implied", None, None)),
+        ("trainer.v1.trainer_mode", "colocate_async", ("renamed", "rollout.partial_rollout", True)),
+        ("trainer.v1.sampler.max_off_policy_threshold", 4, ("not needed", None, None)),
         ("trainer.v1.trainer_mode", "separate_async", ("not supported", None, None)),
         ("skip.rollout.enable", True, ("not supported", None, None)),
         ("actor_rollout_ref.model.lora_adapter_path", "adapter", ("not supported", None, None)),
