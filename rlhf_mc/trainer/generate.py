@@ -93,14 +93,27 @@ def new_groups(run: Run, positions: Sequence[int]) -> list[Group]:
     return groups
 
 
-def continue_groups(run: Run, state: StepState, groups: Sequence[Group], enough: Enough | None) -> list[Group]:
-    """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups."""
+def continue_groups(
+    run: Run,
+    state: StepState,
+    groups: Sequence[Group],
+    enough: Enough | None,
+    lens: Sequence[Sequence[int]] | None = None,
+) -> list[Group]:
+    """Generate the responses of the groups that have not ended, with the current weights. enough: None: all groups.
+    lens: the length at which each response is cut; None: none is."""
     limit = run.config.data.max_response_length
-    rows = [(number, i) for number, group in enumerate(groups) for i in np.flatnonzero(~group.has_ended(limit))]
+    lens = [[limit] * len(group.responses) for group in groups] if lens is None else lens
+    rows = [
+        (number, i)
+        for number, group in enumerate(groups)
+        for i in np.flatnonzero(~group.has_ended(limit))
+        if lens[number][i] > len(group.responses[i].token_ids)
+    ]
     group_of = np.array([number for number, _ in rows], dtype=np.int64)
     num_open = np.bincount(group_of, minlength=len(groups))
     requests = [
-        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i])
+        Request(number, groups[g].prompt.token_ids, groups[g].seeds[i], groups[g].responses[i], lens[g][i])
         for number, (g, i) in enumerate(rows)
     ]
     expected = run.response_lengths.expected([groups[g].prompt.index for g, _ in rows])
