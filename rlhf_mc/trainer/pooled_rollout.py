@@ -59,7 +59,7 @@ def pooled_rollout(run: Run, state: StepState) -> tuple[list[Prompt], RaggedBatc
         with run.offload_schedule.phase(state.timer, "gen"):
             prompts = [group.prompt for group in taken]
             parameters = Sampling(0.0, cfg.data.max_response_length, run.stop_token_ids)
-            greedy = generate(run.rollout, prompts, [group.seeds[0] for group in taken], parameters)
+            greedy = generate(run, prompts, [group.seeds[0] for group in taken], parameters)
             state.greedy = build_batch(prompts, greedy)
     return repeat_prompts([group.prompt for group in taken], cfg.rollout.n), batch
 

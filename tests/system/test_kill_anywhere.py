@@ -135,8 +135,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PARTIAL = ["rollout.partial_rollout=true", "algorithm.rollout_correction.rollout_is=token", "rollout.max_num_seqs=16"]
 
 
-# Two runs: each kind of fault, with saves in the background and without, with responses that are whole after each step
-# and with such that are continued. KILL_SEED moves the points.
+# Two runs: each kind of fault, with saves in the background and without, with responses that end in their step and
+# with responses that later steps continue. KILL_SEED moves the points.
 @pytest.mark.parametrize(("seed", "settings"), [(0, []), (1, PARTIAL)], ids=["whole", "partial"])
 def test_killed_anywhere(config: Path, tmp_path: Path, seed: int, settings: list[str]) -> None:
     directory = f"trainer.default_local_dir={tmp_path / 'uninterrupted'}"
