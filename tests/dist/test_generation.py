@@ -92,3 +92,33 @@ def test_a_response_continues_with_the_same_tokens(
     for one, other in zip(responses, alone, strict=True):
         assert one.finished == other.finished
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-5, rtol=0)
+
+
+ONE_BY_ONE = """
+from pathlib import Path
+def compute_score(solution_str, ground_truth=None, **row):
+    (Path(__file__).parent / "scored").touch()
+    return float(row["extra_info"].get("index", 0)) + 0.5
+"""
+TOGETHER = """
+from pathlib import Path
+def compute_score(solution_strs, **rows):
+    (Path(__file__).parent / "scored").touch()
+    return [len(solution_strs)] * len(solution_strs)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_responses_are_scored_while_others_are_generated(
+    pool: Any, checkpoint: str, prompts: list[list[int]], tmp_path: Path, world: int, together: bool
+) -> None:
+    """Check too that a function which scores responses together gets all of a rank in one call."""
+    (tmp_path / "reward.py").write_text(TOGETHER if together else ONE_BY_ONE)
+    ranks = pool(world).run(
+        rollout_cases.scored_meanwhile, checkpoint=checkpoint, prompts=prompts, directory=str(tmp_path)
+    )
+    for scores, was_scored_meanwhile in ranks:
+        assert scores == ranks[0][0] and len(scores) == len(prompts)
+        assert was_scored_meanwhile != together
+        assert sorted(set(scores)) == ([0.5] if not together else sorted({scores.count(s) for s in set(scores)}))
