@@ -56,13 +56,15 @@ def generate_responses(
                 num_prompt_tokens = sum(len(request.prompt) + len(request.begun.token_ids) for request in taken)
                 clock.begin_period(num_prompt_tokens, step_seconds, own)
             ends_with_period = bool(queue) or enough is not None
-            while engine.num_unfinished and not (ends_with_period and clock.period_is_over):
+            while engine.num_unfinished:
                 finished = engine.step()
                 clock.step(engine.num_running + len(finished))
                 work.advance(len(finished), tokens=engine.num_running + len(finished))
                 responses |= finished
                 if on_ended is not None and finished:
                     on_ended({number: one for number, one in finished.items() if number % len(ranks) == place})
+                if ends_with_period and (len(engine.groups) == 1 or clock.period_is_over):
+                    break
             if not ends_with_period:
                 break
     responses |= engine.abort()
