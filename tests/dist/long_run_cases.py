@@ -26,8 +26,8 @@ def rollouts(record_to: Path | None, replay_from: Path | None) -> Iterator[None]
     replayed = iter(pickle.loads(replay_from.read_bytes())) if replay_from else None
     generations: list[Any] = []
 
-    def record_or_replay(*args: Any) -> Any:
-        generations.append(next(replayed) if replayed else original(*args))
+    def record_or_replay(*args: Any, **kwargs: Any) -> Any:
+        generations.append(next(replayed) if replayed else original(*args, **kwargs))
         return generations[-1]
 
     generate.generate = record_or_replay
